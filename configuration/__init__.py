@@ -1,0 +1,1 @@
+"""Configuration of the model; `configuration_vaswani.py` travels with every checkpoint."""
