@@ -1,0 +1,1 @@
+"""The network and its decoding; both files travel with every checkpoint."""
