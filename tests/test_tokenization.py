@@ -1,0 +1,429 @@
+"""Claims about the tokenizer: what it restores, where it ends, what it refuses (section 5.1)."""
+
+import gzip
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoTokenizer
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from vaswani.tokenization.tokenization_vaswani import KINDS, SMILES_PATTERN, VaswaniTokenizer
+
+import vaswani  # noqa: F401  (registers the tokenizer with AutoTokenizer)
+
+PAD, UNK, EOS = 0, 1, 2
+SPECIAL_WORDS = ["</s>", "<pad>", "<unk>", "\\</s>", "\\\\<pad>", "<0x41>", "▁", "▂", "▂1"]
+LINES = [
+    "Das ist ein Haus , und das ist keine Maus .",
+    "this is a house , and this is not a mouse .",
+    "two  spaces\tand a tab",
+    # Often enough for a trainer to learn these as tokens, were it not kept from that.
+    *(["</s> <pad> <unk> </s> \\</s> \\\\<pad> \\</s> <0x41> <0x41>"] * 20),
+    *(["▁ ▂ ▂1 ▁▁ x</s>y"] * 5),
+]
+REACTIONS = [
+    "CC(=O)Cl.OCC>>CC(=O)OCC",
+    "[Na+].[Cl-].c1ccccc1Br",
+    "C[C@H](N)C(=O)O",
+    "F/C=C\\I",
+    "C%12CC%12",
+]
+# Whatever differs in form but not in looks, or that a decoder, a regex or a file might trip over.
+NASTY = [
+    "",
+    " ",
+    "   ",
+    " leading and trailing ",
+    "a  b   c",
+    "\t\n\r\n\x0b\x0c\x85\u2028",
+    "\x00\x01\x1b\x7f",
+    "\u00a0\u3000\u200b\ufeff",
+    "▁",
+    "▁a ▁ a▁",
+    "▂",
+    "▂1",
+    "▂2▁▂",
+    "e\u0301 é",
+    "\u0301",
+    "👩‍👩‍👧 🇩🇪",
+    "</s>",
+    "a</s>b </s>",
+    "<pad><unk>",
+    "<0x41>",
+    "<0xE2><0x96><0x81>",
+    "<0x+A>",
+    "<<0x41>>",
+    "\\</s>",
+    "\ufffd\uffff\U0010ffff",
+    "中文",
+]
+
+
+def train(kind="bpe", lines=LINES, vocab_size=600, **options):
+    return VaswaniTokenizer.train_from_iterator(
+        lines, kind=kind, vocab_size=vocab_size, show_progress=False, **options
+    )
+
+
+def state(tokenizer):
+    return json.loads(tokenizer.backend_tokenizer.to_str())
+
+
+def restored(tokenizer, text):
+    return tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+
+
+TOKENIZERS = {kind: train(kind) for kind in KINDS if kind != "regex"}
+TOKENIZERS["regex"] = train("regex", lines=[*LINES, *REACTIONS], pattern=r"<[^>]*>|\w+|\s|[^\w\s]")
+BPE = TOKENIZERS["bpe"]
+SMILES = train("regex", lines=REACTIONS)
+
+CHARACTERS = "".join(sorted(set("".join(LINES))))
+WORDS = sorted(set(" ".join(LINES).split()))
+SMILES_TOKENS = sorted(
+    {
+        token
+        for line in REACTIONS
+        for token, _ in Split(Regex(SMILES_PATTERN), "isolated").pre_tokenize_str(line)
+    }
+)
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+tricky_text = st.lists(st.sampled_from([*NASTY, *SPECIAL_WORDS, " ", "1", "a"])).map("".join)
+known_text = st.text(CHARACTERS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+# What decoding restores
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_text | tricky_text)
+def test_bpe_restores_any_text_exactly(text):
+    assert restored(BPE, text) == text
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_bpe_restores_nasty_text_exactly_and_never_says_unknown(text):
+    assert restored(BPE, text) == text
+    assert UNK not in BPE(text)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "char"])
+@settings(max_examples=100, deadline=None)
+@given(known_text | st.lists(st.sampled_from([*SPECIAL_WORDS, " ", "a"])).map("".join))
+@example("</s>")
+@example("  ▁▂1 ▂ <pad>\t")
+@example("s" * 300)
+def test_kinds_of_known_characters_restore_text_of_them_exactly(kind, text):
+    assert restored(TOKENIZERS[kind], text) == text
+    assert UNK not in TOKENIZERS[kind](text)["input_ids"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(WORDS)), st.sampled_from([" ", "  ", "\t", "\n", " \u3000"]))
+@example(SPECIAL_WORDS, " ")
+def test_word_restores_known_words_with_white_space_collapsed(words, gap):
+    text = gap + gap.join(words) + gap
+    assert restored(TOKENIZERS["word"], text) == " ".join(words)
+    assert len(TOKENIZERS["word"](text)["input_ids"]) == len(words) + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(SMILES_TOKENS)).map("".join))
+@example(REACTIONS[0])
+def test_regex_restores_text_of_known_tokens_exactly(text):
+    ids = SMILES(text)["input_ids"]
+    # Two tokens side by side may read as one that was never seen: "C" and "l", ">" and ">".
+    if UNK not in ids:
+        assert SMILES.decode(ids, skip_special_tokens=True) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["</s>", "<pad>", "house", " ", "\\", "<0x41>"])).map("".join))
+def test_regex_restores_special_strings_that_its_pattern_matches(text):
+    if UNK not in TOKENIZERS["regex"](text)["input_ids"]:
+        assert restored(TOKENIZERS["regex"], text) == text
+
+
+def test_regex_tokens_are_the_matches_by_default_the_atoms_of_smiles():
+    tokens = SMILES.tokenize("[Na+].CC(=O)Cl>>Brc1cc1")
+    assert tokens == [
+        *("[Na+]", ".", "C", "C", "(", "=", "O", ")", "Cl", ">>"),
+        *("Br", "c", "1", "c", "c", "1"),
+    ]
+
+
+def test_regex_keeps_what_lies_between_the_matches():
+    tokenizer = train("regex", lines=["a1bb22"], pattern=r"\d+")
+    assert tokenizer.tokenize("a1bb22a") == ["a", "1", "bb", "22", "a"]
+
+
+def test_char_and_word_serve_graphemes_and_phones():
+    graphemes, phones = train("char", lines=["cat", "tack"]), train("word", lines=["k ae t"])
+    assert graphemes.tokenize("act") == ["a", "c", "t"]
+    assert phones.tokenize("t ae k") == ["t", "ae", "k"]
+    assert len(phones) == 3 + 3
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "word", "char", "regex"])
+def test_unseen_symbols_become_unk_in_kinds_without_bytes(kind):
+    assert UNK in TOKENIZERS[kind]("中")["input_ids"]
+
+
+def test_nothing_is_normalised_but_the_white_space_of_word():
+    composed, decomposed = "é", "e\u0301"
+    tokenizer = train("char", lines=[composed, decomposed])
+    assert restored(tokenizer, composed) == composed
+    assert restored(tokenizer, decomposed) == decomposed
+
+
+# Special tokens
+
+
+@every_kind
+def test_special_tokens_have_the_first_ids(kind):
+    tokenizer = TOKENIZERS[kind]
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "<unk>", "</s>"]) == [0, 1, 2]
+    assert (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.bos_token is None
+
+
+@every_kind
+@settings(max_examples=50, deadline=None)
+@given(any_text | tricky_text)
+@example("</s>")
+@example("house </s> <pad> </s>")
+def test_eos_comes_exactly_once_and_last_on_both_sides(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    both = tokenizer(text, text_target=text)
+    for ids in (both["input_ids"], both["labels"], tokenizer.encode(text)):
+        assert ids.index(EOS) == len(ids) - 1
+        assert PAD not in ids
+        assert all(0 <= token < len(tokenizer) for token in ids)
+
+
+def test_a_pair_ends_twice():
+    ids = BPE("house", "mouse")["input_ids"]
+    assert ids == BPE("house")["input_ids"] + BPE("mouse")["input_ids"]
+
+
+def test_special_strings_can_be_asked_for_as_control_tokens():
+    assert BPE("</s>", split_special_tokens=False)["input_ids"].count(EOS) == 2
+    assert BPE("</s>")["input_ids"].count(EOS) == 1
+
+
+@every_kind
+def test_no_learned_token_can_decode_as_a_byte_or_a_special_token(kind):
+    specials = {"<pad>", "<unk>", "</s>"}
+    tokenizer = TOKENIZERS[kind]
+    for text in ["</s>", "<pad>", "<unk>", "x</s>y </s>", "<0x41>"]:
+        tokens = tokenizer.tokenize(text)
+        assert not specials & set(tokens) - {"<unk>"}
+        if kind == "bpe":
+            assert "<0x41>" not in tokens
+
+
+def test_a_padded_batch_is_padded_right_and_masked_and_restored():
+    batch = BPE(NASTY, text_target=NASTY, padding=True, return_tensors="pt")
+    lengths = [len(BPE(text)["input_ids"]) for text in NASTY]
+    assert batch["input_ids"].shape == (len(NASTY), max(lengths))
+    assert batch["attention_mask"].sum(dim=1).tolist() == lengths
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        assert (row[mask == 0] == PAD).all()
+        assert (row == EOS).sum() == 1
+    assert BPE.batch_decode(batch["labels"], skip_special_tokens=True) == NASTY
+
+
+def test_length_is_unlimited_and_truncation_keeps_eos():
+    assert BPE.model_max_length > 10**9
+    assert BPE("this is a house", truncation=True, max_length=3)["input_ids"][-1] == EOS
+
+
+# The vocabulary
+
+
+@every_kind
+@pytest.mark.parametrize("vocab_size", [48, 330, 600])
+def test_vocab_size_is_an_upper_bound(kind, vocab_size):
+    if kind == "bpe":
+        vocab_size += 256
+    tokenizer = train(kind, vocab_size=vocab_size)
+    assert len(tokenizer) == tokenizer.vocab_size <= vocab_size
+    assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
+
+
+def test_bpe_fills_the_vocabulary_and_holds_all_bytes():
+    text = [" ".join(f"{number:x}" for number in range(3000))]
+    assert len(train(lines=text, vocab_size=900)) == 900
+    assert {f"<0x{byte:02X}>" for byte in range(256)} <= set(BPE.get_vocab())
+
+
+def test_bpe_merges_the_most_frequent_pair_first():
+    merges = state(train(lines=["ab cab cab dab"]))["model"]["merges"]
+    assert merges[0] == ["a", "b"]
+
+
+def test_word_keeps_the_most_frequent_words():
+    tokenizer = train("word", lines=["a b b c c c"], vocab_size=5)
+    assert tokenizer.tokenize("a b c") == ["<unk>", "b", "c"]
+
+
+@pytest.mark.parametrize("kind", ["word", "char", "regex"])
+def test_min_frequency_drops_rarer_tokens(kind):
+    pattern = {"pattern": r"\w"} if kind == "regex" else {}
+    tokenizer = train(kind, lines=["x y x z x z"], min_frequency=2, **pattern)
+    assert {"x", "z"} <= set(tokenizer.get_vocab())
+    assert "y" not in tokenizer.get_vocab()
+
+
+def test_min_frequency_stops_the_merges_of_bpe():
+    merges = state(train(lines=["ab ab cd"], min_frequency=2))["model"]["merges"]
+    assert "▁ab" in {"".join(pair) for pair in merges}
+    assert not any("c" in piece for pair in merges for piece in pair)
+
+
+@every_kind
+def test_training_twice_gives_the_same_file(kind):
+    lines = [f"{a}{b} {b}{a}{c}" for a in "abcdef" for b in "ghijk" for c in "lmnopqr"]
+    one, two = (train(kind, lines=lines, vocab_size=310).backend_tokenizer for _ in range(2))
+    assert one.to_str() == two.to_str()
+
+
+# Files
+
+
+@every_kind
+def test_a_gz_file_a_plain_file_and_an_iterator_train_the_same(kind, tmp_path):
+    text = "\n".join(LINES) + "\n"
+    plain, packed = tmp_path / "lines.txt", tmp_path / "lines.txt.gz"
+    plain.write_bytes(text.encode())
+    packed.write_bytes(gzip.compress(text.encode()))
+    expected = state(train(kind))
+    for paths in (plain, str(packed), [plain]):
+        tokenizer = VaswaniTokenizer.train_from_files(
+            paths, kind=kind, vocab_size=600, show_progress=False
+        )
+        assert state(tokenizer) == expected
+
+
+def test_several_files_are_learned_jointly(tmp_path):
+    for name in ("ab", "cd"):
+        (tmp_path / name).write_text(f"{name}\n")
+    paths = [tmp_path / "ab", tmp_path / "cd"]
+    tokenizer = VaswaniTokenizer.train_from_files(paths, kind="char", show_progress=False)
+    assert UNK not in tokenizer("abcd")["input_ids"]
+
+
+@every_kind
+def test_saving_and_loading_gives_the_same_ids(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind]
+    tokenizer.save_pretrained(tmp_path)
+    expected = tokenizer([*LINES, *NASTY])["input_ids"]
+    # The plain backend is what a machine without this package falls back to.
+    for loader in (VaswaniTokenizer, AutoTokenizer, TokenizersBackend):
+        loaded = loader.from_pretrained(tmp_path)
+        assert loaded([*LINES, *NASTY])["input_ids"] == expected
+        assert loaded.split_special_tokens
+        assert len(loaded) == len(tokenizer)
+        if loader is not TokenizersBackend:
+            assert type(loaded) is VaswaniTokenizer
+
+
+def test_a_saved_tokenizer_brings_the_code_that_reads_it(tmp_path):
+    saved = BPE.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    module, class_name = config["auto_map"]["AutoTokenizer"][0].split(".")
+    assert class_name == "VaswaniTokenizer"
+    for name in (f"{module}.py", "configuration_vaswani.py", "tokenizer.json"):
+        assert (tmp_path / name).is_file()
+        assert str(tmp_path / name) in saved
+    assert "from .configuration_vaswani import" in (tmp_path / f"{module}.py").read_text()
+
+
+@every_kind
+def test_train_new_from_iterator_equals_training_afresh(kind):
+    lines = ["ein neues Haus </s>", "a new mouse </s> <0x41>"] * 3
+    pattern = {"pattern": r"<[^>]*>|\w+|\s|[^\w\s]"} if kind == "regex" else {}
+    new = TOKENIZERS[kind].train_new_from_iterator([lines], 400, show_progress=False)
+    fresh = train(kind, lines=lines, vocab_size=400, **pattern)
+    assert type(new) is VaswaniTokenizer
+    assert new(lines + NASTY)["input_ids"] == fresh(lines + NASTY)["input_ids"]
+    assert restored(new, lines[0]) == lines[0]
+
+
+# What is refused
+
+
+def test_unknown_kind_lists_the_six():
+    with pytest.raises(ValueError, match=r"'bpee'.*bpe, wordpiece, unigram, word, char, regex"):
+        train("bpee")
+
+
+@every_kind
+@pytest.mark.parametrize("lines", [[], ["", "  ", "\t"]])
+def test_no_text_is_refused(kind, lines):
+    with pytest.raises(ValueError, match="no text"):
+        train(kind, lines=lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    # "abc d" takes a, b, c, d and the space.
+    [("bpe", 3 + 256 + 5), ("wordpiece", 3 + 5), ("unigram", 10), ("word", 4), ("char", 4)],
+)
+def test_a_vocab_size_too_small_is_refused_with_the_least_that_works(kind, needed):
+    for vocab_size in (0, needed - 1):
+        with pytest.raises(ValueError, match=rf"vocab_size \({vocab_size}\).*need {needed}\b"):
+            train(kind, lines=["abc d"], vocab_size=vocab_size)
+        with pytest.raises(ValueError, match=rf"vocab_size \({vocab_size}\).*need {needed}\b"):
+            TOKENIZERS[kind].train_new_from_iterator(["abc d"], vocab_size)
+    assert len(train(kind, lines=["abc d"], vocab_size=needed)) <= needed
+
+
+def test_pattern_is_refused_for_other_kinds():
+    with pytest.raises(ValueError, match=r"pattern \('a'\).*regex"):
+        train("char", pattern="a")
+
+
+def test_a_broken_pattern_is_refused():
+    with pytest.raises(ValueError, match=r"pattern '\(a' is no regular expression"):
+        train("regex", pattern="(a")
+
+
+def test_min_frequency_is_refused_where_it_would_do_nothing():
+    with pytest.raises(ValueError, match=r"min_frequency \(2\)"):
+        train("unigram", min_frequency=2)
+
+
+def test_one_string_is_refused_as_lines():
+    with pytest.raises(TypeError, match="one string"):
+        train(lines="a house")
+
+
+def test_missing_files_are_named_before_any_is_read(tmp_path):
+    broken = tmp_path / "broken.txt"
+    broken.write_bytes(b"\xff")
+    missing = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    with pytest.raises(FileNotFoundError, match=r"one\.txt.*two\.txt"):
+        VaswaniTokenizer.train_from_files([broken, *missing])
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_line_that_is_not_utf8_is_named(pack, tmp_path):
+    path = tmp_path / ("latin1.gz" if pack is gzip.compress else "latin1.txt")
+    path.write_bytes(pack("gut\nschön\n".encode("latin-1")))
+    with pytest.raises(ValueError, match=r"latin1\.\w+, line 2: byte 4 is not utf-8"):
+        VaswaniTokenizer.train_from_files(path, show_progress=False)
+
+
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-9], lambda packed: b"plain"])
+def test_a_damaged_gz_file_is_named(damage, tmp_path):
+    path = tmp_path / "lines.gz"
+    path.write_bytes(damage(gzip.compress(b"a house\n" * 1000)))
+    with pytest.raises(ValueError, match=r"lines\.gz is damaged"):
+        VaswaniTokenizer.train_from_files(path, show_progress=False)

@@ -1,0 +1,1 @@
+"""Tokenizers: their training, and the class that encodes and decodes."""
