@@ -1,0 +1,45 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017) for Hugging Face.
+
+Importing this package registers the model and its tokenizer with transformers' Auto classes.
+"""
+
+from pathlib import Path as _Path
+
+_here = _Path(__file__).resolve().parent
+if not (_here / "modeling").is_dir():
+    # A source checkout: the subpackages lie beside this folder, not inside it.
+    __path__.append(str(_here.parent))
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTextEncoding,
+    AutoTokenizer,
+)
+
+from .configuration.configuration_vaswani import VaswaniConfig
+from .modeling.generation_vaswani import VaswaniGenerationConfig
+from .modeling.modeling_vaswani import (
+    VaswaniEncoderModel,
+    VaswaniForConditionalGeneration,
+    VaswaniModel,
+)
+from .tokenization.tokenization_vaswani import VaswaniTokenizer
+
+__version__ = "0.1.0"
+
+AutoConfig.register("vaswani", VaswaniConfig)
+AutoModel.register(VaswaniConfig, VaswaniModel)
+AutoModelForSeq2SeqLM.register(VaswaniConfig, VaswaniForConditionalGeneration)
+AutoModelForTextEncoding.register(VaswaniConfig, VaswaniEncoderModel)
+AutoTokenizer.register(VaswaniConfig, tokenizer_class=VaswaniTokenizer)
+
+__all__ = [
+    "VaswaniConfig",
+    "VaswaniEncoderModel",
+    "VaswaniForConditionalGeneration",
+    "VaswaniGenerationConfig",
+    "VaswaniModel",
+    "VaswaniTokenizer",
+]
