@@ -1,0 +1,205 @@
+"""Translate text with a saved model: lines in, translations out, in the order of the input.
+
+    python examples/translate.py runs/multi30k < source.txt > translation.txt
+    python examples/translate.py runs/multi30k source.txt.gz --output translation.txt
+    python examples/translate.py runs/multi30k source.txt --nbest 4 --scores
+
+Lines are translated in windows, sorted by length inside a window so that batches hold little
+padding; memory does not grow with the file. An empty line stays empty.
+"""
+
+import argparse
+import contextlib
+import gzip
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import vaswani  # noqa: F401  (registers the model with the Auto classes)
+
+Hypotheses = list[tuple[str, float | None]]
+
+
+def batches_by_length(token_ids: list[list[int]], batch_tokens: int) -> Iterator[list[int]]:
+    """Group sentence indices so that no padded batch exceeds `batch_tokens`."""
+    batch: list[int] = []
+    for index in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
+        if batch and (len(batch) + 1) * len(token_ids[index]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def translate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Iterable[str],
+    *,
+    num_beams: int = 4,
+    nbest: int = 1,
+    scores: bool = False,
+    batch_tokens: int = 4096,
+    window: int = 2048,
+    **generate_kwargs: Any,
+) -> Iterator[Hypotheses]:
+    """Translate `lines`, yielding for each its `nbest` (text, score) pairs, best first.
+
+    A score is the length-penalised log-probability that beam search ranks by (section 6.1), None
+    unless `scores`. `batch_tokens` bounds a batch's padded source tokens.
+    """
+    if scores:
+        # transformers keeps every step's scores over the vocabulary: keep such batches small.
+        batch_tokens = max(batch_tokens // 8, 1)
+    source = iter(lines)
+    while chunk := list(itertools.islice(source, window)):
+        results: list[Hypotheses] = [[("", None)]] * len(chunk)
+        filled = [index for index, line in enumerate(chunk) if line.strip()]
+        token_ids = tokenizer([chunk[index] for index in filled])["input_ids"] if filled else []
+        for batch in batches_by_length(token_ids, batch_tokens):
+            inputs = tokenizer.pad(
+                {"input_ids": [token_ids[i] for i in batch]}, return_tensors="pt"
+            ).to(model.device)
+            output = model.generate(
+                **inputs,
+                num_beams=num_beams,
+                num_return_sequences=nbest,
+                return_dict_in_generate=True,
+                output_scores=scores,
+                **generate_kwargs,
+            )
+            texts = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
+            values = output.sequences_scores.tolist() if scores else [None] * len(texts)
+            hypotheses = list(zip(texts, values, strict=True))
+            for row, i in enumerate(batch):
+                results[filled[i]] = hypotheses[row * nbest : (row + 1) * nbest]
+        yield from results
+
+
+def open_text(path: str) -> TextIO:
+    """Open a utf-8 file for reading, plain or .gz; "-" is standard input."""
+    if path == "-":
+        sys.stdin.reconfigure(encoding="utf-8")
+        return sys.stdin
+    return (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.endswith(".gz")
+        else open(path, encoding="utf-8")
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="folder or Hub id of a saved model with its tokenizer")
+    parser.add_argument(
+        "input",
+        nargs="?",
+        default="-",
+        help="text file, one sentence a line, plain or .gz (default: stdin)",
+    )
+    parser.add_argument(
+        "--output", "-o", default="-", help="where translations go (default: stdout)"
+    )
+    parser.add_argument(
+        "--beams", type=int, default=None, help="beam size (default: the checkpoint's own, else 4)"
+    )
+    parser.add_argument(
+        "--nbest",
+        type=int,
+        default=1,
+        help="translations per line, best first; lines become LINE ||| TEXT",
+    )
+    parser.add_argument(
+        "--scores",
+        action="store_true",
+        help="print the length-penalised log-probability: ... ||| SCORE",
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        default=None,
+        help="alpha of section 6.1 (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=None,
+        help="longest output (default: source length + 50)",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=4096,
+        help="padded source tokens per batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--bf16", action="store_true", help="run in bfloat16, faster where the hardware has it"
+    )
+    args = parser.parse_args()
+    for name in ("beams", "nbest", "max_new_tokens", "batch_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    return args
+
+
+def main() -> None:
+    """Run the command line."""
+    args = parse_args()
+    if args.input != "-" and not Path(args.input).is_file():
+        sys.exit(f"translate.py: no such input file: {args.input}")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForSeq2SeqLM.from_pretrained(
+        args.model, dtype=torch.bfloat16 if args.bf16 else "auto"
+    ).eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
+    num_beams = args.beams or model.generation_config.num_beams or 4
+    if args.nbest > num_beams:
+        sys.exit(f"translate.py: --nbest {args.nbest} needs as many --beams, got {num_beams}")
+    if args.scores and num_beams == 1:
+        sys.exit("translate.py: --scores needs --beams 2 or more; greedy search keeps no scores")
+    settings = {"length_penalty": args.length_penalty, "max_new_tokens": args.max_new_tokens}
+    settings = {name: value for name, value in settings.items() if value is not None}
+
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(open_text(args.input))
+        target = sys.stdout
+        if args.output != "-":
+            target = stack.enter_context(open(args.output, "w", encoding="utf-8"))
+        lines = (line.rstrip("\r\n") for line in source)
+        outputs = translate(
+            model,
+            tokenizer,
+            lines,
+            num_beams=num_beams,
+            nbest=args.nbest,
+            scores=args.scores,
+            batch_tokens=args.batch_tokens,
+            **settings,
+        )
+        for number, hypotheses in enumerate(tqdm(outputs, unit=" lines", file=sys.stderr)):
+            for text, score in hypotheses:
+                fields = [str(number), text] if args.nbest > 1 else [text]
+                if args.scores:
+                    fields.append("" if score is None else f"{score:.4f}")
+                print(" ||| ".join(fields), file=target)
+
+
+if __name__ == "__main__":
+    main()
