@@ -145,6 +145,14 @@ class VaswaniConfig(PreTrainedConfig):
             self.decoder_vocab_size = self.vocab_size
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; a shared vocabulary is one, so `vocab_size` sets the target's size too."""
+        own = vars(self)
+        follows = own.get("decoder_vocab_size") == own.get("vocab_size")
+        if name == "vocab_size" and follows and own.get("share_encoder_decoder_embeddings"):
+            super().__setattr__("decoder_vocab_size", value)
+        super().__setattr__(name, value)
+
     def validate_architecture(self) -> None:
         """Refuse values out of range and fields that contradict each other."""
         super().validate_architecture()
@@ -233,10 +241,11 @@ class VaswaniConfig(PreTrainedConfig):
     ) -> None:
         """Save config.json with flat copies of the code beside it: the folder works alone."""
         # A class loaded as remote code has _auto_class set: transformers copies its files itself.
-        if self._auto_class is None and not os.path.isfile(save_directory):
-            save_remote_code(save_directory)
+        if self._auto_class is None:
             self.auto_map = {**(getattr(self, "auto_map", None) or {}), **_AUTO_MAP}
         super().save_pretrained(save_directory, **kwargs)
+        if self._auto_class is None:
+            save_remote_code(save_directory)
         if push_to_hub:
             # transformers uploads only what is written after its push began: push separately.
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)

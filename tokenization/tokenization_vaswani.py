@@ -373,6 +373,9 @@ class VaswaniTokenizer(TokenizersBackend):
         legacy_format: bool | None = None,
         filename_prefix: str | None = None,
     ) -> tuple[str, ...]:
+        # Padding and truncation belong to the last call, not to the tokenizer.
+        self.backend_tokenizer.no_padding()
+        self.backend_tokenizer.no_truncation()
         # A class that was itself loaded from such copies has them copied by transformers.
         if self._auto_class is None:
             file_names = file_names + save_remote_code(save_directory)
