@@ -179,17 +179,14 @@ class VaswaniGenerationMixin(GenerationMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
-        """Collect the call's settings in this model's class, which knows all of its keys."""
+        """Lay the call's settings over this model's, whose class knows all of their keys."""
         if generation_config is not None:
             return super()._prepare_generation_config(generation_config, **kwargs)
-        settings = VaswaniGenerationConfig()
-        unset = [
-            name for name, value in kwargs.items() if value is None and hasattr(settings, name)
-        ]
-        kwargs = settings.update(**kwargs)
-        prepared, model_kwargs = super()._prepare_generation_config(settings, **kwargs)
+        settings = copy.deepcopy(self.generation_config)
+        model_kwargs = settings.update(**kwargs)
+        prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)
         # A None in the call switches a default off (eos_token_id=None); merging has refilled it.
-        prepared.update(**dict.fromkeys(unset))
+        prepared.update(**{name: None for name, value in kwargs.items() if value is None})
         return prepared, model_kwargs
 
     def _beam_search(

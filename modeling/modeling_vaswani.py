@@ -29,14 +29,13 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import can_return_tuple, logging
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
-
-logger = logging.get_logger(__name__)
 
 
 class SinusoidalPositions(nn.Module):
@@ -387,7 +386,7 @@ class VaswaniEncoder(VaswaniStack):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """Encode `input_ids` (B, S) to (B, S, D); `attention_mask` (B, S) is 1 at real tokens."""
         hidden_states = self.embed(input_ids, inputs_embeds)
@@ -423,7 +422,7 @@ class VaswaniDecoder(VaswaniStack):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode `input_ids` (B, T) over `encoder_hidden_states` (B, S, D): (B, T, D)."""
         if use_cache and past_key_values is None:
@@ -485,7 +484,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encode (B, S), unless `encoder_outputs` are given, and decode (B, T) to (B, T, D)."""
         encoded: Any = encoder_outputs
@@ -533,20 +532,6 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
             decoder_start_token_id=config.decoder_start_token_id,
         )
         self.post_init()
-
-    def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
-    ) -> nn.Embedding:
-        """Resize the shared vocabulary, or the source's alone where the two are separate."""
-        embeddings = super().resize_token_embeddings(
-            new_num_tokens, pad_to_multiple_of, mean_resizing
-        )
-        if self.config.share_encoder_decoder_embeddings:
-            self.config.decoder_vocab_size = self.config.vocab_size
-        return embeddings
 
     def _resize_token_embeddings(
         self, new_num_tokens: int | None, *args: Any, **kwargs: Any
@@ -642,7 +627,7 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Predict the next target token at every position: logits (B, T, V).
 
@@ -699,7 +684,7 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """Encode `input_ids` (B, S) to (B, S, D)."""
         return self.encoder(input_ids, attention_mask, inputs_embeds, **kwargs)
