@@ -8,8 +8,10 @@ has to learn real reordering; and every answer can be checked exactly.
 """
 
 import argparse
+import json
 import random
 import time
+from pathlib import Path
 
 from datasets import Dataset
 from num2words import num2words
@@ -126,14 +128,21 @@ def main() -> None:
     again = translate(reloaded, AutoTokenizer.from_pretrained(args.output), english[unseen])
 
     correct = sum(answer == truth for answer, truth in zip(answers, german[unseen], strict=True))
+    results = {
+        "numbers_tested": args.test_size,
+        "exactly_right": correct / args.test_size,
+        "same_after_reloading": again == answers,
+        "minutes": round((time.monotonic() - started) / 60, 1),
+    }
+    Path(args.output, "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(f"\n{'number never seen':64}  translation")
     for source, answer in list(zip(english[unseen], answers, strict=True))[:SHOWN]:
         print(f"{source:64}  {answer}")
-    print(f"\nexactly right          {correct / args.test_size:.1%} of {args.test_size}")
-    print(f"same after reloading   {'yes' if again == answers else 'no'}")
+    print(f"\nexactly right          {results['exactly_right']:.1%} of {args.test_size}")
+    print(f"same after reloading   {'yes' if results['same_after_reloading'] else 'no'}")
     print(f"parameters             {model.num_parameters():,}")
     print(f"model saved in         {args.output}")
-    print(f"minutes                {(time.monotonic() - started) / 60:.1f}")
+    print(f"minutes                {results['minutes']}")
 
 
 if __name__ == "__main__":

@@ -368,6 +368,8 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         "weight_decay": 0.0,
         "max_grad_norm": 0.0,
         "bf16": args.bf16,
+        # transformers believes in bfloat16 on a CPU only if told that the CPU is meant.
+        "use_cpu": not torch.accelerator.is_available(),
         "seed": args.seed,
         "logging_steps": 100,
         "eval_strategy": evaluation,

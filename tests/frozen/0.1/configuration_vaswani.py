@@ -1,0 +1,292 @@
+"""Configuration of the Transformer of "Attention Is All You Need" (Vaswani et al., 2017)."""
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+_TRAVELLING_FILES = (
+    "configuration/configuration_vaswani.py",
+    "modeling/modeling_vaswani.py",
+    "modeling/generation_vaswani.py",
+    "tokenization/tokenization_vaswani.py",
+)
+_IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
+_AUTO_MAP = {
+    "AutoConfig": "configuration_vaswani.VaswaniConfig",
+    "AutoModel": "modeling_vaswani.VaswaniModel",
+    "AutoModelForSeq2SeqLM": "modeling_vaswani.VaswaniForConditionalGeneration",
+    "AutoModelForTextEncoding": "modeling_vaswani.VaswaniEncoderModel",
+}
+
+
+def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
+    """Write flat copies of the files that travel, so that `folder` loads without the package.
+
+    Returns the paths written. `from ..room.file import` becomes `from .file import` in the copies.
+    """
+    rooms = Path(__file__).resolve().parent.parent
+    target_folder = Path(folder)
+    target_folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in _TRAVELLING_FILES:
+        source = (rooms / name).read_text(encoding="utf-8")
+        target = target_folder / Path(name).name
+        target.write_text(_IMPORT_ACROSS_ROOMS.sub(r"\1\2", source), encoding="utf-8")
+        written.append(str(target))
+    return tuple(written)
+
+
+@strict
+class VaswaniConfig(PreTrainedConfig):
+    r"""Sizes and switches of the Transformer; the defaults are the paper's base model (Table 3).
+
+    Names are those of BART and Marian; the paper's symbol follows in brackets.
+
+    Args:
+        vocab_size: entries of the source vocabulary, and of the target's too unless
+            `decoder_vocab_size` is given (5.1: about 37000 shared byte pairs for English-German).
+        decoder_vocab_size: entries of the target vocabulary; None means `vocab_size`.
+        d_model: width of every sub-layer's output [d_model].
+        encoder_layers, decoder_layers: identical layers in each stack [N].
+        encoder_attention_heads, decoder_attention_heads: heads [h].
+        encoder_ffn_dim, decoder_ffn_dim: inner width of the feed-forward networks [d_ff].
+        d_k, d_v: width of a head's keys and queries, and of its values; None is d_model / h.
+        dropout: rate on each sub-layer's output and on the sums of embeddings and positions
+            (5.4) [P_drop].
+        attention_dropout, activation_dropout: rates inside the sub-layers; the paper has neither.
+        label_smoothing: probability mass spread evenly over the vocabulary (5.4), in training mode
+            only, so that the evaluation loss is the logarithm of the perplexity [epsilon_ls].
+        activation_function: between the two linear maps of 3.3; the paper's is ReLU.
+        norm_position: "post" is LayerNorm(x + Sublayer(x)) (3.1); "pre", for imported checkpoints,
+            is x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
+        position_encoding: "sinusoidal" is the paper's table, sine and cosine interleaved (3.5);
+            "sinusoidal_concat" has all sines, then all cosines (Marian); "sinusoidal_t2t" the
+            same with tensor2tensor's frequencies (fairseq); "learned" is row (E) of Table 3.
+        position_offset: number of the first position (fairseq and BART start at 2).
+        max_position_embeddings: longest sequence of "learned" positions; sinusoids have no limit.
+        attention_bias: biases in W^Q, W^K, W^V and W^O; the paper has none (3.2.2).
+        scale_embedding: multiply embeddings by sqrt(d_model) (3.4).
+        layer_norm_eps: epsilon of every LayerNorm.
+        init_std: standard deviation of fresh embeddings; None is d_model^-0.5, so that scaled
+            embeddings have unit size. Matrices start Xavier uniform, biases at 0.
+        tie_word_embeddings: one matrix for target embedding and pre-softmax map (3.4). False unties
+            all three tables, as everywhere in transformers.
+        share_encoder_decoder_embeddings: the source embedding is that matrix too (3.4).
+        decoder_start_token_id: first input of the decoder; the labels are shifted right behind it.
+
+    Raises:
+        StrictDataclassFieldValidationError: a field has the wrong type or an unknown value.
+        StrictDataclassClassValidationError: fields are out of range or contradict each other.
+    """
+
+    model_type = "vaswani"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "encoder_attention_heads",
+        "num_hidden_layers": "encoder_layers",
+    }
+
+    vocab_size: int = 37000
+    decoder_vocab_size: int | None = None
+    d_model: int = 512
+    encoder_layers: int = 6
+    decoder_layers: int = 6
+    encoder_attention_heads: int = 8
+    decoder_attention_heads: int = 8
+    encoder_ffn_dim: int = 2048
+    decoder_ffn_dim: int = 2048
+    d_k: int | None = None
+    d_v: int | None = None
+    dropout: float | int = 0.1
+    attention_dropout: float | int = 0.0
+    activation_dropout: float | int = 0.0
+    label_smoothing: float | int = 0.1
+    activation_function: str = "relu"
+    norm_position: Literal["post", "pre"] = "post"
+    position_encoding: Literal["sinusoidal", "sinusoidal_concat", "sinusoidal_t2t", "learned"] = (
+        "sinusoidal"
+    )
+    position_offset: int = 0
+    max_position_embeddings: int | None = None
+    attention_bias: bool = False
+    scale_embedding: bool = True
+    layer_norm_eps: float = 1e-5
+    init_std: float | None = None
+    tie_word_embeddings: bool = True
+    share_encoder_decoder_embeddings: bool = True
+    use_cache: bool = True
+    is_encoder_decoder: bool = True
+    pad_token_id: int | None = 0
+    unk_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    bos_token_id: int | None = None
+    decoder_start_token_id: int | None = 2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Resolve the target vocabulary and warn about names that look misspelt."""
+        own_fields = VaswaniConfig.__annotations__
+        for name in kwargs:
+            nearest = difflib.get_close_matches(name, own_fields, n=1, cutoff=0.8)
+            if nearest and name not in self.attribute_map:
+                logger.warning(
+                    f"VaswaniConfig has no field {name!r}; did you mean {nearest[0]!r}? "
+                    "The value is kept as an attribute and changes nothing."
+                )
+        if self.decoder_vocab_size is None:
+            self.decoder_vocab_size = self.vocab_size
+        super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; a shared vocabulary is one, so `vocab_size` sets the target's size too."""
+        own = vars(self)
+        follows = own.get("decoder_vocab_size") == own.get("vocab_size")
+        if name == "vocab_size" and follows and own.get("share_encoder_decoder_embeddings"):
+            super().__setattr__("decoder_vocab_size", value)
+        super().__setattr__(name, value)
+
+    def validate_architecture(self) -> None:
+        """Refuse values out of range and fields that contradict each other."""
+        super().validate_architecture()
+        self._refuse_out_of_range()
+        for side in ("encoder", "decoder"):
+            heads = getattr(self, f"{side}_attention_heads")
+            if (self.d_k is None or self.d_v is None) and self.d_model % heads != 0:
+                raise ValueError(
+                    f"d_model ({self.d_model}) must be a multiple of {side}_attention_heads "
+                    f"({heads}), or d_k and d_v must both be given."
+                )
+        if self.position_encoding == "learned":
+            if self.max_position_embeddings is None:
+                raise ValueError(
+                    "position_encoding='learned' needs the longest sequence it shall serve: "
+                    "set max_position_embeddings (it is None), or use a sinusoidal encoding."
+                )
+        elif self.d_model % 2 != 0:
+            raise ValueError(
+                f"d_model ({self.d_model}) must be even for position_encoding="
+                f"{self.position_encoding!r} (pairs of sine and cosine): choose an even d_model or "
+                "position_encoding='learned'."
+            )
+        if self.share_encoder_decoder_embeddings and self.vocab_size != self.decoder_vocab_size:
+            raise ValueError(
+                "share_encoder_decoder_embeddings=True needs one vocabulary, but vocab_size is "
+                f"{self.vocab_size} and decoder_vocab_size {self.decoder_vocab_size}: make them "
+                "equal, or set share_encoder_decoder_embeddings=False."
+            )
+
+    def _refuse_out_of_range(self) -> None:
+        sizes = [
+            "vocab_size",
+            "decoder_vocab_size",
+            "d_model",
+            "d_k",
+            "d_v",
+            "max_position_embeddings",
+        ]
+        for side in ("encoder", "decoder"):
+            sizes += [f"{side}_layers", f"{side}_attention_heads", f"{side}_ffn_dim"]
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        for name in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {value}; 0 switches it off.")
+        if self.position_offset < 0:
+            raise ValueError(f"position_offset must be 0 or more, got {self.position_offset}.")
+        for name in ("layer_norm_eps", "init_std"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be greater than 0, got {value}.")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "VaswaniConfig":
+        """Build a row of Table 3 by its name in `presets()`; keywords replace single fields.
+
+        Raises:
+            ValueError: no row has that name.
+        """
+        if name not in _TABLE_3:
+            raise ValueError(
+                f"Unknown preset {name!r}; the rows of Table 3 are {', '.join(_TABLE_3)}."
+            )
+        changes, _ = _TABLE_3[name]
+        return cls(**{**changes, **overrides})
+
+    @classmethod
+    def presets(cls) -> dict[str, dict[str, Any]]:
+        """List the rows of Table 3: what differs from base, and the paper's development numbers.
+
+        `perplexity` is per byte pair and `bleu` is on newstest2013; `parameters` are millions, None
+        where the table leaves the column empty because the row has the parameters of base.
+        """
+        columns = ("steps", "perplexity", "bleu", "parameters")
+        return {
+            name: {"changes": dict(changes), **dict(zip(columns, numbers, strict=True))}
+            for name, (changes, numbers) in _TABLE_3.items()
+        }
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Save config.json with flat copies of the code beside it: the folder works alone."""
+        # A class loaded as remote code has _auto_class set: transformers copies its files itself.
+        if self._auto_class is None:
+            self.auto_map = {**(getattr(self, "auto_map", None) or {}), **_AUTO_MAP}
+        super().save_pretrained(save_directory, **kwargs)
+        if self._auto_class is None:
+            save_remote_code(save_directory)
+        if push_to_hub:
+            # transformers uploads only what is written after its push began: push separately.
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+def _both(**sizes: int) -> dict[str, int]:
+    """Set the same size in encoder and decoder, as every row of Table 3 does."""
+    return {
+        f"{side}_{name}": value for name, value in sizes.items() for side in ("encoder", "decoder")
+    }
+
+
+# Name: (difference from base, (steps, perplexity, BLEU, parameters in millions)).
+# Row (B) narrows d_k alone: its parameter column fits only if d_v stays 64.
+_TABLE_3: dict[str, tuple[dict[str, Any], tuple[int, float, float, int | None]]] = {
+    "base": ({}, (100_000, 4.92, 25.8, 65)),
+    "A-h1": (_both(attention_heads=1), (100_000, 5.29, 24.9, None)),
+    "A-h4": (_both(attention_heads=4), (100_000, 5.00, 25.5, None)),
+    "A-h16": (_both(attention_heads=16), (100_000, 4.91, 25.8, None)),
+    "A-h32": (_both(attention_heads=32), (100_000, 5.01, 25.4, None)),
+    "B-dk16": ({"d_k": 16}, (100_000, 5.16, 25.1, 58)),
+    "B-dk32": ({"d_k": 32}, (100_000, 5.01, 25.4, 60)),
+    "C-N2": (_both(layers=2), (100_000, 6.11, 23.7, 36)),
+    "C-N4": (_both(layers=4), (100_000, 5.19, 25.3, 50)),
+    "C-N8": (_both(layers=8), (100_000, 4.88, 25.5, 80)),
+    "C-d256": ({"d_model": 256, "d_k": 32, "d_v": 32}, (100_000, 5.75, 24.5, 28)),
+    "C-d1024": ({"d_model": 1024, "d_k": 128, "d_v": 128}, (100_000, 4.66, 26.0, 168)),
+    "C-dff1024": (_both(ffn_dim=1024), (100_000, 5.12, 25.4, 53)),
+    "C-dff4096": (_both(ffn_dim=4096), (100_000, 4.75, 26.2, 90)),
+    "D-drop0.0": ({"dropout": 0.0}, (100_000, 5.77, 24.6, None)),
+    "D-drop0.2": ({"dropout": 0.2}, (100_000, 4.95, 25.5, None)),
+    "D-ls0.0": ({"label_smoothing": 0.0}, (100_000, 4.67, 25.3, None)),
+    "D-ls0.2": ({"label_smoothing": 0.2}, (100_000, 5.47, 25.7, None)),
+    "E-learned": (
+        {"position_encoding": "learned", "max_position_embeddings": 1024},
+        (100_000, 4.92, 25.7, None),
+    ),
+    "big": (
+        {"d_model": 1024, "dropout": 0.3, **_both(ffn_dim=4096, attention_heads=16)},
+        (300_000, 4.33, 26.4, 213),
+    ),
+}
+
+__all__ = ["VaswaniConfig"]

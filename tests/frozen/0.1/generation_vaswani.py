@@ -1,0 +1,229 @@
+"""Decoding as the paper decodes (section 6.1): length penalty, output limit, stopping rule.
+
+Everything else of `generate` is transformers' own: greedy search, sampling, beam search, streamers.
+"""
+
+import contextlib
+import copy
+import functools
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
+
+LENGTH_PENALTY_TYPES = ("gnmt", "hf")
+
+
+class VaswaniGenerationConfig(GenerationConfig):
+    """transformers' GenerationConfig with the two settings of section 6.1 that it lacks.
+
+    Args:
+        length_penalty_type: "gnmt" divides a hypothesis' log-probability by
+            lp(Y) = ((5 + |Y|) / 6)^length_penalty (Wu et al., 2016, equation 14); "hf" by
+            |Y|^length_penalty.
+        max_length_offset: a sentence may grow to its own source length plus this many tokens; 0
+            switches the rule off. `max_length` or `max_new_tokens` given to `generate` replace it.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.length_penalty_type = kwargs.pop("length_penalty_type", None)
+        self.max_length_offset = kwargs.pop("max_length_offset", None)
+        super().__init__(**kwargs)
+
+    @classmethod
+    def paper_defaults(cls, **token_ids: Any) -> "VaswaniGenerationConfig":
+        """Section 6.1 but for the beam size: alpha 0.6, input length + 50, exact stop."""
+        return cls(
+            length_penalty_type="gnmt",
+            length_penalty=0.6,
+            max_length_offset=50,
+            early_stopping="never",
+            **token_ids,
+        )
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        """Validate as transformers does, and the two settings of this class.
+
+        Raises:
+            ValueError: a setting has no meaning, with the values that have one.
+        """
+        kind, offset = self.length_penalty_type, self.max_length_offset
+        if kind is not None and kind not in LENGTH_PENALTY_TYPES:
+            raise ValueError(
+                f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
+            )
+        if offset is not None and (
+            isinstance(offset, bool) or not isinstance(offset, int) or offset < 0
+        ):
+            raise ValueError(
+                f"max_length_offset must be an integer >= 0 (0 is off), got {offset!r}."
+            )
+        # transformers refuses to save a length penalty beside num_beams=1; here it is a default
+        # that waits for the call that asks for beams.
+        waiting = {}
+        if self.num_beams in (None, 1):
+            waiting["length_penalty"] = self.length_penalty
+            if self.early_stopping == "never":
+                waiting["early_stopping"] = self.early_stopping
+        for name in waiting:
+            setattr(self, name, None)
+        try:
+            super().validate(strict=strict, user_set_attributes=user_set_attributes)
+        finally:
+            for name, value in waiting.items():
+                setattr(self, name, value)
+
+
+class GnmtLengthPenalty(float):
+    """The exponent alpha: transformers computes `length ** penalty`, which becomes lp(Y) (6.1)."""
+
+    def __rpow__(self, length: int) -> float:
+        return ((5.0 + length) / 6.0) ** float(self)
+
+
+class SourceLengthCriteria(StoppingCriteria):
+    """Stop each sentence at its own limit (6.1: input length + 50), whatever shares its batch.
+
+    Args:
+        max_lengths: (B,) longest output of each source sentence, decoder prompt included.
+    """
+
+    def __init__(self, max_lengths: torch.Tensor) -> None:
+        self.max_lengths = max_lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Mark the rows of `input_ids` (B * hypotheses, T) that have reached their limit."""
+        hypotheses = input_ids.shape[0] // self.max_lengths.shape[0]
+        limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
+        return input_ids.shape[1] >= limits
+
+
+class VaswaniGenerationMixin(GenerationMixin):
+    """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
+
+    config: Any
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate as transformers does, each sentence limited by its own source length (6.1)."""
+        offset = self._length_offset_of_call(generation_config, kwargs)
+        if offset:
+            limits = (
+                self._prompt_length(kwargs) + offset + self._source_lengths(inputs, kwargs)
+            )  # (B,)
+            max_length = int(limits.max())
+            if self.config.max_position_embeddings is not None:
+                max_length = min(max_length, self.config.max_position_embeddings)
+            if generation_config is None:
+                kwargs["max_length"] = max_length
+            else:
+                generation_config = copy.deepcopy(generation_config)
+                generation_config.max_length = max_length
+            stopping_criteria = StoppingCriteriaList(
+                [*(stopping_criteria or []), SourceLengthCriteria(limits)]
+            )
+        return super().generate(
+            inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
+        )
+
+    def _length_offset_of_call(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
+        """Tell how far a sentence may outgrow its source; 0 where the call itself sets a limit.
+
+        A limit in the model's generation config does not count: Seq2SeqTrainer writes one there.
+        """
+        for name in ("max_length", "max_new_tokens"):
+            if kwargs.get(name) is not None or getattr(given, name, None) is not None:
+                return 0
+        for source in (kwargs.get("max_length_offset"), getattr(given, "max_length_offset", None)):
+            if source is not None:
+                return source
+        return getattr(self.generation_config, "max_length_offset", None) or 0
+
+    def _source_lengths(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Count the real source tokens of every sentence: (B,)."""
+        if (attention_mask := kwargs.get("attention_mask")) is not None:
+            return attention_mask.sum(dim=-1)
+        source = next(
+            (
+                tensor
+                for tensor in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+                if tensor is not None
+            ),
+            None,
+        )
+        if source is None and kwargs.get("encoder_outputs") is not None:
+            source = kwargs["encoder_outputs"][0]
+        if source is None:
+            raise ValueError(
+                "generate needs a source: pass input_ids, inputs_embeds or encoder_outputs."
+            )
+        return torch.full((source.shape[0],), source.shape[1], device=source.device)
+
+    def _prompt_length(self, kwargs: dict[str, Any]) -> int:
+        """Count the decoder's given tokens and the start token that transformers puts first."""
+        prompt = kwargs.get("decoder_input_ids")
+        if prompt is None:
+            return 1
+        start = self.generation_config.decoder_start_token_id
+        return prompt.shape[1] + int((prompt[:, 0] != start).all())
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict]:
+        """Lay the call's settings over this model's, whose class knows all of their keys."""
+        if generation_config is not None:
+            return super()._prepare_generation_config(generation_config, **kwargs)
+        settings = copy.deepcopy(self.generation_config)
+        model_kwargs = settings.update(**kwargs)
+        prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)
+        # A None in the call switches a default off (eos_token_id=None); merging has refilled it.
+        prepared.update(**{name: None for name, value in kwargs.items() if value is None})
+        return prepared, model_kwargs
+
+    def _beam_search(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        """Run transformers' beam search, its length penalty replaced by the paper's (6.1)."""
+        if getattr(generation_config, "length_penalty_type", None) == "gnmt":
+            generation_config.length_penalty = GnmtLengthPenalty(generation_config.length_penalty)
+        return super()._beam_search(
+            input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+        )
+
+    def adjust_generation_fn(
+        self,
+        generation_config: GenerationConfig | None,
+        from_auto_class: bool,
+        from_pipeline: str | None,
+        pretrained_model_name_or_path: str | None,
+        trust_remote_code: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Load a checkpoint's generation config into this class, called by `from_pretrained`.
+
+        A folder without generation_config.json keeps the paper's defaults. A repository's own
+        `custom_generate` is not installed over `generate`; pass it to the call instead.
+        """
+        if generation_config is not None:
+            generation_config = VaswaniGenerationConfig.from_dict(generation_config.to_dict())
+        elif pretrained_model_name_or_path is not None:
+            with contextlib.suppress(OSError):
+                generation_config = VaswaniGenerationConfig.from_pretrained(
+                    pretrained_model_name_or_path, **kwargs
+                )
+        if generation_config is not None:
+            self.generation_config = generation_config

@@ -1,0 +1,698 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the order it is built.
+
+SinusoidalPositions, LearnedPositions   3.5      VaswaniEncoder, VaswaniDecoder   3.1, 3.4
+VaswaniAttention                        3.2      VaswaniModel                     3, figure 1
+VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3 VaswaniForConditionalGeneration  3.4, 5.4
+
+Departures from the paper with the default configuration: none.
+
+Shapes: B sentences, S source tokens, T target tokens, Q queries, K keys, H heads, D = d_model,
+V entries of the target vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_vaswani import VaswaniConfig
+from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
+
+
+class SinusoidalPositions(nn.Module):
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos(the same) (section 3.5).
+
+    Computed from the position in float32 at every call: no table, hence no longest sentence.
+    """
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        super().__init__()
+        self.offset = config.position_offset
+        self.pairs = config.d_model // 2
+        self.interleaved = config.position_encoding == "sinusoidal"
+        # tensor2tensor stretches the wavelengths so that the last one is exactly 10000 * 2 pi.
+        steps = self.pairs - 1 if config.position_encoding == "sinusoidal_t2t" else self.pairs
+        self.log_step = -math.log(10000.0) / max(steps, 1)
+
+    def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+        """Encode the positions start, ..., start + length - 1: (T, D) in float32."""
+        positions = torch.arange(length, device=device) + (start + self.offset)
+        pairs = torch.arange(self.pairs, device=device, dtype=torch.float32)
+        angles = positions.to(torch.float32)[:, None] * torch.exp(pairs * self.log_step)  # (T, D/2)
+        if self.interleaved:
+            return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # (T, D)
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)  # (T, D)
+
+
+class LearnedPositions(nn.Embedding):
+    """One trained vector per position (section 3.5 and row (E) of Table 3)."""
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        rows = (config.max_position_embeddings or 0) + config.position_offset
+        super().__init__(rows, config.d_model)
+        self.offset = config.position_offset
+
+    def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+        """Look up the positions start, ..., start + length - 1: (T, D).
+
+        Raises:
+            ValueError: a position lies beyond the table.
+        """
+        limit = self.num_embeddings - self.offset
+        if isinstance(start, int) and start + length > limit:
+            raise ValueError(
+                f"A sequence of {start + length} tokens exceeds max_position_embeddings "
+                f"({limit}) of the learned positions: shorten it, or use "
+                "position_encoding='sinusoidal', which has no limit."
+            )
+        return super().forward(torch.arange(length, device=device) + (start + self.offset))
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V (section 3.2.1, equation 1)."""
+    scores = query @ key.transpose(-2, -1) * scaling  # (B, H, Q, K)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights  # (B, Q, H, d_v), (B, H, Q, K)
+
+
+class VaswaniAttention(nn.Module):
+    """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2).
+
+    Used in the three ways of 3.2.3: encoder self-attention, masked decoder self-attention, and
+    encoder-decoder attention.
+    """
+
+    def __init__(
+        self, config: VaswaniConfig, num_heads: int, layer_idx: int, is_causal: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = is_causal
+        self.num_heads = num_heads
+        self.dropout = config.attention_dropout
+        d_k = config.d_k or config.d_model // num_heads
+        d_v = config.d_v or config.d_model // num_heads
+        self.scaling = d_k**-0.5
+        self.q_proj = nn.Linear(config.d_model, num_heads * d_k, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.d_model, num_heads * d_k, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.d_model, num_heads * d_v, bias=config.attention_bias)
+        self.out_proj = nn.Linear(num_heads * d_v, config.d_model, bias=config.attention_bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from (B, Q, D) to itself, or to `encoder_hidden_states` (B, K, D)."""
+        query = self._split_heads(self.q_proj(hidden_states))  # (B, H, Q, d_k)
+        if encoder_hidden_states is None:
+            key, value = self._self_keys_values(hidden_states, past_key_values)
+        else:
+            key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.dropout if self.training else 0.0
+        output, weights = attention(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )  # (B, Q, H, d_v), (B, H, Q, K) or None
+        return self.out_proj(output.flatten(2)), weights  # (B, Q, D)
+
+    def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, Q, d_k)
+
+    def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._split_heads(self.k_proj(states)), self._split_heads(self.v_proj(states))
+
+    def _self_keys_values(
+        self, states: torch.Tensor, past: EncoderDecoderCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the new positions and put them behind those already decoded."""
+        keys_values = self._keys_values(states)
+        if past is None:
+            return keys_values
+        return past.self_attention_cache.update(*keys_values, self.layer_idx)
+
+    def _cross_keys_values(
+        self, states: torch.Tensor, past: EncoderDecoderCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the source once; later steps find it in the cache."""
+        if past is None:
+            return self._keys_values(states)
+        if past.is_updated.get(self.layer_idx):
+            layer: Any = past.cross_attention_cache.layers[self.layer_idx]
+            return layer.keys, layer.values
+        past.is_updated[self.layer_idx] = True
+        return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
+
+
+class VaswaniLayer(GradientCheckpointingLayer):
+    """What layers of both stacks have: self-attention and feed-forward network (3.1)."""
+
+    def __init__(
+        self, config: VaswaniConfig, layer_idx: int, num_heads: int, ffn_dim: int, is_causal: bool
+    ) -> None:
+        super().__init__()
+        self.norm_first = config.norm_position == "pre"
+        self.dropout = config.dropout
+        self.activation_dropout = config.activation_dropout
+        self.activation_fn = ACT2FN[config.activation_function]
+        self.self_attn = VaswaniAttention(config, num_heads, layer_idx, is_causal)
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+        self.fc1 = nn.Linear(config.d_model, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, config.d_model)
+        self.final_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+
+    def add_norm(
+        self, hidden_states: torch.Tensor, sublayer: Callable, norm: nn.Module
+    ) -> torch.Tensor:
+        """LayerNorm(x + Dropout(Sublayer(x))) (3.1, 5.4); pre-norm for imported checkpoints."""
+        output = sublayer(norm(hidden_states) if self.norm_first else hidden_states)
+        output = hidden_states + F.dropout(output, p=self.dropout, training=self.training)
+        return output if self.norm_first else norm(output)
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """FFN(x) = max(0, x W_1 + b_1) W_2 + b_2 (section 3.3, equation 2)."""
+        inner = self.activation_fn(self.fc1(hidden_states))  # (B, T, d_ff)
+        return self.fc2(F.dropout(inner, p=self.activation_dropout, training=self.training))
+
+
+class VaswaniEncoderLayer(VaswaniLayer):
+    """Self-attention over the source, then the feed-forward network (3.1)."""
+
+    def __init__(self, config: VaswaniConfig, layer_idx: int) -> None:
+        heads, ffn_dim = config.encoder_attention_heads, config.encoder_ffn_dim
+        super().__init__(config, layer_idx, heads, ffn_dim, is_causal=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Transform the source states (B, S, D)."""
+        hidden_states = self.add_norm(
+            hidden_states,
+            lambda states: self.self_attn(states, attention_mask=attention_mask, **kwargs)[0],
+            self.self_attn_layer_norm,
+        )
+        return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
+
+
+class VaswaniDecoderLayer(VaswaniLayer):
+    """Masked self-attention, attention to the encoder's output, feed-forward network (3.1)."""
+
+    def __init__(self, config: VaswaniConfig, layer_idx: int) -> None:
+        heads, ffn_dim = config.decoder_attention_heads, config.decoder_ffn_dim
+        super().__init__(config, layer_idx, heads, ffn_dim, is_causal=True)
+        self.encoder_attn = VaswaniAttention(config, heads, layer_idx)
+        self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Transform the target states (B, T, D), looking at the source states (B, S, D)."""
+        hidden_states = self.add_norm(
+            hidden_states,
+            lambda states: self.self_attn(
+                states, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
+            )[0],
+            self.self_attn_layer_norm,
+        )
+        hidden_states = self.add_norm(
+            hidden_states,
+            lambda states: self.encoder_attn(
+                states, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs
+            )[0],
+            self.encoder_attn_layer_norm,
+        )
+        return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
+
+
+class VaswaniPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation, shared by all classes below."""
+
+    config: VaswaniConfig
+    config_class = VaswaniConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["VaswaniEncoderLayer", "VaswaniDecoderLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Embeddings N(0, 1/d_model), matrices Xavier uniform, biases 0, LayerNorms 1 and 0."""
+        if isinstance(module, nn.Linear):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(
+                module.weight, mean=0.0, std=self.config.init_std or self.config.d_model**-0.5
+            )
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return a stack's embedding; of a model with both stacks, the encoder's."""
+        base: Any = self.base_model
+        return getattr(base, "encoder", base).embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace that embedding, and the decoder's where the two are shared."""
+        base: Any = self.base_model
+        getattr(base, "encoder", base).embed_tokens = value
+        decoder = getattr(base, "decoder", None)
+        if decoder is not None and self.config.share_encoder_decoder_embeddings:
+            decoder.embed_tokens = value
+
+
+class VaswaniStack(VaswaniPreTrainedModel):
+    """What encoder and decoder share: embeddings, positions, N identical layers (3.1, 3.4, 3.5)."""
+
+    def __init__(
+        self, config: VaswaniConfig, vocab_size: int, layer_class: type, num_layers: int
+    ) -> None:
+        super().__init__(config)
+        learned = config.position_encoding == "learned"
+        self.dropout = config.dropout
+        self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
+        self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
+        self.embed_positions = LearnedPositions(config) if learned else SinusoidalPositions(config)
+        self.layers = nn.ModuleList([layer_class(config, index) for index in range(num_layers)])
+        # In pre-norm the last residual sum is not normalised by any layer.
+        pre_norm = config.norm_position == "pre"
+        self.layer_norm = (
+            nn.LayerNorm(config.d_model, config.layer_norm_eps) if pre_norm else nn.Identity()
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def embed(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        start: int | torch.Tensor = 0,
+    ) -> torch.Tensor:
+        """Embeddings times sqrt(d_model) (3.4) plus positions (3.5), with dropout (5.4): (B, T, D).
+
+        Raises:
+            ValueError: not exactly one of the two inputs is given, or a token id has no entry.
+        """
+        if inputs_embeds is None and input_ids is not None:
+            inputs_embeds = self._look_up(input_ids)
+        elif inputs_embeds is None or input_ids is not None:
+            raise ValueError(
+                f"{type(self).__name__} needs exactly one of input_ids and inputs_embeds, got "
+                f"{'neither' if inputs_embeds is None else 'both'}; the decoder's come from "
+                "labels, decoder_input_ids or decoder_inputs_embeds."
+            )
+        length, device = inputs_embeds.shape[1], inputs_embeds.device
+        positions = self.embed_positions(start, length, device).to(inputs_embeds.dtype)
+        hidden_states = inputs_embeds * self.embed_scale + positions
+        return F.dropout(hidden_states, p=self.dropout, training=self.training)
+
+    def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.embed_tokens(input_ids)
+        except IndexError as error:
+            size = self.embed_tokens.num_embeddings
+            wrong = input_ids[(input_ids < 0) | (input_ids >= size)][0].item()
+            raise ValueError(
+                f"Token id {wrong} is outside the {size} entries of {type(self).__name__}'s "
+                "vocabulary: check that tokenizer and model belong together, or call "
+                "model.resize_token_embeddings(len(tokenizer))."
+            ) from error
+
+
+class VaswaniEncoder(VaswaniStack):
+    """N layers of self-attention and feed-forward network over the source (3.1)."""
+
+    _can_record_outputs: ClassVar[dict] = {
+        "hidden_states": VaswaniEncoderLayer,
+        "attentions": VaswaniAttention,
+    }
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        super().__init__(config, config.vocab_size, VaswaniEncoderLayer, config.encoder_layers)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """Encode `input_ids` (B, S) to (B, S, D); `attention_mask` (B, S) is 1 at real tokens."""
+        hidden_states = self.embed(input_ids, inputs_embeds)
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+        )
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, mask, **kwargs)
+        return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
+
+
+class VaswaniDecoder(VaswaniStack):
+    """N layers of masked self-attention, encoder-decoder attention, feed-forward network (3.1)."""
+
+    _can_record_outputs: ClassVar[dict] = {
+        "hidden_states": VaswaniDecoderLayer,
+        "attentions": OutputRecorder(VaswaniAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(VaswaniAttention, index=1, layer_name="encoder_attn"),
+    }
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        vocab_size = config.decoder_vocab_size or config.vocab_size
+        super().__init__(config, vocab_size, VaswaniDecoderLayer, config.decoder_layers)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decode `input_ids` (B, T) over `encoder_hidden_states` (B, S, D): (B, T, D)."""
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
+            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+        start = past_key_values.get_seq_length() if past_key_values is not None else 0
+
+        hidden_states = self.embed(input_ids, inputs_embeds, start)
+        causal_mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values.self_attention_cache
+            if past_key_values is not None
+            else None,
+        )
+        source_mask = create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=encoder_attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                encoder_hidden_states,
+                attention_mask=causal_mask,
+                encoder_attention_mask=source_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.layer_norm(hidden_states), past_key_values=past_key_values
+        )
+
+
+class VaswaniModel(VaswaniPreTrainedModel):
+    """Encoder and decoder (section 3, figure 1), without the map to the vocabulary."""
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        super().__init__(config)
+        config.validate_architecture()
+        if config.share_encoder_decoder_embeddings:
+            self._tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+        self.encoder = VaswaniEncoder(config)
+        self.decoder = VaswaniDecoder(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """Encode (B, S), unless `encoder_outputs` are given, and decode (B, T) to (B, T, D)."""
+        encoded: Any = encoder_outputs
+        if encoded is None:
+            encoded = self.encoder(input_ids, attention_mask, inputs_embeds, **kwargs)
+        elif isinstance(encoded, tuple):
+            encoded = BaseModelOutput(*encoded)
+        decoder_outputs = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoded.last_hidden_state,
+            attention_mask,
+            past_key_values,
+            decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoder_outputs.last_hidden_state,
+            past_key_values=decoder_outputs.past_key_values,
+            decoder_hidden_states=decoder_outputs.hidden_states,
+            decoder_attentions=decoder_outputs.attentions,
+            cross_attentions=decoder_outputs.cross_attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
+        )
+
+
+class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationMixin):
+    """The Transformer with its pre-softmax linear map (3.4), loss (5.4) and `generate` (6.1)."""
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        super().__init__(config)
+        source = "encoder" if config.share_encoder_decoder_embeddings else "decoder"
+        self._tied_weights_keys = {"lm_head.weight": f"model.{source}.embed_tokens.weight"}
+        self.model = VaswaniModel(config)
+        self.lm_head = nn.Linear(
+            config.d_model, config.decoder_vocab_size or config.vocab_size, bias=False
+        )
+        self.generation_config = VaswaniGenerationConfig.paper_defaults(
+            pad_token_id=config.pad_token_id,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            decoder_start_token_id=config.decoder_start_token_id,
+        )
+        self.post_init()
+
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, *args: Any, **kwargs: Any
+    ) -> nn.Embedding:
+        if self.config.share_encoder_decoder_embeddings:
+            return super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        embeddings = self._get_resized_embeddings(
+            self.get_input_embeddings(), new_num_tokens, *args, **kwargs
+        )
+        self.set_input_embeddings(embeddings)
+        return embeddings
+
+    def resize_decoder_token_embeddings(self, new_num_tokens: int) -> nn.Embedding:
+        """Resize the target vocabulary where it is separate from the source's.
+
+        Raises:
+            ValueError: the two are shared.
+        """
+        if self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "Source and target share one embedding (share_encoder_decoder_embeddings=True): "
+                "call resize_token_embeddings, which resizes both."
+            )
+        decoder = self.model.decoder
+        decoder.embed_tokens = self._get_resized_embeddings(decoder.embed_tokens, new_num_tokens)
+        self.lm_head = self._get_resized_lm_head(self.lm_head, new_num_tokens)
+        self.config.decoder_vocab_size = new_num_tokens
+        self.tie_weights()
+        return decoder.embed_tokens
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Offset the targets (B, T) by one position (3.1): start token first, last token gone.
+
+        Raises:
+            ValueError: the configuration has no decoder_start_token_id.
+        """
+        start = self.config.decoder_start_token_id
+        if start is None:
+            raise ValueError(
+                "Labels are shifted right behind decoder_start_token_id, which is None: set it in "
+                "the configuration, to eos_token_id for example."
+            )
+        shifted = labels.new_full(labels.shape, start)
+        shifted[:, 1:] = labels[:, :-1]
+        return shifted.masked_fill(shifted == -100, self.config.pad_token_id or 0)
+
+    def compute_loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Label-smoothed cross-entropy (5.4) summed over real target tokens, over their number.
+
+        Smoothing acts in training mode only. `num_items_in_batch` replaces the number where the
+        Trainer splits one update over batches or processes: gradients do not depend on the split.
+
+        Raises:
+            ValueError: a label is neither -100 nor an entry of the target vocabulary.
+        """
+        try:
+            total = F.cross_entropy(
+                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+                labels.flatten().to(logits.device),
+                ignore_index=-100,
+                reduction="sum",
+                label_smoothing=self.config.label_smoothing if self.training else 0.0,
+            )
+        except IndexError as error:
+            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= logits.shape[-1]))][0]
+            raise ValueError(
+                f"Label {wrong.item()} is outside the {logits.shape[-1]} entries of the target "
+                "vocabulary; positions to ignore are marked by -100."
+            ) from error
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != -100).sum().clamp(min=1)
+        elif isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        """Predict the next target token at every position: logits (B, T, V).
+
+        Args:
+            input_ids: (B, S) source tokens, padded on the right.
+            attention_mask: (B, S), 1 at real source tokens; without it there is no padding.
+            decoder_input_ids: (B, T) target tokens so far; made from `labels` where missing.
+            decoder_attention_mask: (B, T), 1 at real target tokens.
+            encoder_outputs: the encoder's output of an earlier call, (B, S, D) first.
+            past_key_values: the cache of an earlier call; then only new target tokens are passed.
+            inputs_embeds: (B, S, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
+            decoder_inputs_embeds: (B, T, D) in place of `decoder_input_ids`.
+            labels: (B, T) target tokens as the tokenizer gives them, -100 at positions to ignore;
+                they are shifted right here, and the loss is returned first.
+            use_cache: return `past_key_values`; off where `labels` are given.
+            logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
+            num_items_in_batch: real target tokens of the whole update, from the Trainer.
+            **kwargs: passed on to the attention backend.
+        """
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            past_key_values,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])  # (B, T, V)
+        loss = None if labels is None else self.compute_loss(logits, labels, num_items_in_batch)
+        recorded = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **recorded)
+
+
+class VaswaniEncoderModel(VaswaniPreTrainedModel):
+    """The encoder alone (3.1), for sentence representations or as part of another model."""
+
+    def __init__(self, config: VaswaniConfig) -> None:
+        super().__init__(config)
+        self.encoder = VaswaniEncoder(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutput:
+        """Encode `input_ids` (B, S) to (B, S, D)."""
+        return self.encoder(input_ids, attention_mask, inputs_embeds, **kwargs)
+
+
+__all__ = [
+    "VaswaniEncoderModel",
+    "VaswaniForConditionalGeneration",
+    "VaswaniModel",
+    "VaswaniPreTrainedModel",
+]

@@ -1,0 +1,382 @@
+# Licensed under the Apache License, Version 2.0.
+r"""The tokenizer of the Transformer: six kinds of vocabulary behind one class (section 5.1).
+
+Decoding gives back the text that was encoded, up to the kind's declared normalisation:
+
+=========  =============================================  ===================  ==================
+kind       tokens                                         normalisation        restores
+=========  =============================================  ===================  ==================
+bpe        byte pairs; unseen characters become bytes     none                 any text
+wordpiece  word pieces, longest match first               none                 known characters
+unigram    the pieces most probable together              none                 known characters
+char       characters                                     none                 known characters
+regex      matches of a pattern, and what lies between    none                 known tokens
+word       what stands between white space                white space becomes  known words
+                                                          single spaces
+=========  =============================================  ===================  ==================
+
+Nothing is lowercased and no Unicode form is changed: do that to the data, where it can be seen.
+How the text survives:
+
+* bpe, wordpiece and unigram write a space as "▁" and start every text with one, so that a word is
+  the same token wherever it stands. A "▁" of the text itself becomes "▂1", and "▂" becomes "▂2".
+* What looks like a special token in a text is text. No token learned can equal a special one:
+  pieces never go on after "<", and such words are escaped by "\" (word) or cut after "<" (regex).
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypedDict, Unpack
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from .configuration_vaswani import save_remote_code
+
+KINDS = ("bpe", "wordpiece", "unigram", "word", "char", "regex")
+
+# Reaction SMILES, token by token: bracket atoms, the organic subset and its aromatic forms, ring
+# closures of two digits, the reaction arrow, then bonds, branches, digits and dots one by one.
+SMILES_PATTERN = r"\[[^\[\]]*\]|Cl|Br|[BCNOPSFI]|[bcnops]|%\d\d|%\(\d+\)|>>|[-=#$:~/\\.()+*>]|\d"
+
+_PAD, _UNK, _EOS = _SPECIAL_TOKENS = ("<pad>", "<unk>", "</s>")
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_LEAST_UNIGRAM = 10
+_REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
+
+
+def _subword_backend(model: models.Model) -> Tokenizer:
+    """Words that carry the space before them, as in Wu et al. (2016) and SentencePiece."""
+    backend = Tokenizer(model)
+    # Metaspace could add the first space itself, but not to a text that has one: it would be lost.
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), normalizers.Prepend(" ")]
+    )
+    # No token goes on after "<", so none can be learned that equals "</s>" or "<0x41>".
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="never"),
+            pre_tokenizers.Split("<", "merged_with_previous"),
+        ]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", left=1, right=0),
+            decoders.Replace("▂1", "▁"),
+            decoders.Replace("▂2", "▂"),
+        ]
+    )
+    return backend
+
+
+def _word_backend() -> Tokenizer:
+    r"""Words between white space; "</s>", "<pad>", "<unk>" and words with "\" first get a "\"."""
+    backend = Tokenizer(models.WordLevel(unk_token=_UNK))
+    backend.normalizer = normalizers.Sequence(
+        [
+            normalizers.Replace(Regex(r"(?<!\S)\\"), "\\\\"),
+            normalizers.Replace(Regex(rf"(?<!\S)<(?={_REST_OF_SPECIAL}(?!\S))"), "\\<"),
+        ]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
+    # This decoder joins by a space whatever does not start with its prefix: here, every word.
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(Regex(r"\A\\"), ""), decoders.WordPiece(prefix=" ", cleanup=False)]
+    )
+    return backend
+
+
+def _regex_backend(pattern: str) -> Tokenizer:
+    """The matches of a pattern, and the stretches between them, in their order."""
+    try:
+        matches = Regex(pattern)
+    except Exception as error:  # tokenizers raises the bare class
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+    backend = Tokenizer(models.WordLevel(unk_token=_UNK))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(matches, "isolated"),
+            pre_tokenizers.Split(Regex(rf"\A<(?={_REST_OF_SPECIAL}\z)"), "isolated"),
+        ]
+    )
+    backend.decoder = decoders.Fuse()
+    return backend
+
+
+def _untrained(kind: str, pattern: str | None) -> Tokenizer:
+    """The pipeline of one kind, with an empty model."""
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}.")
+    if pattern is not None and kind != "regex":
+        raise ValueError(f"pattern ({pattern!r}) is for kind='regex' only, not for {kind!r}.")
+    match kind:
+        case "bpe":
+            return _subword_backend(models.BPE(unk_token=_UNK, byte_fallback=True))
+        case "wordpiece":
+            # The default limit of 100 characters would turn longer words into <unk>.
+            model = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
+            return _subword_backend(model)
+        case "unigram":
+            return _subword_backend(models.Unigram())
+        case "word":
+            return _word_backend()
+        case "char":
+            return _regex_backend(r"[\s\S]")
+    return _regex_backend(SMILES_PATTERN if pattern is None else pattern)
+
+
+def _trainer(
+    kind: str, vocab_size: int, min_frequency: int, show_progress: bool
+) -> trainers.Trainer:
+    """The trainer of one kind, special tokens first so that their ids are 0, 1, 2."""
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "special_tokens": list(_SPECIAL_TOKENS),
+        "show_progress": show_progress,
+    }
+    if kind == "unigram":
+        if min_frequency != 1:
+            raise ValueError(f"min_frequency ({min_frequency}) must be 1 for kind='unigram'.")
+        return trainers.UnigramTrainer(unk_token=_UNK, **options)
+    options["min_frequency"] = min_frequency
+    if kind == "bpe":
+        return trainers.BpeTrainer(**options)
+    if kind == "wordpiece":
+        # Words are marked where they start ("▁"), so their other pieces need no mark ("##").
+        return trainers.WordPieceTrainer(continuing_subword_prefix="", **options)
+    return trainers.WordLevelTrainer(**options)
+
+
+def _checked(
+    lines: Iterable[str | Sequence[str]],
+    vocab_size: int,
+    model: models.Model,
+    normalizer: normalizers.Normalizer | None,
+) -> Iterator[str]:
+    """The lines, and after the last one a check that they fit.
+
+    The tokenizers library raises the error of an iterator after training on what came before it.
+    """
+    characters: set[str] = set()
+    for batch in lines:
+        for line in [batch] if isinstance(batch, str) else batch:
+            characters.update(line)
+            yield line
+    text = "".join(characters)
+    if not text.strip():
+        raise ValueError("There is no text to train on: pass at least one line that is not blank.")
+    needed = len(_SPECIAL_TOKENS) + _reserved_bytes(model)
+    if isinstance(model, models.WordLevel):
+        needed += 1
+    else:
+        # The normalizer adds characters of its own: the space, and "1" and "2" of the escapes.
+        needed += len(set(normalizer.normalize_str(text) if normalizer else text))
+    if isinstance(model, models.Unigram):
+        # Without room for one piece beyond the characters, its trainer overruns vocab_size.
+        needed = max(needed + 1, _LEAST_UNIGRAM)
+    if vocab_size < needed:
+        raise ValueError(
+            f"vocab_size ({vocab_size}) is too small: the special tokens, the bytes (bpe) and the "
+            f"characters of this text need {needed}. Pass more, or text with fewer characters."
+        )
+
+
+def _reserved_bytes(model: models.Model) -> int:
+    """How many entries of the vocabulary are kept for bytes."""
+    return len(_BYTE_TOKENS) if isinstance(model, models.BPE) and model.byte_fallback else 0
+
+
+def _room(vocab_size: int, model: models.Model) -> int:
+    """The vocab_size to give to the trainer of a model."""
+    if isinstance(model, models.Unigram):
+        # Below this the trainer can loop for ever; `_checked` refuses it, but only afterwards.
+        return max(vocab_size, _LEAST_UNIGRAM)
+    return max(vocab_size - _reserved_bytes(model), 0)
+
+
+def _settled(backend: Tokenizer) -> Tokenizer:
+    """A backend just trained, with what the trainers leave undone for bpe and unigram."""
+    state = json.loads(backend.to_str())
+    if _reserved_bytes(backend.model):
+        # The trainer would take bytes as special tokens only, and decoding leaves those out.
+        first = backend.get_vocab_size()
+        state["model"]["vocab"] |= {token: first + byte for byte, token in enumerate(_BYTE_TOKENS)}
+    elif isinstance(backend.model, models.Unigram):
+        first = len(state["added_tokens"])
+        state["model"]["vocab"][first:] = _in_one_order(state["model"]["vocab"][first:])
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def _in_one_order(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Unigram pieces by score, then by name: the trainer walks hash maps and leaves ties to luck.
+
+    Luck also moves scores by about 1e-11, and it hands the scores lowest, lowest + 0.0001, ... to
+    the characters that were pruned and put back; these all get the lowest here.
+    """
+    lowest = min(score for _, score in pieces)
+
+    def settled_score(piece: str, score: float) -> float:
+        steps = (score - lowest) / 0.0001
+        put_back = len(piece) == 1 and abs(steps - round(steps)) < 1e-6
+        return round(lowest if put_back else score, 5)
+
+    settled = [(piece, settled_score(piece, score)) for piece, score in pieces]
+    return sorted(settled, key=lambda entry: (-entry[1], entry[0]))
+
+
+def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
+    """The lines of utf-8 files, plain or .gz, without their ends.
+
+    Raises:
+        ValueError: a line is not utf-8 (names file and line), or a .gz file is damaged.
+    """
+    for path in paths:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            try:
+                for number, line in enumerate(file, start=1):
+                    yield _decoded(line, f"{path}, line {number}").rstrip("\r\n")
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise ValueError(f"{path} is damaged: {error}.") from error
+
+
+def _decoded(line: bytes, place: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place}: byte {error.start + 1} is not utf-8 ({error.reason}); convert it first."
+        ) from error
+
+
+class _Options(TypedDict, total=False):
+    """What `train_from_files` passes on."""
+
+    kind: str
+    vocab_size: int
+    pattern: str | None
+    min_frequency: int
+    show_progress: bool
+
+
+class VaswaniTokenizer(TokenizersBackend):
+    """Text to ids and back, "</s>" at the end of source and target alike (section 5.1).
+
+    Train one with `train_from_iterator` or `train_from_files`, load one with `from_pretrained`.
+    "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens written in a text are text.
+    """
+
+    _auto_map: ClassVar[dict[str, list[str | None]]] = {
+        "AutoTokenizer": ["tokenization_vaswani.VaswaniTokenizer", None]
+    }
+
+    @classmethod
+    def train_from_iterator(
+        cls,
+        lines: Iterable[str],
+        kind: str = "bpe",
+        vocab_size: int = 37000,
+        *,
+        pattern: str | None = None,
+        min_frequency: int = 1,
+        show_progress: bool = True,
+    ) -> Self:
+        """Learn a vocabulary; for one shared by two languages (5.1) pass the lines of both.
+
+        Args:
+            lines: the text, in one pass.
+            kind: "bpe", "wordpiece", "unigram", "word", "char" or "regex"; see the module.
+            vocab_size: the most entries the vocabulary may have, special tokens and bytes included.
+            pattern: of kind "regex" (Oniguruma's syntax); None stands for `SMILES_PATTERN`.
+            min_frequency: rarer pairs, words, characters or matches are not learned.
+            show_progress: draw progress bars.
+
+        Raises:
+            TypeError: lines is one string.
+            ValueError: an argument is not as above, lines hold no text, or vocab_size is too small.
+        """
+        if isinstance(lines, str):
+            raise TypeError("lines is one string: pass an iterable of strings, such as [text].")
+        backend = _untrained(kind, pattern)
+        room = _room(vocab_size, backend.model)
+        trainer = _trainer(kind, room, min_frequency, show_progress)
+        checked = _checked(lines, vocab_size, backend.model, backend.normalizer)
+        backend.train_from_iterator(checked, trainer)
+        return cls.from_backend(_settled(backend))
+
+    @classmethod
+    def train_from_files(
+        cls, paths: str | os.PathLike | Iterable[str | os.PathLike], **options: Unpack[_Options]
+    ) -> Self:
+        """`train_from_iterator` on the lines of utf-8 files, plain or .gz.
+
+        Raises:
+            FileNotFoundError: names every file that is missing, before any is read.
+            ValueError: also for a file that is not utf-8; names the file and the line.
+        """
+        given = [paths] if isinstance(paths, str | os.PathLike) else paths
+        files = [Path(path) for path in given]
+        if missing := [str(path) for path in files if not path.is_file()]:
+            raise FileNotFoundError(f"No such file: {', '.join(missing)}.")
+        return cls.train_from_iterator(_read_lines(files), **options)
+
+    @classmethod
+    def from_backend(cls, backend: Tokenizer) -> Self:
+        """Dress a tokenizer of the tokenizers library whose vocabulary holds the special tokens."""
+        backend.post_processor = TemplateProcessing(
+            single=f"$A {_EOS}",
+            pair=f"$A {_EOS} $B {_EOS}",
+            special_tokens=[(_EOS, backend.token_to_id(_EOS))],
+        )
+        return cls(
+            tokenizer_object=backend,
+            pad_token=_PAD,
+            unk_token=_UNK,
+            eos_token=_EOS,
+            split_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def train_new_from_iterator(
+        self,
+        text_iterator: Iterable[str | Sequence[str]],
+        vocab_size: int,
+        *args: object,
+        **kwargs: object,
+    ) -> Self:
+        """As in transformers, with the bytes of bpe and the unmarked pieces of wordpiece kept.
+
+        Raises:
+            ValueError: text_iterator holds no text, or vocab_size is too small.
+        """
+        backend = self.backend_tokenizer
+        if isinstance(backend.model, models.WordPiece):
+            kwargs.setdefault("continuing_subword_prefix", "")
+        checked = _checked(text_iterator, vocab_size, backend.model, backend.normalizer)
+        room = _room(vocab_size, backend.model)
+        new = super().train_new_from_iterator(checked, room, *args, **kwargs)
+        new._tokenizer = _settled(new._tokenizer)
+        new._tokenizer.encode_special_tokens = new.split_special_tokens
+        return new
+
+    def _save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        file_names: tuple[str, ...],
+        legacy_format: bool | None = None,
+        filename_prefix: str | None = None,
+    ) -> tuple[str, ...]:
+        # Padding and truncation belong to the last call, not to the tokenizer.
+        self.backend_tokenizer.no_padding()
+        self.backend_tokenizer.no_truncation()
+        # A class that was itself loaded from such copies has them copied by transformers.
+        if self._auto_class is None:
+            file_names = file_names + save_remote_code(save_directory)
+        return super()._save_pretrained(save_directory, file_names, legacy_format, filename_prefix)

@@ -1,0 +1,273 @@
+"""The examples do what their manuals say, on small data, and refuse bad input by file and line."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+from loopback_hub import LoopbackHub
+from num2words import num2words
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+FROZEN = ROOT / "tests" / "frozen" / "0.1"
+TINY = (
+    "--vocab-size 340 --set d_model=32 encoder_layers=1 decoder_layers=1 encoder_attention_heads=4 "
+    "decoder_attention_heads=4 encoder_ffn_dim=64 decoder_ffn_dim=64"
+).split()
+
+
+@pytest.fixture
+def pairs():
+    return [(num2words(n), num2words(n, lang="de")) for n in range(100, 180)]
+
+
+@pytest.fixture
+def parallel_files(pairs, tmp_path):
+    """Two parallel files, the target compressed."""
+    source, target = tmp_path / "train.en", tmp_path / "train.de.gz"
+    source.write_text("".join(f"{english}\n" for english, _ in pairs), encoding="utf-8")
+    with gzip.open(target, "wt", encoding="utf-8") as file:
+        file.writelines(f"{german}\n" for _, german in pairs)
+    return [str(source), str(target)]
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    """The example scripts as modules, and a function that runs one as a command line would."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train_translation
+    import translate
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, arguments)])
+        module.main()
+
+    run.train, run.translate = train_translation, translate
+    return run
+
+
+def subprocess_environment(**extra):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
+
+
+def test_quickstart_trains_saves_and_reloads_the_same_model(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "quickstart.py", "--output", tmp_path / "model"]
+    sizes = ["--steps", "5", "--train-size", "300", "--test-size", "20"]
+    done = subprocess.run(
+        [*command, *sizes], capture_output=True, text=True, env=subprocess_environment(), check=True
+    )
+    assert "same after reloading   yes" in done.stdout
+    assert json.loads((tmp_path / "model" / "results.json").read_text())["numbers_tested"] == 20
+
+
+def test_quickstart_gets_99_percent_of_unseen_numbers_right_within_four_minutes():
+    results = ROOT / "runs" / "quickstart" / "results.json"
+    if not results.exists():
+        pytest.skip("run `python examples/quickstart.py` first: its result is checked here")
+    figures = json.loads(results.read_text())
+    assert figures["numbers_tested"] >= 1000
+    assert figures["exactly_right"] >= 0.99
+    assert figures["same_after_reloading"]
+    assert figures["minutes"] <= 4
+
+
+def test_training_on_parallel_files_writes_a_model_that_auto_classes_load(
+    examples, parallel_files, pairs, tmp_path
+):
+    output = tmp_path / "run"
+    examples(
+        examples.train, "--train", *parallel_files, "--valid", *parallel_files,
+        "--test", *parallel_files, *TINY, "--steps", 20, "--eval-steps", 10, "--warmup", 5,
+        "--batch-size", 32, "--output", output,
+    )  # fmt: skip
+    model, tokenizer = (
+        auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    assert model.config.d_model == 32
+    assert (model.generation_config.num_beams, model.generation_config.max_length) == (4, None)
+    assert tokenizer(pairs[0][0])["input_ids"][-1] == model.config.eos_token_id
+    results = json.loads((output / "results.json").read_text())
+    assert results["steps"] == 20
+    assert [entry["eval_bleu"] for entry in results["log"] if "eval_bleu" in entry]
+    # The score in the file is sacreBLEU's of the translations in the file beside it.
+    translations = (output / "test.txt").read_text(encoding="utf-8").splitlines()
+    score = sacrebleu.corpus_bleu(translations, [[german for _, german in pairs]])
+    assert results["test"]["bleu"] == round(score.score, 2)
+    assert "tok:13a" in results["test"]["signature"]
+    assert (output / "tokenization_vaswani.py").exists()
+
+
+def test_pairs_are_the_same_from_every_form_of_data(examples, pairs, parallel_files, tmp_path):
+    tsv, jsonl = tmp_path / "pairs.tsv", tmp_path / "pairs.jsonl.gz"
+    tsv.write_text("".join(f"{english}\t{german}\n" for english, german in pairs), encoding="utf-8")
+    rows = [json.dumps({"en": english, "de": german}) + "\n" for english, german in pairs]
+    with gzip.open(jsonl, "wt", encoding="utf-8") as file:
+        file.writelines(rows)
+    data_set = tmp_path / "numbers"
+    data_set.mkdir()
+    nested = [json.dumps({"translation": json.loads(row)}) + "\n" for row in rows]
+    (data_set / "train.jsonl").write_text("".join(nested), encoding="utf-8")
+    forms = (parallel_files, [str(tsv)], [str(jsonl)], [f"{data_set}:train"], [str(data_set)])
+    for data in forms:
+        assert examples.train.read_pairs(data, ("en", "de"), "train") == pairs
+
+
+def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(
+    examples, tmp_path
+):
+    numbers = range(1000, 1100)  # the frozen model has seen none above 999
+    pairs, output = tmp_path / "pairs.tsv", tmp_path / "run"
+    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]
+    pairs.write_text("".join(rows), encoding="utf-8")
+    examples(
+        examples.train, "--model", FROZEN, "--train", pairs, "--valid", pairs,
+        "--steps", 30, "--eval-steps", 30, "--warmup", 5, "--learning-rate", 1e-3,
+        "--batch-size", 32, "--output", output,
+    )  # fmt: skip
+    before, after = (
+        AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (FROZEN, output)
+    )
+    assert (output / "tokenizer.json").read_bytes() == (FROZEN / "tokenizer.json").read_bytes()
+    assert after.config.vocab_size == before.config.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    english, german = num2words(1042), num2words(1042, lang="de")
+    batch = tokenizer([english], text_target=[german], return_tensors="pt")
+    with torch.no_grad():
+        assert after(**batch).loss < before(**batch).loss
+    # And again from there: a fine-tuned checkpoint is a checkpoint like any other.
+    examples(
+        examples.train, "--model", output, "--train", pairs, "--steps", 2,
+        "--output", tmp_path / "again",
+    )  # fmt: skip
+    assert (tmp_path / "again" / "model.safetensors").exists()
+
+
+def test_training_pushes_a_complete_repository(parallel_files, tmp_path):
+    with LoopbackHub() as hub:
+        arguments = [
+            "--model", FROZEN, "--train", *parallel_files, "--steps", "2",
+            "--output", tmp_path / "run", "--push-to-hub", "someone/numbers",
+        ]  # fmt: skip
+        subprocess.run(
+            [sys.executable, ROOT / "examples" / "train_translation.py", *arguments],
+            env=subprocess_environment(**hub.environment),
+            capture_output=True,
+            check=True,
+        )
+        names = set(hub.files("someone/numbers"))
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
+    assert {f"{room}_vaswani.py" for room in ("configuration", "modeling", "tokenization")} <= names
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"one\nzwei\xff\n", "line 2: not utf-8"),
+        (b"", "is empty"),
+        (b"no tab here\n", "line 1: no tab"),
+    ],
+)
+def test_unreadable_tsv_is_refused_by_file_and_line(examples, tmp_path, content, complaint):
+    path = tmp_path / "bad.tsv"
+    path.write_bytes(content if b"tab" in content else content.replace(b"\n", b"\t\n"))
+    with pytest.raises(SystemExit) as error:
+        examples.train.read_pairs([str(path)], ("source", "target"), "train")
+    assert str(path) in str(error.value)
+    assert complaint in str(error.value)
+
+
+def test_parallel_files_of_unequal_length_are_refused_with_both_lengths(examples, tmp_path):
+    short, long = tmp_path / "short", tmp_path / "long"
+    short.write_text("a\n")
+    long.write_text("a\nb\nc\n")
+    with pytest.raises(SystemExit, match=r"1 lines.*3.*line 2 has no partner"):
+        examples.train.read_pairs([str(short), str(long)], ("source", "target"), "train")
+
+
+def test_missing_columns_and_files_are_named(examples, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"en": "one", "de": "eins"}\n{"en": "two"}\n')
+    with pytest.raises(SystemExit, match="record 2 has no 'de' but 'en'"):
+        examples.train.read_pairs([str(path)], ("en", "de"), "train")
+    with pytest.raises(SystemExit, match="No such file: absent.tsv"):
+        examples.train.read_pairs(["absent.tsv"], ("en", "de"), "train")
+
+
+def test_translate_keeps_the_order_of_lines_and_empty_ones(examples, tmp_path, capsys):
+    numbers = [999, 3, None, 342, 80]
+    lines = ["" if n is None else num2words(n) for n in numbers]
+    source, target = tmp_path / "in.txt.gz", tmp_path / "out.txt"
+    with gzip.open(source, "wt", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    examples(examples.translate, FROZEN, source, "--output", target)
+    expected = ["" if n is None else num2words(n, lang="de") for n in numbers]
+    assert target.read_text(encoding="utf-8").split("\n") == [*expected, ""]
+
+
+def test_translations_do_not_depend_on_window_and_batch_size(examples):
+    model, tokenizer = (
+        auto.from_pretrained(FROZEN) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    lines = [num2words(n) for n in (999, 3, 342, 80, 17)]
+    one_by_one = list(examples.translate.translate(model, tokenizer, lines, window=1))
+    together = list(examples.translate.translate(model, tokenizer, lines, batch_tokens=30))
+    assert one_by_one == together
+
+
+def test_translate_prints_n_best_with_scores_in_descending_order(examples, tmp_path, capsys):
+    source = tmp_path / "in.txt"
+    source.write_text(f"{num2words(342)}\n{num2words(7)}\n")
+    examples(examples.translate, FROZEN, source, "--nbest", 3, "--scores")
+    rows = [line.split(" ||| ") for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == ["0"] * 3 + ["1"] * 3
+    assert rows[0][1] == num2words(342, lang="de")
+    for sentence in (rows[:3], rows[3:]):
+        scores = [float(row[2]) for row in sentence]
+        assert scores == sorted(scores, reverse=True)
+        assert len({row[1] for row in sentence}) > 1
+
+
+def test_translate_reads_standard_input_and_writes_standard_output():
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "translate.py", FROZEN],
+        input=f"{num2words(21)}\n\n{num2words(12)}\n",
+        capture_output=True,
+        text=True,
+        env=subprocess_environment(),
+        check=True,
+    )
+    assert done.stdout == f"{num2words(21, lang='de')}\n\n{num2words(12, lang='de')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["absent.txt"], "no such input file: absent.txt"),
+        (["--nbest", "5", "--beams", "2"], "--nbest 5 needs"),
+        (["--scores", "--beams", "1"], "--scores needs --beams 2"),
+    ],
+)
+def test_translate_refuses_what_it_cannot_do(examples, arguments, complaint):
+    with pytest.raises(SystemExit) as error:
+        examples(examples.translate, FROZEN, *arguments)
+    assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "train_translation", "translate"])
+def test_help_shows_commands_to_copy(name):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py", "--help"],
+        capture_output=True,
+        text=True,
+        env=subprocess_environment(),
+        check=True,
+    )
+    assert f"python examples/{name}.py" in done.stdout
+    assert "default" in done.stdout
