@@ -119,9 +119,7 @@ def test_pairs_are_the_same_from_every_form_of_data(examples, pairs, parallel_fi
         assert examples.train.read_pairs(data, ("en", "de"), "train") == pairs
 
 
-def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(
-    examples, tmp_path
-):
+def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(examples, tmp_path):
     numbers = range(1000, 1100)  # the frozen model has seen none above 999
     pairs, output = tmp_path / "pairs.tsv", tmp_path / "run"
     rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]

@@ -65,6 +65,8 @@ def main() -> None:
     model.generation_config.num_beams = 4
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for copy in folder.glob("*.py"):
+        copy.unlink()  # it is the package of later versions that must load the folder
     batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     with torch.no_grad():
         beams = model.generate(
