@@ -16,10 +16,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
-TINY = (
-    "--vocab-size 340 --set d_model=32 encoder_layers=1 decoder_layers=1 encoder_attention_heads=4 "
-    "decoder_attention_heads=4 encoder_ffn_dim=64 decoder_ffn_dim=64"
-).split()
+TINY = ["--vocab-size", "340", "--set", "d_model=32", "encoder_layers=1", "decoder_layers=1"]
+TINY += ["encoder_attention_heads=4", "decoder_attention_heads=4"]
+TINY += ["encoder_ffn_dim=64", "decoder_ffn_dim=64"]
 
 
 @pytest.fixture
@@ -194,7 +193,7 @@ def test_missing_columns_and_files_are_named(examples, tmp_path):
     path.write_text('{"en": "one", "de": "eins"}\n{"en": "two"}\n')
     with pytest.raises(SystemExit, match="record 2 has no 'de' but 'en'"):
         examples.train.read_pairs([str(path)], ("en", "de"), "train")
-    with pytest.raises(SystemExit, match="No such file: absent.tsv"):
+    with pytest.raises(SystemExit, match=r"No such file: absent\.tsv"):
         examples.train.read_pairs(["absent.tsv"], ("en", "de"), "train")
 
 

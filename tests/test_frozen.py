@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import vaswani  # noqa: F401
+import vaswani
 
 FROZEN = sorted(path.parent for path in Path(__file__).parent.glob("frozen/*/config.json"))
 

@@ -89,7 +89,6 @@ def main() -> None:
     (folder / "expected.json").write_text(
         json.dumps({"sentences": SENTENCES, "beams": texts}, indent=1, ensure_ascii=False) + "\n"
     )
-    print(texts)
 
 
 if __name__ == "__main__":
