@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
+_FILL = -1  # no token has this id
 
 
 class VaswaniGenerationConfig(GenerationConfig):
@@ -124,10 +125,11 @@ class VaswaniGenerationMixin(GenerationMixin):
             if self.config.max_position_embeddings is not None:
                 max_length = min(max_length, self.config.max_position_embeddings)
             if generation_config is None:
-                kwargs["max_length"] = max_length
+                kwargs |= {"max_length": max_length, "max_new_tokens": None}
             else:
                 generation_config = copy.deepcopy(generation_config)
                 generation_config.max_length = max_length
+                generation_config._limited_by_source = True
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits)]
             )
@@ -181,7 +183,10 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> tuple[GenerationConfig, dict]:
         """Lay the call's settings over this model's, whose class knows all of their keys."""
         if generation_config is not None:
-            return super()._prepare_generation_config(generation_config, **kwargs)
+            prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+            if getattr(prepared, "_limited_by_source", False):
+                prepared.max_new_tokens = None
+            return prepared, model_kwargs
         settings = copy.deepcopy(self.generation_config)
         model_kwargs = settings.update(**kwargs)
         prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)
@@ -200,9 +205,17 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Run transformers' beam search, its length penalty replaced by the paper's (6.1)."""
         if getattr(generation_config, "length_penalty_type", None) == "gnmt":
             generation_config.length_penalty = GnmtLengthPenalty(generation_config.length_penalty)
-        return super()._beam_search(
+        pad = generation_config._pad_token_tensor
+        if pad is not None:
+            # transformers fills finished rows with `pad or eos`, and takes a pad id of 0 for none.
+            generation_config._pad_token_tensor = torch.full_like(pad, _FILL)
+        output = super()._beam_search(
             input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
         )
+        if pad is not None:
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            sequences.masked_fill_(sequences == _FILL, int(pad))
+        return output
 
     def adjust_generation_fn(
         self,

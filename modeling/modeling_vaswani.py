@@ -77,10 +77,12 @@ class LearnedPositions(nn.Embedding):
         Raises:
             ValueError: a position lies beyond the table.
         """
-        limit = self.num_embeddings - self.offset
-        if isinstance(start, int) and start + length > limit:
+        limit, end = self.num_embeddings - self.offset, start + length
+        # A static cache counts in a tensor; reading it would interrupt a GPU or a compiler.
+        known = isinstance(end, int) or end.device.type == "cpu"
+        if known and not torch.compiler.is_compiling() and end > limit:
             raise ValueError(
-                f"A sequence of {start + length} tokens exceeds max_position_embeddings "
+                f"A sequence of {int(end)} tokens exceeds max_position_embeddings "
                 f"({limit}) of the learned positions: shorten it, or use "
                 "position_encoding='sinusoidal', which has no limit."
             )

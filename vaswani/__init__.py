@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForTextEncoding,
     AutoTokenizer,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration.configuration_vaswani import VaswaniConfig
 from .modeling.generation_vaswani import VaswaniGenerationConfig
@@ -29,6 +30,10 @@ from .tokenization.tokenization_vaswani import VaswaniTokenizer
 
 __version__ = "0.1.0"
 
+_owner = CONFIG_MAPPING._extra_content.get("vaswani", VaswaniConfig)
+if _owner.__module__ != VaswaniConfig.__module__:
+    # AutoConfig.register protects transformers' own models only.
+    raise ValueError(f"model_type 'vaswani' is already registered by {_owner.__module__}.")
 AutoConfig.register("vaswani", VaswaniConfig)
 AutoModel.register(VaswaniConfig, VaswaniModel)
 AutoModelForSeq2SeqLM.register(VaswaniConfig, VaswaniForConditionalGeneration)

@@ -1,0 +1,100 @@
+"""Small models and batches for all tests: a few numbers wide, in float64, from fixed seeds."""
+
+import pytest
+import torch
+from torch import nn
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+
+SIZES = {
+    "vocab_size": 19,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
+
+
+# Models this small are computed faster than a second thread is woken.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_config():
+    """Build a configuration of small sizes; keyword arguments replace single fields."""
+
+    def build(**overrides):
+        return VaswaniConfig(**{**SIZES, **overrides})
+
+    return build
+
+
+@pytest.fixture
+def tiny_model(tiny_config):
+    """Build a small model in evaluation mode, float64 unless told otherwise.
+
+    Biases and LayerNorms are random: at their fresh values of 0 and 1 a test could not tell whether
+    they are used at all.
+    """
+
+    def build(
+        model_class=VaswaniForConditionalGeneration,
+        *,
+        seed=0,
+        dtype=torch.float64,
+        attn_implementation="sdpa",
+        **overrides,
+    ):
+        torch.manual_seed(seed)
+        config = tiny_config(**overrides)
+        config._attn_implementation = attn_implementation
+        model = model_class(config).double()
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, nn.LayerNorm):
+                    module.weight.uniform_(0.5, 1.5)
+                if getattr(module, "bias", None) is not None:
+                    module.bias.normal_(0, 0.3)
+        return model.to(dtype).eval()
+
+    return build
+
+
+@pytest.fixture
+def padded_batch():
+    """Build random token ids of the given lengths, padded on the right with 0, and their mask."""
+
+    def build(lengths, seed=0, vocab_size=SIZES["vocab_size"]):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, vocab_size, (len(lengths), max(lengths)), generator=generator)
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        return ids * mask, mask
+
+    return build
+
+
+@pytest.fixture
+def layer_inputs():
+    """Run a model and return what enters the first layer of its encoder and of its decoder."""
+
+    def run(model, **batch):
+        seen = []
+        stacks = (model.model.encoder, model.model.decoder)
+        handles = [
+            stack.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+            for stack in stacks
+        ]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    return run
