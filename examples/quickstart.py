@@ -67,7 +67,7 @@ def train(
         lr_scheduler_type="linear",
         adam_beta2=0.98,
         adam_epsilon=1e-9,
-        logging_steps=steps // 5,
+        logging_steps=max(steps // 5, 1),
         save_strategy="no",
         report_to="none",
         dataloader_pin_memory=False,

@@ -4,15 +4,18 @@ The data are pairs of a source and a target line, in any of these forms:
 
     --train train.en train.de              two parallel text files, plain or .gz
     --train pairs.tsv                      one TSV file: source, tab, target (first two columns)
-    --train pairs.jsonl                    one JSONL file, keys named by --columns
-    --train HUB_ID[:SPLIT] --columns en de a data set of the Hub, or a local folder of one
+    --train pairs.jsonl                    one JSONL file
+    --train ID[@CONFIG][:SPLIT]            a data set of the Hub, or a local folder of one
+
+JSONL records and data sets name their two columns by --columns, for example --columns en de.
 
 Train from scratch, with the paper's schedule, loss and decoding (sections 5.3, 5.4, 6.1):
 
     python examples/train_translation.py --train train.en train.de --valid val.en val.de \
         --test test.en test.de --output runs/en-de
 
-Fine-tune a saved checkpoint, a folder or a Hub id; its tokenizer and sizes are kept:
+Fine-tune a saved checkpoint, a folder or a Hub id; its sizes, tokenizer and generation settings
+are kept:
 
     python examples/train_translation.py --model runs/en-de --train more.tsv \
         --valid val.en val.de --learning-rate 1e-4 --output runs/en-de-more
@@ -22,23 +25,25 @@ model, its tokenizer, TensorBoard logs and results.json with the scores.
 """
 
 import argparse
+import copy
 import datetime
-import gzip
 import importlib.metadata
 import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import sacrebleu
 import torch
 from datasets import Dataset, load_dataset
+from huggingface_hub.errors import StrictDataclassError
+from torch.utils.data import SequentialSampler
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -51,7 +56,8 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from translate import translate
+from transformers.trainer_utils import get_last_checkpoint
+from translate import read_lines, translate
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
@@ -200,32 +206,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model and (args.set or args.tokenizer):
         parser.error("--model keeps its own sizes and tokenizer: leave out --set and --tokenizer")
+    for name in ("steps", "batch_size", "accumulate", "warmup", "eval_steps", "beams"):
+        if getattr(args, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+            )
     return args
 
 
 def settings(assignments: list[str]) -> dict[str, Any]:
-    """Read NAME=VALUE arguments; a value that is not JSON is taken as a string."""
+    """Read NAME=VALUE arguments; a value that is no literal (0.1, true, null) is a string."""
     values = {}
     for assignment in assignments:
         name, separator, value = assignment.partition("=")
         if not separator:
             sys.exit(f"train_translation.py: expected NAME=VALUE, got {assignment!r}")
         try:
-            values[name] = json.loads(value)
+            values[name] = json.loads({"True": "true", "False": "false"}.get(value, value))
         except json.JSONDecodeError:
             values[name] = value
     return values
-
-
-def read_lines(path: str) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) of a utf-8 file, plain or .gz; exit at a line that is not."""
-    opened = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")  # noqa: SIM115
-    with opened as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield number, line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                sys.exit(f"{path}, line {number}: not utf-8 ({error})")
 
 
 def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) -> list[Pair]:
@@ -246,7 +246,11 @@ def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) ->
     elif len(data) > 2:
         sys.exit(f"Expected one file, two parallel files or a data set, got {len(data)}: {data}")
     elif name.removesuffix(".gz").endswith(".tsv"):
-        pairs = [tsv_pair(line, name, number) for number, line in read_lines(existing(name))]
+        pairs = [
+            tsv_pair(line, name, number)
+            for number, line in read_lines(existing(name))
+            if line.strip()
+        ]
     elif name.removesuffix(".gz").endswith((".jsonl", ".json")):
         pairs = [
             json_pair(line, columns, name, number)
@@ -254,8 +258,12 @@ def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) ->
             if line.strip()
         ]
     else:
-        hub_id, _, split = name.partition(":")
-        rows = load_dataset(hub_id, split=split or default_split)
+        data_set, _, split = name.partition(":")
+        hub_id, _, configuration = data_set.partition("@")
+        try:
+            rows = load_dataset(hub_id, configuration or None, split=split or default_split)
+        except (ConnectionError, OSError, ValueError) as error:
+            sys.exit(f"{name} is neither a file here nor a data set that can be loaded: {error}")
         pairs = [row_pair(row, columns, name, number) for number, row in enumerate(rows, start=1)]
     if not pairs:
         sys.exit(f"{' '.join(data)} is empty: no sentence pairs.")
@@ -288,7 +296,8 @@ def json_pair(line: str, columns: tuple[str, str], name: str, number: int) -> Pa
 
 def row_pair(row: dict[str, Any], columns: tuple[str, str], name: str, number: int) -> Pair:
     """Pick the two columns of a record, or of its "translation" as many data sets have it."""
-    row = row.get("translation", row)
+    if isinstance(row.get("translation"), dict):
+        row = row["translation"]
     missing = [column for column in columns if column not in row]
     if missing:
         sys.exit(
@@ -332,6 +341,9 @@ def build(
     args: argparse.Namespace, pairs: list[Pair]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the checkpoint to fine-tune, or train a vocabulary and make a fresh model."""
+    if args.resume:
+        # The checkpoint's tokenizer, not one trained again: the data may have changed since.
+        args.tokenizer = get_last_checkpoint(args.output)
     if args.model:
         return (
             AutoModelForSeq2SeqLM.from_pretrained(args.model),
@@ -344,9 +356,18 @@ def build(
         tokenizer = VaswaniTokenizer.train_from_iterator(
             lines, kind=args.tokenizer_kind, vocab_size=args.vocab_size
         )
-    fields = {"vocab_size": len(tokenizer), **settings(args.set)}
-    model = VaswaniForConditionalGeneration(VaswaniConfig.preset(args.preset, **fields))
-    return model, tokenizer
+    fields = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.eos_token_id,
+        **settings(args.set),
+    }
+    try:
+        config = VaswaniConfig.preset(args.preset, **fields)
+    except (ValueError, StrictDataclassError) as error:
+        sys.exit(f"train_translation.py: {error}")
+    return VaswaniForConditionalGeneration(config), tokenizer
 
 
 def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainingArguments:
@@ -375,14 +396,29 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         "eval_strategy": evaluation,
         "eval_steps": args.eval_steps,
         "save_steps": args.eval_steps,
+        "save_total_limit": 5,
         "predict_with_generate": True,
         "generation_num_beams": 1,
         "report_to": "tensorboard",
         "push_to_hub": args.push_to_hub is not None,
+        "hub_strategy": "end",
         "hub_model_id": args.push_to_hub,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    return Seq2SeqTrainingArguments(**{**fields, **settings(args.trainer)})
+    try:
+        return Seq2SeqTrainingArguments(**{**fields, **settings(args.trainer)})
+    except (TypeError, ValueError) as error:
+        sys.exit(f"train_translation.py: {error}")
+
+
+class OrderedEvaluation(Seq2SeqTrainer):
+    """Seq2SeqTrainer that evaluates in file order, where each prediction meets its reference.
+
+    transformers' "group_by_length" shuffles the evaluation set, too.
+    """
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
+        return SequentialSampler(eval_dataset)
 
 
 class StopAfter(TrainerCallback):
@@ -397,7 +433,11 @@ class StopAfter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the clock."""
-        if time.monotonic() - self.start > self.seconds:
+        late = torch.tensor(float(time.monotonic() - self.start > self.seconds), device=args.device)
+        if args.world_size > 1:
+            # Clocks differ: a process that stopped alone would leave the others waiting for it.
+            torch.distributed.all_reduce(late)
+        if late > 0:
             control.should_training_stop = True
 
 
@@ -414,12 +454,12 @@ def bleu(hypotheses: list[str], references: list[str], tokenize: str) -> dict[st
 
 def circumstances() -> dict[str, Any]:
     """What a reader needs to repeat a run: command, commit, machine, versions, date."""
-    commit = subprocess.run(
-        ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    commit = ""
+    if git := shutil.which("git"):
+        describe = [git, "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+        commit = subprocess.run(
+            describe, capture_output=True, text=True, check=False
+        ).stdout.strip()
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -446,6 +486,12 @@ def circumstances() -> dict[str, Any]:
 def main() -> None:
     """Run the command line."""
     args = parse_args()
+    finished = get_last_checkpoint(args.output) if Path(args.output).is_dir() else None
+    if args.resume and finished is None:
+        sys.exit(f"--resume: no checkpoint in {args.output}")
+    if finished and not args.resume:
+        sys.exit(f"{finished} is from an earlier run: pass --resume or another --output")
+    results = circumstances()
     set_seed(args.seed)
     train_pairs = read_pairs(args.train, args.columns, "train")
     valid_pairs = read_pairs(args.valid, args.columns, "validation") if args.valid else []
@@ -455,6 +501,10 @@ def main() -> None:
         f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {model.num_parameters():,} parameters."
     )
 
+    # Evaluation writes transformers' own defaults into the model's: keep these for the end.
+    generation_config = copy.deepcopy(model.generation_config)
+    generation_config.num_beams = args.beams
+
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
         hypotheses = tokenizer.batch_decode(
             [[token for token in row if token >= 0] for row in prediction.predictions.tolist()],
@@ -463,7 +513,7 @@ def main() -> None:
         references = [target for _, target in valid_pairs]
         return {"bleu": bleu(hypotheses, references, args.bleu_tokenize)["bleu"]}
 
-    trainer = Seq2SeqTrainer(
+    trainer = OrderedEvaluation(
         model=model,
         args=training_arguments(args, model.config.d_model),
         train_dataset=tokenized(train_pairs, tokenizer, args.max_length),
@@ -475,25 +525,18 @@ def main() -> None:
     )
     started = time.monotonic()
     trainer.train(resume_from_checkpoint=args.resume or None)
-    results: dict[str, Any] = {
-        **circumstances(),
+    results |= {
         "training_minutes": round((time.monotonic() - started) / 60, 1),
+        "resumed": args.resume,
         "steps": trainer.state.global_step,
         "parameters": model.num_parameters(),
     }
+    model.generation_config = generation_config
+    trainer.save_model()
     if valid_pairs:
         evaluation = trainer.evaluate()
         results["valid"] = {"loss": evaluation["eval_loss"], "greedy_bleu": evaluation["eval_bleu"]}
-
-    # Evaluation writes transformers' own defaults into the generation config: save a fresh one.
-    model.generation_config = type(model.generation_config).paper_defaults(
-        num_beams=args.beams,
-        pad_token_id=model.config.pad_token_id,
-        bos_token_id=model.config.bos_token_id,
-        eos_token_id=model.config.eos_token_id,
-        decoder_start_token_id=model.config.decoder_start_token_id,
-    )
-    trainer.save_model()
+        model.generation_config = generation_config
     if trainer.is_world_process_zero():
         if test_pairs:
             results["test"] = score_test(args, model.eval(), tokenizer, test_pairs)

@@ -12,10 +12,12 @@ import argparse
 import contextlib
 import gzip
 import itertools
+import signal
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -81,6 +83,8 @@ def translate(
                 **generate_kwargs,
             )
             texts = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
+            # One translation a line: the model may write a line break as any other character.
+            texts = [" ".join(text.splitlines()) for text in texts]
             values = output.sequences_scores.tolist() if scores else [None] * len(texts)
             hypotheses = list(zip(texts, values, strict=True))
             for row, i in enumerate(batch):
@@ -88,16 +92,28 @@ def translate(
         yield from results
 
 
-def open_text(path: str) -> TextIO:
-    """Open a utf-8 file for reading, plain or .gz; "-" is standard input."""
-    if path == "-":
-        sys.stdin.reconfigure(encoding="utf-8")
-        return sys.stdin
-    return (
-        gzip.open(path, "rt", encoding="utf-8")
-        if path.endswith(".gz")
-        else open(path, encoding="utf-8")
-    )
+def read_lines(path: str) -> Iterator[tuple[int, str]]:
+    """Yield (line number, text) of a utf-8 file, plain or .gz; "-" is standard input.
+
+    Exits with file and line at what is not utf-8 or not readable.
+    """
+    number = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            if path == "-":
+                file = sys.stdin.buffer
+            else:
+                file = stack.enter_context(
+                    (gzip.open if path.endswith(".gz") else open)(path, "rb")
+                )
+            for number, line in enumerate(file, start=1):
+                # A byte order mark, which some editors write, is no part of the text.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield number, text.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        sys.exit(f"{path}, line {number}: not utf-8 ({error})")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        sys.exit(f"{path} is damaged after line {number}: {error}")
 
 
 def parse_args() -> argparse.Namespace:
@@ -177,16 +193,15 @@ def main() -> None:
     settings = {"length_penalty": args.length_penalty, "max_new_tokens": args.max_new_tokens}
     settings = {name: value for name, value in settings.items() if value is not None}
 
+    sys.stdout.reconfigure(encoding="utf-8")
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(open_text(args.input))
         target = sys.stdout
         if args.output != "-":
             target = stack.enter_context(open(args.output, "w", encoding="utf-8"))
-        lines = (line.rstrip("\r\n") for line in source)
         outputs = translate(
             model,
             tokenizer,
-            lines,
+            (text for _, text in read_lines(args.input)),
             num_beams=num_beams,
             nbest=args.nbest,
             scores=args.scores,
@@ -202,4 +217,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # A reader that closes the pipe (head) ends the program quietly, as other filters do.
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

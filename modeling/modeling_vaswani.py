@@ -342,7 +342,8 @@ class VaswaniStack(VaswaniPreTrainedModel):
         """Embeddings times sqrt(d_model) (3.4) plus positions (3.5), with dropout (5.4): (B, T, D).
 
         Raises:
-            ValueError: not exactly one of the two inputs is given, or a token id has no entry.
+            ValueError: not exactly one of the two inputs is given, it is empty, or a token id has
+                no entry.
         """
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = self._look_up(input_ids)
@@ -353,6 +354,11 @@ class VaswaniStack(VaswaniPreTrainedModel):
                 "labels, decoder_input_ids or decoder_inputs_embeds."
             )
         length, device = inputs_embeds.shape[1], inputs_embeds.device
+        if length == 0:
+            raise ValueError(
+                f"{type(self).__name__} got sequences of no tokens: even an empty sentence has its "
+                "end-of-sentence token."
+            )
         positions = self.embed_positions(start, length, device).to(inputs_embeds.dtype)
         hidden_states = inputs_embeds * self.embed_scale + positions
         return F.dropout(hidden_states, p=self.dropout, training=self.training)
