@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -16,6 +17,7 @@ _TRAVELLING_FILES = (
     "configuration/configuration_vaswani.py",
     "modeling/modeling_vaswani.py",
     "modeling/generation_vaswani.py",
+    "modeling/loss_vaswani.py",
     "tokenization/tokenization_vaswani.py",
 )
 _IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
@@ -88,7 +90,10 @@ class VaswaniConfig(PreTrainedConfig):
     """
 
     model_type = "vaswani"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "encoder_last_hidden_state",
+    ]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -136,7 +141,8 @@ class VaswaniConfig(PreTrainedConfig):
         own_fields = VaswaniConfig.__annotations__
         for name in kwargs:
             nearest = difflib.get_close_matches(name, own_fields, n=1, cutoff=0.8)
-            if nearest and name not in self.attribute_map:
+            known_to_transformers = name in self.attribute_map or name.endswith("_token_id")
+            if nearest and not known_to_transformers:
                 logger.warning(
                     f"VaswaniConfig has no field {name!r}; did you mean {nearest[0]!r}? "
                     "The value is kept as an attribute and changes nothing."
@@ -202,6 +208,11 @@ class VaswaniConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {value}; 0 switches it off.")
+        if self.activation_function not in ACT2FN:
+            raise ValueError(
+                f"activation_function {self.activation_function!r} is unknown to transformers; "
+                f"choose one of {', '.join(ACT2FN)}."
+            )
         if self.position_offset < 0:
             raise ValueError(f"position_offset must be 0 or more, got {self.position_offset}.")
         for name in ("layer_norm_eps", "init_std"):

@@ -16,6 +16,17 @@ LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 _FILL = -1  # no token has this id
 
 
+def checked_offset(offset: Any) -> int:
+    """Return `max_length_offset` if it is a number of tokens.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+        raise ValueError(f"max_length_offset must be an integer >= 0 (0 is off), got {offset!r}.")
+    return offset
+
+
 class VaswaniGenerationConfig(GenerationConfig):
     """transformers' GenerationConfig with the two settings of section 6.1 that it lacks.
 
@@ -49,17 +60,13 @@ class VaswaniGenerationConfig(GenerationConfig):
         Raises:
             ValueError: a setting has no meaning, with the values that have one.
         """
-        kind, offset = self.length_penalty_type, self.max_length_offset
+        kind = self.length_penalty_type
         if kind is not None and kind not in LENGTH_PENALTY_TYPES:
             raise ValueError(
                 f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
             )
-        if offset is not None and (
-            isinstance(offset, bool) or not isinstance(offset, int) or offset < 0
-        ):
-            raise ValueError(
-                f"max_length_offset must be an integer >= 0 (0 is off), got {offset!r}."
-            )
+        if self.max_length_offset is not None:
+            checked_offset(self.max_length_offset)
         # transformers refuses to save a length penalty beside num_beams=1; here it is a default
         # that waits for the call that asks for beams.
         waiting = {}
@@ -118,17 +125,17 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Generate as transformers does, each sentence limited by its own source length (6.1)."""
         offset = self._length_offset_of_call(generation_config, kwargs)
         if offset:
-            limits = (
-                self._prompt_length(kwargs) + offset + self._source_lengths(inputs, kwargs)
-            )  # (B,)
+            prompt = self._prompt_length(generation_config, kwargs)
+            limits = self._source_lengths(inputs, kwargs) + prompt + offset  # (B,)
             max_length = int(limits.max())
-            if self.config.max_position_embeddings is not None:
+            if self.config.position_encoding == "learned":
                 max_length = min(max_length, self.config.max_position_embeddings)
             if generation_config is None:
                 kwargs |= {"max_length": max_length, "max_new_tokens": None}
             else:
                 generation_config = copy.deepcopy(generation_config)
                 generation_config.max_length = max_length
+                # Merging will take max_new_tokens from the model's config, where it must not count.
                 generation_config._limited_by_source = True
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits)]
@@ -145,10 +152,11 @@ class VaswaniGenerationMixin(GenerationMixin):
         for name in ("max_length", "max_new_tokens"):
             if kwargs.get(name) is not None or getattr(given, name, None) is not None:
                 return 0
-        for source in (kwargs.get("max_length_offset"), getattr(given, "max_length_offset", None)):
-            if source is not None:
-                return source
-        return getattr(self.generation_config, "max_length_offset", None) or 0
+        name = "max_length_offset"
+        for offset in (kwargs.get(name), getattr(given, name, None)):
+            if offset is not None:
+                return checked_offset(offset)
+        return checked_offset(getattr(self.generation_config, name, None) or 0)
 
     def _source_lengths(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
         """Count the real source tokens of every sentence: (B,)."""
@@ -164,19 +172,27 @@ class VaswaniGenerationMixin(GenerationMixin):
         )
         if source is None and kwargs.get("encoder_outputs") is not None:
             source = kwargs["encoder_outputs"][0]
-        if source is None:
+        if source is None or not len(source):
             raise ValueError(
-                "generate needs a source: pass input_ids, inputs_embeds or encoder_outputs."
+                "generate needs at least one source sentence: pass input_ids, inputs_embeds or "
+                "encoder_outputs."
             )
         return torch.full((source.shape[0],), source.shape[1], device=source.device)
 
-    def _prompt_length(self, kwargs: dict[str, Any]) -> int:
+    def _prompt_length(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
         """Count the decoder's given tokens and the start token that transformers puts first."""
         prompt = kwargs.get("decoder_input_ids")
         if prompt is None:
             return 1
-        start = self.generation_config.decoder_start_token_id
-        return prompt.shape[1] + int((prompt[:, 0] != start).all())
+        settings = (kwargs, vars(given or self.generation_config), vars(self.generation_config))
+        starts = [
+            values.get(name)
+            for name in ("decoder_start_token_id", "bos_token_id")
+            for values in settings
+        ]
+        start = next((start for start in starts if start is not None), -1)
+        first = torch.as_tensor(start, device=prompt.device).flatten()
+        return prompt.shape[1] + int((prompt[:, 0] != first).all())
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
@@ -187,7 +203,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             if getattr(prepared, "_limited_by_source", False):
                 prepared.max_new_tokens = None
             return prepared, model_kwargs
-        settings = copy.deepcopy(self.generation_config)
+        settings = VaswaniGenerationConfig.from_dict(self.generation_config.to_dict())
         model_kwargs = settings.update(**kwargs)
         prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)
         # A None in the call switches a default off (eos_token_id=None); merging has refilled it.
@@ -204,7 +220,8 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> Any:
         """Run transformers' beam search, its length penalty replaced by the paper's (6.1)."""
         if getattr(generation_config, "length_penalty_type", None) == "gnmt":
-            generation_config.length_penalty = GnmtLengthPenalty(generation_config.length_penalty)
+            alpha = generation_config.length_penalty
+            generation_config.length_penalty = GnmtLengthPenalty(0.0 if alpha is None else alpha)
         pad = generation_config._pad_token_tensor
         if pad is not None:
             # transformers fills finished rows with `pad or eos`, and takes a pad id of 0 for none.
@@ -226,17 +243,18 @@ class VaswaniGenerationMixin(GenerationMixin):
         trust_remote_code: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Load a checkpoint's generation config into this class, called by `from_pretrained`.
+        """Lay a checkpoint's generation config over the paper's defaults, for `from_pretrained`.
 
-        A folder without generation_config.json keeps the paper's defaults. A repository's own
-        `custom_generate` is not installed over `generate`; pass it to the call instead.
+        A repository's own `custom_generate` is not installed over `generate`; pass it to the call.
         """
-        if generation_config is not None:
-            generation_config = VaswaniGenerationConfig.from_dict(generation_config.to_dict())
-        elif pretrained_model_name_or_path is not None:
+        if generation_config is None and pretrained_model_name_or_path is not None:
             with contextlib.suppress(OSError):
                 generation_config = VaswaniGenerationConfig.from_pretrained(
                     pretrained_model_name_or_path, **kwargs
                 )
         if generation_config is not None:
-            self.generation_config = generation_config
+            loaded = generation_config.to_dict()
+            self.generation_config.update(
+                allow_custom_entries=True,
+                **{name: value for name, value in loaded.items() if value is not None},
+            )

@@ -1,13 +1,14 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the order it is built.
 
 SinusoidalPositions, LearnedPositions   3.5      VaswaniEncoder, VaswaniDecoder   3.1, 3.4
-VaswaniAttention                        3.2      VaswaniModel                     3, figure 1
-VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3 VaswaniForConditionalGeneration  3.4, 5.4
+eager_attention_forward                 3.2.1    VaswaniModel                     3, figure 1
+VaswaniAttention                        3.2.2    VaswaniForConditionalGeneration  3.4, 5.4
+VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3 VaswaniEncoderModel              3.1
 
 Departures from the paper with the default configuration: none.
 
 Shapes: B sentences, S source tokens, T target tokens, Q queries, K keys, H heads, D = d_model,
-V entries of the target vocabulary.
+V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 """
 
 import math
@@ -36,6 +37,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
+from .loss_vaswani import ChunkedCrossEntropy
 
 
 class SinusoidalPositions(nn.Module):
@@ -86,7 +88,8 @@ class LearnedPositions(nn.Embedding):
                 f"({limit}) of the learned positions: shorten it, or use "
                 "position_encoding='sinusoidal', which has no limit."
             )
-        return super().forward(torch.arange(length, device=device) + (start + self.offset))
+        positions = torch.arange(length, device=self.weight.device) + (start + self.offset)
+        return super().forward(positions)
 
 
 def eager_attention_forward(
@@ -103,7 +106,12 @@ def eager_attention_forward(
     scores = query @ key.transpose(-2, -1) * scaling  # (B, H, Q, K)
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
+    weights = scores.softmax(dim=-1)
+    if attention_mask is not None:
+        # A query that may look nowhere (a source of padding alone) gets zeros, as from SDPA.
+        nowhere = attention_mask.amax(dim=-1, keepdim=True) <= torch.finfo(scores.dtype).min
+        weights = weights.masked_fill(nowhere, 0.0)
+    weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights  # (B, Q, H, d_v), (B, H, Q, K)
 
 
@@ -155,7 +163,7 @@ class VaswaniAttention(nn.Module):
         return self.out_proj(output.flatten(2)), weights  # (B, Q, D)
 
     def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, Q, d_k)
+        return states.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, Q or K, d)
 
     def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._split_heads(self.k_proj(states)), self._split_heads(self.v_proj(states))
@@ -308,17 +316,41 @@ class VaswaniPreTrainedModel(PreTrainedModel):
         base: Any = self.base_model
         getattr(base, "encoder", base).embed_tokens = value
         decoder = getattr(base, "decoder", None)
-        if decoder is not None and self.config.share_encoder_decoder_embeddings:
+        if decoder is not None and self._one_table():
             decoder.embed_tokens = value
+
+    def _one_table(self) -> bool:
+        return self.config.share_encoder_decoder_embeddings and self.config.tie_word_embeddings
+
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, *args: Any, **kwargs: Any
+    ) -> nn.Embedding:
+        """Resize the vocabulary: of both sides where they share one, else of the source alone."""
+        if not self.config.share_encoder_decoder_embeddings:
+            source = self._get_resized_embeddings(
+                self.get_input_embeddings(), new_num_tokens, *args, **kwargs
+            )
+            self.set_input_embeddings(source)
+            return source
+        embeddings = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        decoder = getattr(self.base_model, "decoder", None)
+        if decoder is not None and not self._one_table():
+            decoder.embed_tokens = self._get_resized_embeddings(
+                decoder.embed_tokens, embeddings.num_embeddings
+            )
+        return embeddings
 
 
 class VaswaniStack(VaswaniPreTrainedModel):
     """What encoder and decoder share: embeddings, positions, N identical layers (3.1, 3.4, 3.5)."""
 
+    _inputs: str  # how its input is passed, for error messages
+
     def __init__(
         self, config: VaswaniConfig, vocab_size: int, layer_class: type, num_layers: int
     ) -> None:
         super().__init__(config)
+        config.validate_architecture()
         learned = config.position_encoding == "learned"
         self.dropout = config.dropout
         self.embed_scale = math.sqrt(config.d_model) if config.scale_embedding else 1.0
@@ -350,8 +382,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
         elif inputs_embeds is None or input_ids is not None:
             raise ValueError(
                 f"{type(self).__name__} needs exactly one of input_ids and inputs_embeds, got "
-                f"{'neither' if inputs_embeds is None else 'both'}; the decoder's come from "
-                "labels, decoder_input_ids or decoder_inputs_embeds."
+                f"{'neither' if inputs_embeds is None else 'both'}. {self._inputs}"
             )
         length, device = inputs_embeds.shape[1], inputs_embeds.device
         if length == 0:
@@ -359,7 +390,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
                 f"{type(self).__name__} got sequences of no tokens: even an empty sentence has its "
                 "end-of-sentence token."
             )
-        positions = self.embed_positions(start, length, device).to(inputs_embeds.dtype)
+        positions = self.embed_positions(start, length, device).to(inputs_embeds)
         hidden_states = inputs_embeds * self.embed_scale + positions
         return F.dropout(hidden_states, p=self.dropout, training=self.training)
 
@@ -379,6 +410,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
 class VaswaniEncoder(VaswaniStack):
     """N layers of self-attention and feed-forward network over the source (3.1)."""
 
+    _inputs = "The source comes as input_ids or inputs_embeds, or as encoder_outputs."
     _can_record_outputs: ClassVar[dict] = {
         "hidden_states": VaswaniEncoderLayer,
         "attentions": VaswaniAttention,
@@ -409,6 +441,7 @@ class VaswaniEncoder(VaswaniStack):
 class VaswaniDecoder(VaswaniStack):
     """N layers of masked self-attention, encoder-decoder attention, feed-forward network (3.1)."""
 
+    _inputs = "The target comes as labels, decoder_input_ids or decoder_inputs_embeds."
     _can_record_outputs: ClassVar[dict] = {
         "hidden_states": VaswaniDecoderLayer,
         "attentions": OutputRecorder(VaswaniAttention, index=1, layer_name="self_attn"),
@@ -433,6 +466,8 @@ class VaswaniDecoder(VaswaniStack):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decode `input_ids` (B, T) over `encoder_hidden_states` (B, S, D): (B, T, D)."""
+        if encoder_hidden_states is None:
+            raise ValueError("VaswaniDecoder needs encoder_hidden_states: it attends to a source.")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
@@ -473,7 +508,6 @@ class VaswaniModel(VaswaniPreTrainedModel):
 
     def __init__(self, config: VaswaniConfig) -> None:
         super().__init__(config)
-        config.validate_architecture()
         if config.share_encoder_decoder_embeddings:
             self._tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
         self.encoder = VaswaniEncoder(config)
@@ -541,18 +575,9 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
         )
         self.post_init()
 
-    def _resize_token_embeddings(
-        self, new_num_tokens: int | None, *args: Any, **kwargs: Any
+    def resize_decoder_token_embeddings(
+        self, new_num_tokens: int, pad_to_multiple_of: int | None = None
     ) -> nn.Embedding:
-        if self.config.share_encoder_decoder_embeddings:
-            return super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        embeddings = self._get_resized_embeddings(
-            self.get_input_embeddings(), new_num_tokens, *args, **kwargs
-        )
-        self.set_input_embeddings(embeddings)
-        return embeddings
-
-    def resize_decoder_token_embeddings(self, new_num_tokens: int) -> nn.Embedding:
         """Resize the target vocabulary where it is separate from the source's.
 
         Raises:
@@ -564,9 +589,12 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
                 "call resize_token_embeddings, which resizes both."
             )
         decoder = self.model.decoder
-        decoder.embed_tokens = self._get_resized_embeddings(decoder.embed_tokens, new_num_tokens)
-        self.lm_head = self._get_resized_lm_head(self.lm_head, new_num_tokens)
-        self.config.decoder_vocab_size = new_num_tokens
+        decoder.embed_tokens = self._get_resized_embeddings(
+            decoder.embed_tokens, new_num_tokens, pad_to_multiple_of
+        )
+        size = decoder.embed_tokens.num_embeddings
+        self.lm_head = self._get_resized_lm_head(self.lm_head, size)
+        self.config.decoder_vocab_size = size
         self.tie_weights()
         return decoder.embed_tokens
 
@@ -588,7 +616,8 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
 
     def compute_loss(
         self,
-        logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor | None,
         labels: torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
@@ -596,29 +625,36 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
 
         Smoothing acts in training mode only. `num_items_in_batch` replaces the number where the
         Trainer splits one update over batches or processes: gradients do not depend on the split.
+        Without `logits` (B, T, V) they are made and used up in chunks, for real tokens alone.
 
         Raises:
             ValueError: a label is neither -100 nor an entry of the target vocabulary.
         """
-        try:
+        labels, size = labels.to(hidden_states.device, torch.long), self.lm_head.out_features
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= size))]
+            if wrong.numel():
+                raise ValueError(
+                    f"Label {wrong[0].item()} is outside the {size} entries of the target "
+                    "vocabulary; positions to ignore are marked by -100."
+                )
+        epsilon = self.config.label_smoothing if self.training else 0.0
+        if logits is None:
+            real = labels != -100
+            total = ChunkedCrossEntropy.apply(
+                hidden_states[real], self.lm_head.weight, labels[real], epsilon
+            )
+        else:
             total = F.cross_entropy(
                 logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
                 labels.flatten().to(logits.device),
                 ignore_index=-100,
                 reduction="sum",
-                label_smoothing=self.config.label_smoothing if self.training else 0.0,
+                label_smoothing=epsilon,
             )
-        except IndexError as error:
-            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= logits.shape[-1]))][0]
-            raise ValueError(
-                f"Label {wrong.item()} is outside the {logits.shape[-1]} entries of the target "
-                "vocabulary; positions to ignore are marked by -100."
-            ) from error
         if num_items_in_batch is None:
-            num_items_in_batch = (labels != -100).sum().clamp(min=1)
-        elif isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+            num_items_in_batch = (labels != -100).sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
 
     @can_return_tuple
     def forward(
@@ -635,6 +671,7 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Predict the next target token at every position: logits (B, T, V).
@@ -653,6 +690,8 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
             use_cache: return `past_key_values`; off where `labels` are given.
             logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
+            skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
+                does so in training mode, unless `lm_head` is wrapped (LoRA) or being compiled.
             **kwargs: passed on to the attention backend.
         """
         if labels is not None:
@@ -671,9 +710,18 @@ class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationM
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])  # (B, T, V)
-        loss = None if labels is None else self.compute_loss(logits, labels, num_items_in_batch)
+        hidden_states = outputs.last_hidden_state
+        if skip_logits is None:
+            plain = type(self.lm_head) is nn.Linear and not torch.compiler.is_compiling()
+            skip_logits = self.training and plain
+        logits, loss = None, None
+        if labels is None or not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.lm_head(hidden_states[:, kept])  # (B, T or those kept, V)
+        if labels is not None:
+            loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch)
         recorded = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **recorded)
 

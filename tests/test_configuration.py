@@ -14,7 +14,12 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig
 
-from vaswani import VaswaniConfig, VaswaniModel
+from vaswani import (
+    VaswaniConfig,
+    VaswaniEncoderModel,
+    VaswaniForConditionalGeneration,
+    VaswaniModel,
+)
 
 # For every field a value of a type it must not take.
 WRONG_TYPES = {
@@ -264,7 +269,7 @@ def test_the_target_vocabulary_is_the_sources_unless_given():
         vocab_size=50, decoder_vocab_size=60, share_encoder_decoder_embeddings=False
     )
     assert (config.vocab_size, config.decoder_vocab_size) == (50, 60)
-    assert config.get_text_config(decoder=True).vocab_size in (50, 60)
+    assert config.get_text_config(decoder=True).vocab_size == 60
 
 
 # Presets
@@ -430,3 +435,21 @@ def test_saving_twice_and_from_a_loaded_configuration_gives_the_same_folder(tmp_
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (first, second)
     ]
     assert contents[0] == contents[1]
+
+
+def test_unknown_activation_functions_are_refused_with_the_known_ones():
+    with pytest.raises(StrictDataclassClassValidationError, match=r"'relo' is unknown.*relu"):
+        VaswaniConfig(activation_function="relo")
+
+
+def test_every_model_class_refuses_a_configuration_broken_after_construction():
+    for model_class in (VaswaniModel, VaswaniForConditionalGeneration, VaswaniEncoderModel):
+        config = VaswaniConfig(d_model=16, encoder_layers=1, decoder_layers=1, vocab_size=9)
+        config.d_model = 15
+        with pytest.raises(ValueError, match="d_model"):
+            model_class(config)
+
+
+def test_token_ids_of_other_models_are_not_taken_for_misspellings(warnings_logged):
+    VaswaniConfig(sep_token_id=4, mask_token_id=5)
+    assert warnings_logged == []

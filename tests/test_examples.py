@@ -146,6 +146,98 @@ def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(exa
     assert (tmp_path / "again" / "model.safetensors").exists()
 
 
+def test_validation_bleu_is_sacrebleus_of_the_models_own_greedy_translations(examples, tmp_path):
+    # Sentences of several words and lengths: any shuffling of predictions would show.
+    numbers = [n * 37 % 1000 for n in range(1, 41)]
+    english = [f"{num2words(n)} {num2words(n + 1)}" for n in numbers]
+    pairs = [(words, num2words(n, lang="de")) for words, n in zip(english, numbers, strict=True)]
+    data, output = tmp_path / "pairs.tsv", tmp_path / "run"
+    data.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+    examples(
+        examples.train, "--model", FROZEN, "--train", data, "--valid", data, "--steps", 1,
+        "--learning-rate", 1e-12, "--batch-size", 7, "--output", output,
+    )  # fmt: skip
+    model, tokenizer = (
+        auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    outputs = examples.translate.translate(model, tokenizer, english, num_beams=1)
+    translations = [text for ((text, _),) in outputs]
+    expected = sacrebleu.corpus_bleu(translations, [[target for _, target in pairs]])
+    results = json.loads((output / "results.json").read_text())
+    assert results["valid"]["greedy_bleu"] == round(expected.score, 2)
+
+
+def test_fine_tuning_keeps_the_checkpoints_generation_settings(examples, parallel_files, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(FROZEN)
+    model.generation_config.update(length_penalty=1.2, max_length_offset=7, no_repeat_ngram_size=3)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(FROZEN).save_pretrained(tmp_path / "model")
+    examples(
+        examples.train, "--model", tmp_path / "model", "--train", *parallel_files,
+        "--valid", *parallel_files, "--steps", 1, "--beams", 5, "--output", tmp_path / "run",
+    )  # fmt: skip
+    kept = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").generation_config
+    assert (kept.length_penalty, kept.max_length_offset, kept.no_repeat_ngram_size) == (1.2, 7, 3)
+    assert (kept.num_beams, kept.max_length) == (5, None)
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(
+    examples, parallel_files, tmp_path
+):
+    output = tmp_path / "run"
+    common = ["--train", *parallel_files, *TINY, "--eval-steps", 2, "--output", output]
+    examples(examples.train, *common, "--steps", 4)
+    tokenizer = (output / "tokenizer.json").read_bytes()
+    with pytest.raises(SystemExit, match=r"checkpoint-4 is from an earlier run"):
+        examples(examples.train, *common, "--steps", 6)
+    Path(parallel_files[0]).write_text("other words\n" * 80)
+    examples(examples.train, *common, "--steps", 6, "--resume")
+    results = json.loads((output / "results.json").read_text())
+    assert (results["steps"], results["resumed"]) == (6, True)
+    assert (output / "checkpoint-6").exists()
+    assert (output / "tokenizer.json").read_bytes() == tokenizer
+    with pytest.raises(SystemExit, match="no checkpoint in"):
+        examples(examples.train, *common[:-1], tmp_path / "absent", "--resume")
+
+
+def test_default_training_arguments_are_the_papers(examples):
+    args = examples.train.parse_args(["--train", "x.tsv", "--output", "unused"])
+    arguments = examples.train.training_arguments(args, d_model=512)
+    assert arguments.learning_rate == pytest.approx(512**-0.5 * 4000**-0.5)
+    assert (arguments.lr_scheduler_type, arguments.warmup_steps) == ("inverse_sqrt", 4000)
+    adam = (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon)
+    assert adam == (0.9, 0.98, 1e-9)
+    assert (arguments.weight_decay, arguments.max_grad_norm, arguments.max_steps) == (0, 0, 100_000)
+
+
+def test_training_stops_when_its_minutes_are_over(examples, parallel_files, tmp_path):
+    examples(
+        examples.train, "--train", *parallel_files, *TINY, "--steps", 100_000, "--minutes", 0.02,
+        "--output", tmp_path / "run",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] < 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--preset", "huge"], "Unknown preset 'huge'"),
+        (["--set", "dropout=1.5"], r"dropout must lie in \[0, 1\)"),
+        (["--set", "dropout"], "expected NAME=VALUE"),
+        (["--trainer", "leaning_rate=1"], "leaning_rate"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_training(
+    examples, parallel_files, tmp_path, arguments, complaint
+):
+    with pytest.raises(SystemExit, match=complaint):
+        examples(
+            examples.train, "--train", *parallel_files, "--vocab-size", 340, *arguments,
+            "--output", tmp_path / "run",
+        )  # fmt: skip
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_training_pushes_a_complete_repository(parallel_files, tmp_path):
     with LoopbackHub() as hub:
         arguments = [
@@ -241,6 +333,19 @@ def test_translate_reads_standard_input_and_writes_standard_output():
         check=True,
     )
     assert done.stdout == f"{num2words(21, lang='de')}\n\n{num2words(12, lang='de')}\n"
+
+
+def test_translate_reads_lines_as_training_does(examples, tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"\xef\xbb\xbfseven\r\nthree\rhundred\n")
+    assert list(examples.translate.read_lines(str(path))) == [(1, "seven"), (2, "three\rhundred")]
+    path.write_bytes(b"one\ntw\xff\n")
+    with pytest.raises(SystemExit, match=r"in\.txt, line 2: not utf-8"):
+        list(examples.translate.read_lines(str(path)))
+    damaged = tmp_path / "in.txt.gz"
+    damaged.write_bytes(gzip.compress(b"one\n" * 1000)[:-20])
+    with pytest.raises(SystemExit, match=r"in\.txt\.gz is damaged"):
+        list(examples.translate.read_lines(str(damaged)))
 
 
 @pytest.mark.parametrize(

@@ -1229,3 +1229,51 @@ def test_generate_without_a_source_says_what_to_pass(tiny_model):
 def test_a_forward_without_target_says_what_to_pass(tiny_model):
     with pytest.raises(ValueError, match="labels"):
         tiny_model()(torch.tensor([[3, 4, 2]]))
+
+
+def test_resizing_three_separate_tables_keeps_each_ones_weights(tiny_model):
+    model = tiny_model(tie_word_embeddings=False)
+    names = ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
+    before = {name: model.get_submodule(name).weight.clone() for name in names}
+    model.resize_token_embeddings(22)
+    for name in names:
+        assert model.get_submodule(name).weight.shape[0] == 22
+        assert torch.equal(model.get_submodule(name).weight[:19], before[name])
+    assert model.config.decoder_vocab_size == 22
+
+
+def test_resizing_the_target_vocabulary_pads_it_to_a_multiple(tiny_model):
+    model = tiny_model(decoder_vocab_size=13, share_encoder_decoder_embeddings=False)
+    model.resize_decoder_token_embeddings(14, pad_to_multiple_of=8)
+    assert model.config.decoder_vocab_size == model.lm_head.out_features == 16
+    assert model.model.decoder.embed_tokens.weight is model.lm_head.weight
+
+
+def test_eager_equals_sdpa_for_a_source_of_padding_alone(tiny_model, padded_batch):
+    input_ids, attention_mask = padded_batch([5, 3])
+    attention_mask[1] = 0
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": input_ids}
+    logits = [tiny_model(attn_implementation=kind)(**batch).logits for kind in ("eager", "sdpa")]
+    torch.testing.assert_close(*logits, atol=1e-12, rtol=0)
+
+
+def test_the_decoder_refuses_to_run_without_a_source(tiny_model):
+    with pytest.raises(ValueError, match="encoder_hidden_states"):
+        tiny_model().get_decoder()(input_ids=torch.tensor([[2, 3]]))
+
+
+def test_a_missing_source_is_named_as_such(tiny_model):
+    with pytest.raises(ValueError, match=r"VaswaniEncoder needs exactly one .* encoder_outputs"):
+        tiny_model()(decoder_input_ids=torch.tensor([[2, 3]]))
+
+
+def test_loss_takes_labels_of_any_integer_type_and_no_items_at_all(tiny_model):
+    labels = torch.tensor([[5, 6, 2]])
+    model = tiny_model()
+    losses = [
+        model(input_ids=labels, labels=labels.to(kind)).loss for kind in (torch.long, torch.int32)
+    ]
+    assert torch.equal(*losses)
+    ignored = torch.full_like(labels, -100)
+    for count in (0, torch.tensor(0)):
+        assert model(input_ids=labels, labels=ignored, num_items_in_batch=count).loss == 0

@@ -1,4 +1,3 @@
-# Licensed under the Apache License, Version 2.0.
 r"""The tokenizer of the Transformer: six kinds of vocabulary behind one class (section 5.1).
 
 Decoding gives back the text that was encoded, up to the kind's declared normalisation:

@@ -1,0 +1,185 @@
+"""`generate` as transformers' users call it: every way in, the paper's limits in each of them."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+
+from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
+
+
+@pytest.fixture
+def source(padded_batch):
+    input_ids, attention_mask = padded_batch([7, 4, 2])
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def never_ending(model):
+    """Switch the end off, so that only a limit stops the model."""
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"do_sample": True}])
+def test_every_way_of_passing_the_source_gives_the_same_sentences(tiny_model, source, search):
+    model = tiny_model()
+    encoded = model.get_encoder()(**source)
+    embedded = model.get_input_embeddings()(source["input_ids"])
+    mask = {"attention_mask": source["attention_mask"]}
+    outputs = []
+    for way in (
+        {"inputs": source["input_ids"], **mask},
+        {"inputs_embeds": embedded, **mask},
+        {"encoder_outputs": copy.copy(encoded), **mask},
+        {**source, "generation_config": GenerationConfig(**search)},
+    ):
+        torch.manual_seed(1)
+        own = {} if "generation_config" in way else search
+        outputs.append(model.generate(**way, **own))
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"do_sample": True}])
+def test_without_a_cache_the_sentences_are_the_same(tiny_model, source, search):
+    model = tiny_model()
+    outputs = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        outputs.append(model.generate(**source, **search, use_cache=use_cache))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("prompt", [[[2, 5, 6]], [[5, 6]]])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_prefix_is_kept_and_does_not_count_against_the_limit(
+    tiny_model, source, prompt, num_beams
+):
+    model = never_ending(tiny_model())
+    output = model.generate(
+        **source, decoder_input_ids=torch.tensor(prompt * 3), num_beams=num_beams
+    )
+    assert (output[:, :3] == torch.tensor([2, 5, 6])).all()
+    lengths = (output[:, 3:] != 0).sum(dim=1) if num_beams == 1 else None
+    assert output.shape[1] == 3 + 7 + 50
+    if lengths is not None:
+        assert lengths.max() <= 57
+
+
+@pytest.mark.parametrize("start", [7, [7, 7, 7]])
+def test_the_calls_own_start_token_counts_as_the_start_of_a_prefix(tiny_model, source, start):
+    model = never_ending(tiny_model())
+    prompt = torch.tensor([[7, 5]] * 3)
+    output = model.generate(**source, decoder_input_ids=prompt, decoder_start_token_id=start)
+    assert output.shape[1] == 2 + 7 + 50
+    assert torch.equal(output[:, :2], prompt)
+
+
+def test_bos_starts_where_no_start_token_is_set(tiny_model, source):
+    model = never_ending(tiny_model())
+    model.generation_config.decoder_start_token_id = None
+    model.generation_config.bos_token_id = 9
+    output = model.generate(**source, decoder_input_ids=torch.tensor([[5]] * 3))
+    assert (output[:, :2] == torch.tensor([9, 5])).all()
+    assert output.shape[1] == 2 + 7 + 50
+
+
+def test_any_of_several_end_tokens_ends_a_sentence(tiny_model, source):
+    model = tiny_model()
+    ends = [2, 5, 6, 7, 8]
+    for search in ({}, {"num_beams": 3}):
+        for row in model.generate(**source, eos_token_id=ends, **search)[:, 1:].tolist():
+            written = row[: max(i for i, token in enumerate(row) if token) + 1]
+            assert not set(written[:-1]) & set(ends)
+
+
+def test_assisted_decoding_equals_greedy_search(tiny_model, source):
+    model, assistant = tiny_model(), tiny_model(seed=3)
+    one = source["input_ids"][:1]
+    assert torch.equal(model.generate(one, assistant_model=assistant), model.generate(one))
+
+
+def test_n_best_sentences_differ_and_their_scores_descend(tiny_model, source):
+    output = tiny_model().generate(
+        **source,
+        num_beams=4,
+        num_return_sequences=4,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    for sentences, scores in zip(
+        output.sequences.split(4), output.sequences_scores.split(4), strict=True
+    ):
+        assert len({tuple(row) for row in sentences.tolist()}) == 4
+        assert scores.tolist() == sorted(scores.tolist(), reverse=True)
+
+
+def test_a_given_cache_is_used_and_returned(tiny_model, source):
+    model = tiny_model()
+    cache = EncoderDecoderCache(
+        DynamicCache(config=model.config), DynamicCache(config=model.config)
+    )
+    output = model.generate(
+        **source, past_key_values=cache, max_new_tokens=4, return_dict_in_generate=True
+    )
+    assert output.past_key_values is cache
+    assert cache.get_seq_length() == output.sequences.shape[1] - 1
+
+
+def test_more_beams_than_vocabulary_entries_work(tiny_model, source):
+    output = tiny_model().generate(**source, num_beams=25, max_new_tokens=3)
+    assert output.shape[0] == 3
+
+
+def test_a_limit_of_learned_positions_does_not_bind_sinusoids(tiny_model, source):
+    model = never_ending(tiny_model(max_position_embeddings=8))
+    assert model.generate(**source).shape[1] == 1 + 7 + 50
+
+
+@pytest.mark.parametrize("where", ["file", "argument"])
+def test_a_generation_config_that_says_little_keeps_the_papers_rules(tiny_model, tmp_path, where):
+    tiny_model(dtype=torch.float32).save_pretrained(tmp_path)
+    kwargs = {}
+    if where == "file":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"num_beams": 3}))
+    else:
+        kwargs["generation_config"] = GenerationConfig(num_beams=3)
+    config = VaswaniForConditionalGeneration.from_pretrained(tmp_path, **kwargs).generation_config
+    assert isinstance(config, VaswaniGenerationConfig)
+    assert (config.num_beams, config.length_penalty_type, config.length_penalty) == (3, "gnmt", 0.6)
+    assert (config.max_length_offset, config.decoder_start_token_id) == (50, 2)
+
+
+def test_a_plain_generation_config_on_the_model_still_knows_our_settings(tiny_model, source):
+    model = tiny_model()
+    expected = model.generate(**source, num_beams=3)
+    model.generation_config = GenerationConfig(
+        eos_token_id=2, pad_token_id=0, decoder_start_token_id=2
+    )
+    output = model.generate(
+        **source,
+        num_beams=3,
+        length_penalty_type="gnmt",
+        length_penalty=0.6,
+        early_stopping="never",
+        max_length_offset=50,
+    )
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        ({}, "at least one source sentence"),
+        ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, "at least one source sentence"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "sequences of no tokens"),
+        ({"input_ids": torch.tensor([[3]]), "max_length_offset": "5"}, "got '5'"),
+        ({"input_ids": torch.tensor([[3]]), "max_length_offset": -1}, "got -1"),
+        ({"input_ids": torch.tensor([[3]]), "length_penalty_type": "paper"}, "got 'paper'"),
+    ],
+)
+def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        tiny_model().generate(**call)
