@@ -1,0 +1,174 @@
+"""The loss that never holds the logits of a batch is plain label-smoothed cross-entropy (5.4)."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+from vaswani.modeling import loss_vaswani
+from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
+
+
+def plain_loss(hidden_states, weight, targets, epsilon):
+    """The formula of 5.4, token by token: (1 - eps) * nll(target) + eps * mean nll."""
+    log_probabilities = (hidden_states @ weight.t()).log_softmax(dim=-1)
+    nll = -log_probabilities.gather(1, targets[:, None]).squeeze(1)
+    return ((1 - epsilon) * nll - epsilon * log_probabilities.mean(dim=-1)).sum()
+
+
+def inputs(tokens, width, vocab_size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    hidden_states = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab_size, width, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, vocab_size, (tokens,), generator=generator)
+    tensors = (tensor.to(dtype).requires_grad_() for tensor in (hidden_states, weight))
+    return (*tensors, targets)
+
+
+@pytest.fixture(params=[1, 20, 10**9], ids=["a token a chunk", "three tokens", "one chunk"])
+def _chunks(request, monkeypatch):
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", request.param)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_loss_and_gradients_equal_the_plain_ones(epsilon, dtype, tolerance):
+    hidden_states, weight, targets = inputs(11, 5, 7, dtype)
+    values = []
+    for loss in (plain_loss, ChunkedCrossEntropy.apply):
+        total = loss(hidden_states, weight, targets, epsilon) / 11
+        values.append((total, *torch.autograd.grad(total, (hidden_states, weight))))
+    for expected, value in zip(*values, strict=True):
+        torch.testing.assert_close(value, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_gradients_are_those_of_finite_differences():
+    hidden_states, weight, targets = inputs(4, 3, 5, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda states, matrix: ChunkedCrossEntropy.apply(states, matrix, targets, 0.1),
+        (hidden_states, weight),
+    )
+
+
+def test_bfloat16_is_summed_in_float32():
+    hidden_states, weight, targets = inputs(300, 8, 50, torch.bfloat16)
+    total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
+    assert total.dtype == torch.float32
+    exact = plain_loss(hidden_states.double(), weight.double(), targets, 0.1)
+    torch.testing.assert_close(total.double(), exact, rtol=5e-3, atol=0)
+    gradients = torch.autograd.grad(total, (hidden_states, weight))
+    exact_gradients = torch.autograd.grad(exact, (hidden_states, weight))
+    for gradient, expected in zip(gradients, exact_gradients, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient, expected, rtol=0.05, atol=0.05)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Note the largest floating-point tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.elements = max(self.elements, tensor.numel())
+        return output
+
+
+def test_training_never_holds_the_logits_of_a_batch(tiny_model, monkeypatch):
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", 2**13)
+    model = tiny_model(vocab_size=1000, dropout=0.0).train()
+    labels = torch.randint(3, 1000, (8, 30))
+    with LargestTensor() as largest:
+        output = model(input_ids=labels, labels=labels)
+        output.loss.backward()
+    assert output.logits is None
+    # The vocabulary's own matrix (1000, 16) is the largest; the logits would be 240,000.
+    assert largest.elements == 16_000
+
+
+def test_training_and_evaluation_differ_in_logits_not_in_the_loss(tiny_model):
+    labels = torch.tensor([[5, 6, 7, 2], [8, 2, -100, -100]])
+    source = labels.clamp(min=0)
+    model = tiny_model(dropout=0.0, label_smoothing=0.0)
+    evaluated = model(input_ids=source, labels=labels)
+    trained = model.train()(input_ids=source, labels=labels)
+    assert evaluated.logits.shape == (2, 4, 19)
+    assert trained.logits is None
+    torch.testing.assert_close(trained.loss, evaluated.loss, atol=1e-12, rtol=0)
+    asked = model(input_ids=source, labels=labels, skip_logits=False)
+    torch.testing.assert_close(asked.logits, evaluated.logits, atol=1e-12, rtol=0)
+    skipped = model.eval()(input_ids=source, labels=labels, skip_logits=True)
+    assert skipped.logits is None
+    torch.testing.assert_close(skipped.loss, evaluated.loss, atol=1e-12, rtol=0)
+
+
+def test_gradients_of_all_parameters_equal_those_of_the_plain_loss(tiny_model):
+    labels = torch.tensor([[5, 6, 7, 2], [8, 2, -100, -100]])
+    gradients = []
+    for skip_logits in (True, False):
+        model = tiny_model(dropout=0.0).train()
+        model(input_ids=labels.clamp(min=0), labels=labels, skip_logits=skip_logits).loss.backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-12, rtol=0)
+
+
+def test_under_autocast_it_is_as_close_to_exact_as_the_plain_loss(tiny_model):
+    labels = torch.randint(3, 19, (4, 12), generator=torch.Generator().manual_seed(1))
+    model = tiny_model(dtype=torch.float32, dropout=0.0).train()
+    exact = model(input_ids=labels, labels=labels).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [
+            model(input_ids=labels, labels=labels, skip_logits=skip).loss for skip in (True, False)
+        ]
+    for loss in losses:
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+    losses[0].backward()
+    assert model.lm_head.weight.grad.isfinite().all()
+
+
+class Wrapped(nn.Module):
+    """A head with an adapter beside it, as LoRA makes them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.out_features = base, base.out_features
+        self.adapter = nn.Parameter(torch.zeros(base.in_features, dtype=base.weight.dtype))
+
+    def forward(self, hidden_states):
+        return self.base(hidden_states + self.adapter)
+
+
+def test_an_adapter_around_the_head_is_not_bypassed(tiny_model):
+    labels = torch.tensor([[5, 6, 7, 2]])
+    model = tiny_model(dropout=0.0).train()
+    model.lm_head = Wrapped(model.lm_head)
+    output = model(input_ids=labels, labels=labels)
+    assert output.logits is not None
+    output.loss.backward()
+    assert model.lm_head.adapter.grad.abs().sum() > 0
+
+
+def test_a_batch_without_real_targets_costs_nothing_and_has_zero_gradients(tiny_model):
+    labels = torch.full((2, 3), -100)
+    model = tiny_model().train()
+    loss = model(input_ids=torch.tensor([[5, 2], [6, 2]]), labels=labels).loss
+    loss.backward()
+    assert loss == 0
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
+    )
+
+
+def test_loss_of_many_tokens_equals_torchs_cross_entropy():
+    hidden_states, weight, targets = inputs(3000, 16, 4000, torch.float32)
+    with torch.no_grad():
+        total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
+        logits = hidden_states @ weight.t()
+        expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)

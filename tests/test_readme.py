@@ -1,0 +1,155 @@
+"""What the README prints is what happens: blocks are run, outputs compared, numbers looked up."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loopback_hub import LoopbackHub
+from num2words import num2words
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = [
+    (language, body) for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+]
+PYTHON = [
+    (body, BLOCKS[i + 1][1] if i + 1 < len(BLOCKS) and not BLOCKS[i + 1][0] else None)
+    for i, (language, body) in enumerate(BLOCKS)
+    if language == "python"
+]
+COMMANDS = [
+    command
+    for language, body in BLOCKS
+    if not language
+    for command in body.replace("\\\n", "").splitlines()
+    if command.startswith("python ")
+]
+
+
+def python_block(containing):
+    (block,) = [block for block in PYTHON if containing in block[0]]
+    return block
+
+
+def printed_by(code):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(code, "README.md", "exec"), {})
+    return output.getvalue()
+
+
+@pytest.fixture
+def quickstart(tmp_path, monkeypatch):
+    """A folder where runs/quickstart is the model of the README's first command."""
+    if not (ROOT / "runs" / "quickstart" / "results.json").exists():
+        pytest.skip(
+            "run `python examples/quickstart.py` first: the README continues from its model"
+        )
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(ROOT / "runs" / "quickstart")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def environment(**extra):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
+
+
+def test_setup_commands_stand_on_the_first_screen():
+    first_screen = README[: README.index("```python")]
+    assert (
+        'pip install -c constraints.txt -e ".[train]" && python examples/quickstart.py'
+        in first_screen
+    )
+    assert 'pip install -c constraints.txt -e ".[dev]" && python -m pytest' in first_screen
+
+
+def test_first_code_block_translates_as_printed_in_six_lines(quickstart):
+    code, expected = python_block("three hundred and forty-two")
+    assert len(code.splitlines()) == 6
+    assert printed_by(code) == expected
+
+
+def test_presets_are_as_printed():
+    code, expected = python_block("presets()")
+    assert printed_by(code) == expected
+
+
+def test_sharing_pushes_a_repository_that_loads_without_the_package(quickstart):
+    push, _ = python_block("push_to_hub")
+    pull, _ = python_block("trust_remote_code=True")
+    block_package = "import sys; sys.modules['vaswani'] = None\n"
+    with LoopbackHub() as hub:
+        for code in (push, block_package + pull):
+            subprocess.run(
+                [sys.executable, "-c", code], env=environment(**hub.environment), check=True
+            )
+
+
+def test_commands_for_own_pairs_run_as_printed(tmp_path):
+    """Each command runs as printed, with small sizes and few steps appended to it."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    numbers = range(100, 140)
+    for name in ("train", "valid", "test"):
+        for language in ("en", "de"):
+            lines = [num2words(n, lang=language) + "\n" for n in numbers]
+            (tmp_path / f"{name}.{language}").write_text("".join(lines), encoding="utf-8")
+    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]
+    (tmp_path / "more.tsv").write_text("".join(rows), encoding="utf-8")
+    small = "--steps 4 --vocab-size 340 --set d_model=32 encoder_layers=1 decoder_layers=1"
+    for command in COMMANDS:
+        shorter = ""
+        if "train_translation" in command:
+            shorter = "--steps 4" if "--model" in command else small
+        words = shlex.split(f"{command} {shorter}")
+        subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, env=environment(), check=True)
+    assert len((tmp_path / "test.out").read_text(encoding="utf-8").splitlines()) == len(numbers)
+    assert (tmp_path / "runs" / "en-de-more" / "model.safetensors").exists()
+    assert len(COMMANDS) == 4
+
+
+def test_every_python_block_is_run_by_a_test_above():
+    run = ("three hundred and forty-two", "presets()", "push_to_hub", "trust_remote_code=True")
+    assert sum(any(mark in code for mark in run) for code, _ in PYTHON) == len(PYTHON) == len(run)
+
+
+def test_fidelity_table_names_tests_that_exist():
+    tests = set(
+        re.findall(r"^def (test_\w+)", (ROOT / "tests" / "test_paper.py").read_text(), re.M)
+    )
+    rows = re.findall(r"^\| ([\d.]+|Table 3) \| .* \| `(test_\w+)` \|$", README, re.M)
+    assert len(rows) >= 20
+    assert {name for _, name in rows} <= tests
+    for section, name in rows:
+        assert name.startswith("test_" + section.lower().replace(".", "_").replace(" ", "_"))
+
+
+def test_results_table_comes_from_results_files():
+    table = README[README.index("## Results") : README.index("## Train on your own pairs")]
+    (command,) = re.findall(r"^```sh\n(.*?)\n```$", table, re.M | re.S)
+    rows = re.findall(r"\[(\w[\w./-]+)\]\((benchmarks/results/[\w./-]+\.json)\)", table)
+    assert rows
+    for _, path in rows:
+        results = json.loads((ROOT / path).read_text(encoding="utf-8"))
+        (row,) = [line for line in table.splitlines() if f"({path})" in line]
+        for figure in (
+            f"{results['test']['bleu']:.2f}",
+            f"{results['training_minutes']:.0f} min",
+            results["test"]["signature"].replace("|", r"\|"),
+        ):
+            assert figure in row
+        assert {"command", "commit", "hardware", "versions", "date", "log"} <= set(results)
+        assert results["command"] == re.sub(r" \\\n +", " ", command)
+
+
+def test_local_links_lead_to_files():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target

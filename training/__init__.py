@@ -1,0 +1,1 @@
+"""What section 5 of the paper needs beyond transformers' trainers and Accelerate."""

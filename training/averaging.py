@@ -1,0 +1,428 @@
+"""Checkpoint averaging (section 6.1): the mean of a run's last checkpoints becomes one model.
+
+    python -m vaswani.training.averaging runs/x --last 5 --output runs/x-averaged
+    python -m vaswani.training.averaging runs/x/checkpoint-900 runs/x/checkpoint-1000 -o averaged
+
+The paper averages the last 5 checkpoints of its base models and the last 20 of its big ones. The
+result is a folder like any other saved model: `from_pretrained`, translation and fine-tuning read
+it. It appears complete or not at all; a kill can leave a hidden folder ".NAME.*.partial" beside it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+PathLike = str | os.PathLike
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# The Trainer writes its state last, so a checkpoint without it was cut off while it was saved.
+_TRAINER_STATE = "trainer_state.json"
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+# What a model needs beside its weights: configurations, code, tokenizer. Left out are the Trainer's
+# state and any scores, which are another model's.
+_COPIED = (
+    *("*config.json", "*.py", "*.jinja"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
+    *("*vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm"),
+)
+# These change with the software or the place that saved a configuration, not with the model.
+_FREE_FIELDS = ("transformers_version", "_name_or_path")
+
+
+def average_checkpoints(
+    checkpoints: PathLike | Sequence[PathLike], output: PathLike, last: int | None = None
+) -> Path:
+    """Save the mean of several checkpoints of one run as a model of its own (section 6.1).
+
+    Each tensor is summed in float32, one checkpoint in memory at a time beside the sums, and saved
+    in the checkpoints' dtype. A tied matrix is stored, and so averaged, once. Configuration, code,
+    generation config and tokenizer are copied from the last checkpoint.
+
+    Args:
+        checkpoints: folders of saved models, oldest first; or one folder that a Trainer writes to,
+            whose `last` checkpoint-N folders of the highest numbers are taken.
+        output: the folder to make; it must not exist, or be empty.
+        last: how many checkpoints of a Trainer's folder; 5 for base, 20 for big in the paper.
+
+    Returns:
+        The path of the new folder.
+
+    Raises:
+        FileExistsError: output exists and is not an empty folder.
+        FileNotFoundError: a folder does not exist.
+        ValueError: a checkpoint is incomplete or damaged, holds other tensors, shapes, types or
+            another configuration than the last one, or a number that is not finite; there are fewer
+            than `last` checkpoints. The message names the folder.
+    """
+    output = Path(output).resolve()
+    _refuse_existing(output)
+    folders = _selected(checkpoints, last)
+    models = [_Checkpoint.read(folder) for folder in folders]
+    newest = models[-1]
+    for model in models[:-1]:
+        _refuse_different(model, newest)
+    with _appearing_whole(output) as partial:
+        for name in sorted(set(newest.files.values())):
+            tensors = _mean(models, [key for key, file in newest.files.items() if file == name])
+            with safe_open(newest.folder / name, framework="pt") as weights:
+                metadata = weights.metadata()
+            save_file(tensors, partial / name, metadata=metadata)
+        for path in sorted(newest.folder.iterdir()):
+            if path.is_file() and any(map(path.match, _COPIED)):
+                shutil.copyfile(path, partial / path.name)
+        if newest.sharded:
+            shutil.copyfile(newest.folder / _INDEX, partial / _INDEX)
+    return output
+
+
+def _refuse_existing(output: Path) -> None:
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise FileExistsError(
+            f"{output} exists and is not an empty folder: remove it, or choose another output."
+        )
+
+
+def _selected(checkpoints: PathLike | Sequence[PathLike], last: int | None) -> list[Path]:
+    """The folders to average, oldest first."""
+    if last is not None and last < 1:
+        raise ValueError(f"last must be at least 1, got {last}.")
+    if isinstance(checkpoints, str | os.PathLike):
+        if last is None:
+            raise ValueError(
+                f"{checkpoints} is one folder: say how many of its checkpoint-N folders to average "
+                "(last=5, or --last 5), or list the checkpoints."
+            )
+        return _last_of_run(Path(checkpoints), last)
+    folders = [Path(folder) for folder in checkpoints]
+    if not folders:
+        raise ValueError("There is nothing to average: the list of checkpoints is empty.")
+    if last is not None:
+        raise ValueError(
+            f"last ({last}) selects from the one folder that a Trainer writes to, but "
+            f"{len(folders)} checkpoints are listed: leave it out."
+        )
+    seen = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise ValueError(f"{folder} is listed twice and would weigh twice.")
+        seen.add(folder.resolve())
+    return folders
+
+
+def _run_checkpoints(run: Path) -> list[Path]:
+    """The checkpoint-N folders of a Trainer's output folder, by number."""
+    numbered = []
+    for folder in run.iterdir():
+        match = _CHECKPOINT_NAME.fullmatch(folder.name)
+        if match and folder.is_dir():
+            numbered.append((int(match[1]), folder))
+    return [folder for _, folder in sorted(numbered)]
+
+
+def _last_of_run(run: Path, last: int) -> list[Path]:
+    if not run.is_dir():
+        raise FileNotFoundError(f"There is no folder {run}.")
+    found = _run_checkpoints(run)
+    if len(found) < last:
+        raise ValueError(
+            f"{run} holds {len(found)} checkpoint-N folders, fewer than the {last} to average: "
+            "ask for fewer, or train with a save_total_limit that keeps as many."
+        )
+    folders = found[-last:]
+    if incomplete := [str(path) for path in folders if not (path / _TRAINER_STATE).is_file()]:
+        raise ValueError(
+            f"Incomplete, for want of {_TRAINER_STATE}, which is saved last: "
+            f"{', '.join(incomplete)}. Remove what is incomplete, or list the checkpoints to take."
+        )
+    return folders
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """A saved model, read as far as the headers of its weights.
+
+    Args:
+        folder: where it lies.
+        config: its configuration.
+        files: the file that holds each tensor.
+        layout: dtype and shape of each tensor.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    files: dict[str, str]
+    layout: dict[str, tuple[str, list[int]]]
+
+    @property
+    def sharded(self) -> bool:
+        return set(self.files.values()) != {_WEIGHTS}
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a folder, refusing by name one that is incomplete or damaged."""
+        if not folder.is_dir():
+            raise FileNotFoundError(f"There is no checkpoint folder {folder}.")
+        config = _read_json(folder, "config.json")
+        if (folder / _WEIGHTS).is_file():
+            expected = None
+            names = [_WEIGHTS]
+        elif (folder / _INDEX).is_file():
+            expected = _read_json(folder, _INDEX).get("weight_map", {})
+            names = sorted(set(expected.values()))
+        else:
+            raise ValueError(
+                f"{folder} is incomplete: it has neither {_WEIGHTS} nor {_INDEX}. Weights in "
+                "another format are averaged after loading the model and saving it again."
+            )
+        files, layout = {}, {}
+        for name in names:
+            with _opened(folder, name) as weights:
+                for key in weights.keys():  # noqa: SIM118  (not a dict: it has no iterator)
+                    view = weights.get_slice(key)
+                    files[key] = name
+                    layout[key] = (view.get_dtype(), list(view.get_shape()))
+        if expected is not None and files != expected:
+            wrong = sorted(
+                key for key in files.keys() | expected if files.get(key) != expected.get(key)
+            )
+            raise ValueError(
+                f"{folder} is damaged: {_INDEX} and the files it lists disagree about {wrong[0]!r}."
+            )
+        return cls(folder, config, files, layout)
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is incomplete: it has no {name}.") from None
+    except ValueError as error:
+        raise ValueError(f"{folder} is damaged: {name} is not JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder} is damaged: {name} holds no JSON object.")
+    return content
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, name: str) -> Iterator[Any]:
+    """Open a file of weights; its length must be what its header says."""
+    try:
+        weights = safe_open(folder / name, framework="pt")
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is incomplete: it has no {name}.") from None
+    except SafetensorError as error:
+        raise ValueError(f"{folder} is damaged: {name} is cut off or broken ({error}).") from error
+    with weights as opened:
+        yield opened
+
+
+def _refuse_different(model: _Checkpoint, newest: _Checkpoint) -> None:
+    """Refuse a checkpoint of another model than the last one's."""
+    fields = sorted(
+        field
+        for field in model.config.keys() | newest.config.keys()
+        if model.config.get(field) != newest.config.get(field) and field not in _FREE_FIELDS
+    )
+    if fields:
+        shown = ", ".join(
+            f"{field} ({model.config.get(field)!r} and {newest.config.get(field)!r})"
+            for field in fields
+        )
+        raise ValueError(f"{model.folder} and {newest.folder} differ in config.json: {shown}.")
+    for one, other in ((model, newest), (newest, model)):
+        if missing := sorted(one.layout.keys() - other.layout.keys()):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(
+                f"{other.folder} has no tensor {missing[0]!r}{more}; {one.folder} has."
+            )
+    for key, (dtype, shape) in newest.layout.items():
+        found_dtype, found_shape = model.layout[key]
+        if (found_dtype, found_shape) != (dtype, shape):
+            raise ValueError(
+                f"{key!r} is {found_dtype} {found_shape} in {model.folder}, but {dtype} {shape} in "
+                f"{newest.folder}."
+            )
+
+
+def _mean(models: Sequence[_Checkpoint], keys: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The mean of the tensors of these names, in their own dtype.
+
+    The files of one checkpoint are closed before the next is opened: what stays in memory are the
+    sums and the pages of one checkpoint.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for model in models:
+        for name in sorted({model.files[key] for key in keys}):
+            with _opened(model.folder, name) as weights:
+                for key in keys:
+                    if model.files[key] == name:
+                        # No variable may hold a tensor longer: it would hold its whole file.
+                        dtypes[key] = _add(sums, key, weights.get_tensor(key), model.folder)
+    for key, dtype in dtypes.items():
+        if dtype.is_floating_point:
+            sums[key] = sums[key].div_(len(models)).to(dtype)
+    return sums
+
+
+def _add(
+    sums: dict[str, torch.Tensor], key: str, tensor: torch.Tensor, folder: Path
+) -> torch.dtype:
+    """Add a tensor to its sum, in float32 at least, and return its dtype.
+
+    Counters and flags have no mean: they must be equal.
+    """
+    if not tensor.is_floating_point():
+        if not torch.equal(sums.setdefault(key, tensor.clone()), tensor):
+            raise ValueError(
+                f"{key!r} of {folder} differs from the checkpoint before it, and {tensor.dtype} "
+                "cannot be averaged."
+            )
+        return tensor.dtype
+    # The extremes of a tensor with a NaN are NaN, and take no memory of its size to find.
+    if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        raise ValueError(f"{key!r} of {folder} holds numbers that are not finite.")
+    if key in sums:
+        sums[key] += tensor
+    else:
+        sums[key] = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    return tensor.dtype
+
+
+@contextlib.contextmanager
+def _appearing_whole(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that takes its name at the end, or is removed after an error."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+class AverageCheckpoints(TrainerCallback):
+    """Average the last checkpoints of a Trainer's run when its training ends (section 6.1).
+
+    `Trainer(..., callbacks=[AverageCheckpoints(last=5)])` leaves the mean beside the run, in
+    "<output_dir>-averaged" or in `output`. A run with fewer checkpoints has them all averaged, and
+    a warning. The trained model itself is not changed.
+
+    Raises:
+        FileExistsError: output exists and is not an empty folder; raised before training.
+        ValueError: the run would not keep `last` checkpoints; raised before training.
+    """
+
+    def __init__(self, last: int, output: PathLike | None = None) -> None:
+        if last < 1:
+            raise ValueError(f"last must be at least 1, got {last}.")
+        self.last = last
+        self.output = output
+
+    def _output(self, args: TrainingArguments) -> Path:
+        if self.output is not None:
+            return Path(self.output).resolve()
+        run = _run_folder(args)
+        return run.with_name(f"{run.name}-averaged")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse what would fail at the end of training."""
+        if args.save_strategy == "no":
+            raise ValueError(
+                "save_strategy='no' leaves no checkpoints to average: set it to 'steps' or 'epoch'."
+            )
+        if args.save_total_limit is not None and args.save_total_limit < self.last:
+            raise ValueError(
+                f"save_total_limit ({args.save_total_limit}) keeps fewer checkpoints than the "
+                f"{self.last} to average: raise it, or leave it out."
+            )
+        if state.is_world_process_zero:
+            _refuse_existing(self._output(args))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Average, in one process only."""
+        if not state.is_world_process_zero:
+            return
+        run = _run_folder(args)
+        found = len(_run_checkpoints(run))
+        if found < self.last:
+            logger.warning(f"{run} holds {found} checkpoints, not {self.last}.")
+        if found:
+            average_checkpoints(run, self._output(args), last=min(self.last, found))
+
+
+def _run_folder(args: TrainingArguments) -> Path:
+    # Optional in its type only: without one, transformers sets "trainer_output".
+    return Path(args.output_dir or "trainer_output").resolve()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m vaswani.training.averaging",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        metavar="FOLDER",
+        help="with --last the folder that a Trainer wrote its checkpoint-N folders to; without it "
+        "the saved models to average, oldest first",
+    )
+    parser.add_argument(
+        "--last",
+        type=int,
+        metavar="K",
+        help="average the K checkpoints of the highest numbers (paper: 5 for base, 20 for big)",
+    )
+    parser.add_argument(
+        "--output",
+        "-o",
+        required=True,
+        metavar="FOLDER",
+        help="folder of the averaged model; it must not exist, or be empty",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    args = _parser().parse_args(argv)
+    checkpoints = args.checkpoints
+    if len(checkpoints) == 1:
+        checkpoints = checkpoints[0]
+    try:
+        output = average_checkpoints(checkpoints, args.output, args.last)
+    except (OSError, ValueError) as error:
+        sys.exit(f"averaging: {error}")
+    sys.stdout.write(f"{output}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Batches of sentence pairs by a budget of tokens (section 5.1)."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# Random cuts tried for the number of batches that every epoch has, before the one that has it.
+_DRAWS = 8
+
+
+class TokenBatchSampler(Sampler[list[int]]):
+    """Sentence pairs of about the same length, up to a number of tokens per batch (section 5.1).
+
+    The budget is of padded tokens: in every batch, the number of sentences times the longest of
+    them is at most `max_source_tokens`, and likewise for the target. Every epoch has each pair once
+    and the same number of batches, in another composition and order; the plan depends on the
+    arguments and the epoch alone, so that all processes, and a resumed run, have the same.
+
+    The fewer batches fill an epoch, the more lengths each must mix: where padding is too much, take
+    a smaller budget and accumulate gradients.
+
+    Pass it to a DataLoader as `batch_sampler`, and the DataLoader to `accelerator.prepare`, which
+    deals the batches out to the processes in turn. Then call `set_epoch` on the prepared loader,
+    before `skip_first_batches`. VaswaniTrainer does all of this.
+
+    Args:
+        lengths: tokens of every pair as (source, target), of shape (N, 2).
+        max_source_tokens: the paper has about 25000.
+        max_target_tokens: None is `max_source_tokens`.
+        seed: another seed is another order.
+        drop_oversize: leave out pairs that exceed a budget alone; they have a batch of their own
+            otherwise. Either way they are counted in a warning and listed in `oversize`.
+        batches_per_update: processes times accumulated batches. The largest batches are split until
+            every epoch is a multiple of it, if there are pairs enough: otherwise the last update
+            is small, and Accelerate repeats batches to give each process as many. An update has the
+            same sentences however this number is divided between processes and accumulation.
+
+    Raises:
+        ValueError: lengths are missing, negative, not integers or not pairs; a budget or
+            `batches_per_update` is below 1; all pairs are dropped.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[Sequence[int]] | np.ndarray,
+        max_source_tokens: int,
+        max_target_tokens: int | None = None,
+        seed: int = 0,
+        drop_oversize: bool = False,
+        batches_per_update: int = 1,
+    ) -> None:
+        self.max_source_tokens = max_source_tokens
+        self.max_target_tokens = (
+            max_source_tokens if max_target_tokens is None else max_target_tokens
+        )
+        for name in ("max_source_tokens", "max_target_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if batches_per_update < 1:
+            raise ValueError(f"batches_per_update must be at least 1, got {batches_per_update}.")
+        self.seed = seed
+        self.epoch = 0
+        self.batches_per_update = batches_per_update
+        self._source, self._target = _columns(lengths)
+        fits = self._source <= self.max_source_tokens
+        fits &= self._target <= self.max_target_tokens
+        self._fitting = np.flatnonzero(fits)
+        self.oversize = np.flatnonzero(~fits)
+        self._report_oversize(drop_oversize)
+        self._alone = self.oversize[:0] if drop_oversize else self.oversize
+        self.num_sentences = len(self._fitting) + len(self._alone)
+        if self.num_sentences == 0:
+            raise ValueError(
+                f"All {len(self._source)} sentence pairs exceed max_source_tokens "
+                f"({self.max_source_tokens}) or max_target_tokens ({self.max_target_tokens}) and "
+                "drop_oversize=True leaves none: raise the budgets."
+            )
+        self._num_batches = self._count_batches()
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same in all."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rng = np.random.default_rng([self.seed, self.epoch])
+        order, ends = self._plan(rng)
+        starts = np.concatenate(([0], ends[:-1]))
+        for batch in rng.permutation(len(ends)):
+            yield order[starts[batch] : ends[batch]].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of which the next iteration yields the batches."""
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> "TokenBatchSampler":
+        """Itself: with several processes, Accelerate looks for `set_epoch` under this name."""
+        return self
+
+    def _report_oversize(self, drop: bool) -> None:
+        if len(self.oversize):
+            more = ", ..." if len(self.oversize) > 5 else ""
+            logger.warning(
+                f"{len(self.oversize)} of {len(self._source)} sentence pairs exceed "
+                f"max_source_tokens ({self.max_source_tokens}) or max_target_tokens "
+                f"({self.max_target_tokens}) and are "
+                f"{'dropped' if drop else 'alone in a batch'}; their numbers, from 0: "
+                f"{', '.join(map(str, self.oversize[:5]))}{more}"
+            )
+
+    def _order(self, rng: np.random.Generator) -> np.ndarray:
+        """Order the pairs so that neighbours have about the same lengths; equals are shuffled.
+
+        By the longer side first, which is the one that fills the budget, then by the difference of
+        both: rising for one length and falling for the next, so that batches may span several.
+        """
+        source, target = self._source[self._fitting], self._target[self._fitting]
+        longer = np.maximum(source, target).astype(np.int64)
+        rank = np.cumsum(np.bincount(longer) > 0)[longer]
+        direction = np.where((rank + rng.integers(2)) % 2 == 0, 1, -1)
+        key = longer * (2 * longer.max(initial=0) + 1) + direction * (source - target)
+        shuffled = rng.permutation(len(key))
+        return self._fitting[shuffled[np.argsort(key[shuffled], kind="stable")]]
+
+    def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
+        """Cut an order into batches as full as the budgets allow; return where each ends.
+
+        The first batch is cut short to the share `first`, which moves all that follow.
+        """
+        source, target = np.maximum(self._source[order], 1), np.maximum(self._target[order], 1)
+        sizes = np.arange(1, len(order) + 1)
+        ends = []
+        start = 0
+        while start < len(order):
+            # The first sentence alone bounds how many fit, so this is all that must be looked at.
+            most = min(
+                self.max_source_tokens // int(source[start]),
+                self.max_target_tokens // int(target[start]),
+                len(order) - start,
+            )
+            window = slice(start, start + most)
+            padded_source = np.maximum.accumulate(source[window]) * sizes[:most]
+            padded_target = np.maximum.accumulate(target[window]) * sizes[:most]
+            fits = padded_source <= self.max_source_tokens
+            fits &= padded_target <= self.max_target_tokens
+            size = int(np.count_nonzero(fits))
+            start += size if start else math.ceil(size * first)
+            ends.append(start)
+        return np.array(ends, dtype=np.int64)
+
+    def _reference(self) -> tuple[np.ndarray, np.ndarray]:
+        """Order and cut in the one way that the number of batches is derived from."""
+        order = self._order(np.random.default_rng([self.seed]))
+        return order, self._cut(order)
+
+    def _count_batches(self) -> int:
+        """Batches of every epoch: some more than needed once, as cutting elsewhere may cost."""
+        needed = len(self._reference()[1])
+        if needed > 1:
+            needed += 1 + needed // 100
+        total = needed + len(self._alone)
+        total += -total % self.batches_per_update
+        return min(total, self.num_sentences)
+
+    def _plan(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Order and cut for one epoch, with exactly as many batches as every other."""
+        count = self._num_batches - len(self._alone)
+        for _ in range(_DRAWS):
+            order = self._order(rng)
+            ends = self._cut(order, first=1 - rng.random())
+            if len(ends) <= count:
+                break
+        else:
+            order, ends = self._reference()
+        ends = _split_largest(ends, count)
+        alone = np.arange(1, len(self._alone) + 1) + len(order)
+        return np.concatenate((order, self._alone)), np.concatenate((ends, alone))
+
+
+def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source and the target lengths.
+
+    Raises:
+        ValueError: there are none, one is negative, or they are not pairs of integers.
+    """
+    try:
+        pairs = np.asarray(lengths)
+    except ValueError as error:
+        raise ValueError(f"lengths must be (source, target) pairs: {error}") from error
+    if pairs.size == 0:
+        raise ValueError("lengths is empty: there is no sentence pair to batch.")
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(
+            f"lengths must be (source, target) pairs, of shape (N, 2); got shape {pairs.shape}."
+        )
+    if not np.issubdtype(pairs.dtype, np.integer):
+        raise ValueError(f"lengths must be integers, got {pairs.dtype}.")
+    negative = np.flatnonzero((pairs < 0).any(axis=1))
+    if len(negative):
+        raise ValueError(
+            f"lengths must be 0 or more; sentence pair {negative[0]} has {pairs[negative[0]]}."
+        )
+    return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
+
+
+def _split_largest(ends: np.ndarray, count: int) -> np.ndarray:
+    """Halve the batches of most sentences until there are `count`."""
+    while len(ends) < count:
+        sizes = np.diff(ends, prepend=0)
+        largest = np.argsort(-sizes, kind="stable")[: count - len(ends)]
+        largest = largest[sizes[largest] > 1]
+        ends = np.sort(np.append(ends, ends[largest] - sizes[largest] // 2))
+    return ends
+
+
+__all__ = ["TokenBatchSampler"]

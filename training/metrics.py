@@ -1,0 +1,391 @@
+"""Evaluation of translations: BLEU, chrF, the paper's BLEU, exact matches, perplexity (section 6).
+
+    scores = evaluate_generation(model, tokenizer, sources, references, num_beams=4)
+    scores["bleu"], scores["bleu_signature"], scores["compound_split_bleu"]
+
+Everything works offline. Memory does not grow with the number of sentences, but for their text.
+"""
+
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+import evaluate
+import torch
+from sacrebleu.metrics import BLEU, CHRF
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Perl's regular expression in tensor2tensor and fairseq, which reads bytes: a hyphen between two
+# bytes that are not white space. A byte belongs to one match, so "a-b-c" is split once.
+_HYPHEN = re.compile(rb"(\S)-(\S)")
+_SENTENCES_AT_A_TIME = 1000
+_MOSES = "moses:"
+
+
+def split_compounds(tokens: str) -> str:
+    r"""Split compounds at their hyphens: "rich-text format" is "rich ##AT##-##AT## text format".
+
+    The same bytes as `perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'` makes of a line.
+    """
+    return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", tokens.encode()).decode()
+
+
+class TranslationMetric(evaluate.Metric):
+    r"""Scores of translations (section 6.1), as an `evaluate.Metric` that needs no download.
+
+    `compute(predictions=..., references=...)`, after any number of `add_batch`, returns
+
+    - `bleu`, `bleu_signature`, with `precisions` and `brevity_penalty`: sacreBLEU (Post, 2018);
+    - `chrf`, `chrf_signature`: character F-score (Popovic, 2015), sacreBLEU's chrF2;
+    - `compound_split_bleu`, `compound_split_bleu_signature`: what the paper's Table 2 gives for
+      English-German, higher than sacreBLEU's figure (fairseq's big model: 29.3 and 28.6);
+    - `exact_match`: per cent of the predictions that equal a reference, character by character;
+    - `sentences`: how many were scored.
+
+    Compound-split BLEU is the procedure of tensor2tensor's `utils/get_ende_bleu.sh` and fairseq's
+    `scripts/compound_split_bleu.sh`: tokenise predictions and references; in both replace the
+    hyphen in every match of `(\S)-(\S)` by " ##AT##-##AT## "; take BLEU of 4-grams over tokens
+    between white space, case-sensitive, without smoothing (Moses' multi-bleu.perl). The first
+    script tokenises by Moses' tokenizer.perl for German, the second is given such text: pass
+    `compound_tokenize="moses:de"`, which needs sacremoses, or text tokenised that way and "none".
+
+    Args:
+        tokenize: sacreBLEU's tokenizer for BLEU; "none" for text that is tokenised already.
+        lowercase: compare lowercased text, but for exact matches.
+        compound_tokenize: sacreBLEU's tokenizer for compound-split BLEU, or "moses:" and a
+            language; None is `tokenize`.
+        **kwargs: `evaluate.Metric`'s own, such as cache_dir.
+
+    Raises:
+        ImportError: Moses' tokenizer is asked for and sacremoses is not installed.
+        ValueError: no tokenizer has that name.
+    """
+
+    def __init__(
+        self,
+        tokenize: str = "13a",
+        lowercase: bool = False,
+        compound_tokenize: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.tokenize = tokenize
+        self.lowercase = lowercase
+        self.compound_tokenize = tokenize if compound_tokenize is None else compound_tokenize
+        _tokenizer(self.tokenize)
+        self._compound_tokenizer = _tokenizer(self.compound_tokenize)
+        super().__init__(**kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description="BLEU, chrF, compound-split BLEU and exact matches, with signatures.",
+            citation="Post, M. (2018). A Call for Clarity in Reporting BLEU Scores. WMT.",
+            inputs_description="predictions: texts; references: a text, or several, for each.",
+            features=[
+                datasets.Features({"predictions": text, "references": text}),
+                datasets.Features({"predictions": text, "references": datasets.Sequence(text)}),
+            ],
+            reference_urls=["https://github.com/mjpost/sacrebleu"],
+        )
+
+    def add_batch(
+        self,
+        *,
+        predictions: Sequence[str] | None = None,
+        references: Sequence[str] | Sequence[Sequence[str]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep predictions and references for `compute`; a batch may be empty."""
+        # evaluate looks at the first sentence of the first batch, to tell one reference from many.
+        if predictions is None or references is None or len(predictions) or len(references):
+            super().add_batch(predictions=predictions, references=references, **kwargs)
+
+    def _compute(
+        self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
+    ) -> dict[str, Any]:
+        """Sum the statistics of some sentences at a time.
+
+        sacreBLEU would count the n-grams of the whole corpus first, which takes far more memory
+        than its text.
+        """
+        tallies = {
+            "bleu": _Tally(BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=True)),
+            "chrf": _Tally(CHRF(lowercase=self.lowercase)),
+            "compound_split_bleu": _Tally(
+                BLEU(tokenize="none", smooth_method="none", force=True), self._compounds_split
+            ),
+        }
+        exact = 0
+        for start in range(0, len(predictions), _SENTENCES_AT_A_TIME):
+            some = slice(start, start + _SENTENCES_AT_A_TIME)
+            alternatives = [
+                [texts] if isinstance(texts, str) else list(texts) for texts in references[some]
+            ]
+            if [] in alternatives:
+                raise ValueError(f"Sentence {start + alternatives.index([]) + 1} has no reference.")
+            for tally in tallies.values():
+                tally.add(predictions[some], alternatives)
+            pairs = zip(predictions[some], alternatives, strict=True)
+            exact += sum(text in accepted for text, accepted in pairs)
+        scores: dict[str, Any] = {}
+        for name, tally in tallies.items():
+            result = tally.score()
+            scores[name] = result.score
+            scores[f"{name}_signature"] = tally.signature()
+            if name == "bleu":
+                scores |= {"precisions": list(result.precisions), "brevity_penalty": result.bp}
+        scores["compound_split_bleu_signature"] = self._compound_signature(
+            tallies["compound_split_bleu"]
+        )
+        return scores | {
+            "exact_match": 100 * exact / len(predictions),
+            "sentences": len(predictions),
+        }
+
+    def _compounds_split(self, text: str) -> str:
+        text = text.lower() if self.lowercase else text
+        return split_compounds(self._compound_tokenizer(text.rstrip()))
+
+    def _compound_signature(self, tally: "_Tally") -> str:
+        """The signature of sacreBLEU, which knows nothing of what was done to the text before."""
+        signature = tally.metric.get_signature()
+        signature.update("case", "lc" if self.lowercase else "mixed")
+        signature.update("tok", f"{self.compound_tokenize}+compound-split")
+        return str(signature)
+
+
+def _tokenizer(name: str) -> Callable[[str], str]:
+    """A tokenizer of sacreBLEU, or Moses' for a language."""
+    if name.startswith(_MOSES):
+        try:
+            from sacremoses import MosesTokenizer
+        except ImportError as error:
+            raise ImportError(
+                f"The tokenizer {name!r} needs sacremoses: pip install sacremoses."
+            ) from error
+        moses = MosesTokenizer(lang=name.removeprefix(_MOSES))
+        return lambda text: moses.tokenize(text, return_str=True)
+    if name not in BLEU.TOKENIZERS:
+        raise ValueError(
+            f"There is no tokenizer {name!r}; choose one of {', '.join(map(str, BLEU.TOKENIZERS))}."
+        )
+    return BLEU(tokenize=name, force=True).tokenizer
+
+
+class _Tally:
+    """The statistics of a sacreBLEU metric, summed sentence by sentence.
+
+    The hooks used are those that every metric of sacreBLEU >= 2.0 implements for its bootstrap.
+    """
+
+    def __init__(self, metric: BLEU | CHRF, prepare: Callable[[str], str] = str) -> None:
+        self.metric = metric
+        self.prepare = prepare
+        self.sums: list[int] = []
+        self.reference_counts: set[int] = set()
+
+    def add(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+        self.reference_counts |= {len(alternatives) for alternatives in references}
+        prepared = [[self.prepare(text) for text in alternatives] for alternatives in references]
+        statistics = self.metric._extract_corpus_statistics(
+            [self.prepare(text) for text in predictions], list(itertools.zip_longest(*prepared))
+        )
+        if not self.sums:
+            self.sums = [0] * len(statistics[0])
+        self.sums = [sum(column) for column in zip(self.sums, *statistics, strict=True)]
+
+    def score(self) -> Any:
+        return self.metric._compute_score_from_stats(list(self.sums))
+
+    def signature(self) -> str:
+        varies = len(self.reference_counts) > 1
+        self.metric.num_refs = -1 if varies else next(iter(self.reference_counts))
+        return str(self.metric.get_signature())
+
+
+def generate_texts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Iterable[str],
+    *,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_tokens: int = 4096,
+    window: int = 2048,
+    **generate_kwargs: Any,
+) -> Iterator[str]:
+    """Translate lines of any number in their order, holding one window of them (section 6.1).
+
+    Inside a window sentences of similar length share a batch. A line without text gives "".
+
+    Args:
+        model: translates in evaluation mode, and is left in the mode it was in.
+        tokenizer: of the source, and of the target unless `target_tokenizer` is given.
+        sources: the lines, read as they are needed.
+        target_tokenizer: of the target, where vocabularies are separate.
+        batch_tokens: the most padded source tokens of a batch; a longer sentence goes alone.
+        window: how many lines are sorted together.
+        **kwargs: for `generate`, such as num_beams=4.
+
+    Raises:
+        ValueError: batch_tokens or window is less than 1, or num_return_sequences is not 1.
+    """
+    for name, value in (("batch_tokens", batch_tokens), ("window", window)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if generate_kwargs.get("num_return_sequences", 1) != 1:
+        raise ValueError(
+            f"num_return_sequences ({generate_kwargs['num_return_sequences']}) must be 1: every "
+            "line has one translation here."
+        )
+    generate: Any = model.generate
+    lines = iter(sources)
+    while chunk := list(itertools.islice(lines, window)):
+        filled = [index for index, line in enumerate(chunk) if line.strip()]
+        token_ids = tokenizer([chunk[index] for index in filled])["input_ids"] if filled else []
+        texts = [""] * len(chunk)
+        for batch in _batches_by_length(token_ids, batch_tokens):
+            inputs = tokenizer.pad(
+                {"input_ids": [token_ids[row] for row in batch]}, return_tensors="pt"
+            ).to(model.device)
+            with _evaluation_mode(model):
+                output = generate(**inputs, **generate_kwargs)
+            decoded = (target_tokenizer or tokenizer).batch_decode(
+                getattr(output, "sequences", output), skip_special_tokens=True
+            )
+            for row, text in zip(batch, decoded, strict=True):
+                texts[filled[row]] = text
+        yield from texts
+
+
+def _batches_by_length(
+    token_ids: Sequence[Sequence[int]], batch_tokens: int
+) -> Iterator[list[int]]:
+    """Indices of sentences, longest first so that too large a batch fails at once."""
+    batch: list[int] = []
+    for index in sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i])):
+        if batch and (len(batch) + 1) * len(token_ids[batch[0]]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def evaluate_generation(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Iterable[str],
+    references: Iterable[str] | Iterable[Sequence[str]],
+    metric: evaluate.Metric | None = None,
+    *,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_tokens: int = 4096,
+    window: int = 2048,
+    **generate_kwargs: Any,
+) -> dict[str, Any]:
+    """Translate and score sentence pairs as they are read, with bounded memory (section 6.1).
+
+    The figures are those of translating everything first and scoring it at once. The texts wait on
+    disk, where `evaluate` keeps them; of the model's outputs nothing is kept.
+
+    Args:
+        model, tokenizer, target_tokenizer, batch_tokens, window: as for `generate_texts`.
+        sources: source lines.
+        references: for each line its translation, or several.
+        metric: any `evaluate.Metric` of predictions and references; None is `TranslationMetric()`.
+        **kwargs: for `generate`: nothing for greedy search or what the checkpoint says, num_beams=4
+            for beams.
+
+    Raises:
+        ValueError: there are no lines, or not as many references as sources.
+    """
+    metric = TranslationMetric() if metric is None else metric
+    pairs = itertools.zip_longest(sources, references)
+    done = 0
+    while chunk := list(itertools.islice(pairs, window)):
+        for number, (source, reference) in enumerate(chunk, start=done + 1):
+            if source is None or reference is None:
+                ended, longer = (
+                    ("sources", "references") if source is None else ("references", "sources")
+                )
+                raise ValueError(
+                    f"The {ended} end after line {number - 1}, the {longer} go on: every source "
+                    "needs its reference."
+                )
+        predictions = generate_texts(
+            model,
+            tokenizer,
+            [source for source, _ in chunk],
+            target_tokenizer=target_tokenizer,
+            batch_tokens=batch_tokens,
+            window=window,
+            **generate_kwargs,
+        )
+        metric.add_batch(
+            predictions=list(predictions), references=[reference for _, reference in chunk]
+        )
+        done += len(chunk)
+    if not done:
+        raise ValueError("There is nothing to evaluate: sources and references hold no line.")
+    return metric.compute()
+
+
+@torch.no_grad()
+def evaluate_perplexity(
+    model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]
+) -> dict[str, float]:
+    """Perplexity per target token: exp of the mean negative log-likelihood (Table 3's PPL).
+
+    In evaluation mode this model's loss is not smoothed (5.4). The Trainer's `eval_loss` is not
+    quite this mean: it averages the means of batches, whatever their numbers of tokens, and so
+    changes with the batches; and `label_smoothing_factor` smooths it. Here every target token
+    weighs the same, however the batches are made.
+
+    Args:
+        model: returns a loss that is the mean over the real target tokens of a batch.
+        batches: model inputs with `labels`, -100 where there is no target token.
+
+    Returns:
+        `loss` in nats per token, `perplexity`, and `target_tokens`, their number. Over several
+        processes the losses add up, each weighed by its target_tokens.
+
+    Raises:
+        ValueError: there is no target token, or a batch has no labels.
+    """
+    device = next(model.parameters()).device
+    total, tokens = 0.0, 0
+    with _evaluation_mode(model):
+        for batch in batches:
+            if "labels" not in batch:
+                raise ValueError(f"A batch has no labels, only {', '.join(sorted(batch))}.")
+            count = int((batch["labels"] != -100).sum())
+            if count:
+                inputs = {
+                    name: value.to(device) if isinstance(value, torch.Tensor) else value
+                    for name, value in batch.items()
+                }
+                total += model(**inputs).loss.item() * count
+                tokens += count
+    if not tokens:
+        raise ValueError("There is no target token: the batches are none, or all labels are -100.")
+    loss = total / tokens
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    return {"loss": loss, "perplexity": perplexity, "target_tokens": tokens}
