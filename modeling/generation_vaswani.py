@@ -133,10 +133,11 @@ class VaswaniGenerationMixin(GenerationMixin):
             if generation_config is None:
                 kwargs |= {"max_length": max_length, "max_new_tokens": None}
             else:
-                generation_config = copy.deepcopy(generation_config)
-                generation_config.max_length = max_length
+                limited: Any = copy.deepcopy(generation_config)
+                limited.max_length = max_length
                 # Merging will take max_new_tokens from the model's config, where it must not count.
-                generation_config._limited_by_source = True
+                limited._limited_by_source = True
+                generation_config = limited
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits)]
             )
