@@ -1,5 +1,6 @@
 """Configuration of the Transformer of "Attention Is All You Need" (Vaswani et al., 2017)."""
 
+import copy
 import difflib
 import os
 import re
@@ -17,8 +18,12 @@ _TRAVELLING_FILES = (
     "configuration/configuration_vaswani.py",
     "modeling/modeling_vaswani.py",
     "modeling/generation_vaswani.py",
+    "modeling/search_vaswani.py",
+    "modeling/incremental_vaswani.py",
     "modeling/loss_vaswani.py",
+    "modeling/scoring_vaswani.py",
     "tokenization/tokenization_vaswani.py",
+    "tokenization/pipeline_vaswani.py",
 )
 _IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
 _AUTO_MAP = {
@@ -26,6 +31,12 @@ _AUTO_MAP = {
     "AutoModel": "modeling_vaswani.VaswaniModel",
     "AutoModelForSeq2SeqLM": "modeling_vaswani.VaswaniForConditionalGeneration",
     "AutoModelForTextEncoding": "modeling_vaswani.VaswaniEncoderModel",
+}
+_CUSTOM_PIPELINES = {
+    "translation": {
+        "impl": "pipeline_vaswani.VaswaniTranslationPipeline",
+        "pt": ["AutoModelForSeq2SeqLM"],
+    }
 }
 
 
@@ -149,6 +160,7 @@ class VaswaniConfig(PreTrainedConfig):
                 )
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
+        self.custom_pipelines = _CUSTOM_PIPELINES | (kwargs.pop("custom_pipelines", None) or {})
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -158,6 +170,15 @@ class VaswaniConfig(PreTrainedConfig):
         if name == "vocab_size" and follows and own.get("share_encoder_decoder_embeddings"):
             super().__setattr__("decoder_vocab_size", value)
         super().__setattr__(name, value)
+
+    @property
+    def custom_pipelines(self) -> dict[str, dict[str, Any]]:
+        """Where transformers' `pipeline` finds the class of a task; a copy, for it writes there."""
+        return copy.deepcopy(vars(self)["custom_pipelines"])
+
+    @custom_pipelines.setter
+    def custom_pipelines(self, pipelines: dict[str, dict[str, Any]]) -> None:
+        vars(self)["custom_pipelines"] = pipelines
 
     def validate_architecture(self) -> None:
         """Refuse values out of range and fields that contradict each other."""

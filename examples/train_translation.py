@@ -20,54 +20,69 @@ are kept:
     python examples/train_translation.py --model runs/en-de --train more.tsv \
         --valid val.en val.de --learning-rate 1e-4 --output runs/en-de-more
 
-Several processes or GPUs: put `accelerate launch` in place of `python`. The output folder holds the
-model, its tokenizer, TensorBoard logs and results.json with the scores.
+Repeat a published result: a recipe is a file of these arguments, and those of the command line come
+after them:
+
+    python examples/train_translation.py --recipe examples/recipes/multi30k-tiny.yaml --seed 2
+
+A run that was killed goes on from its last complete checkpoint with --resume, and ends with the
+same weights. Several processes or GPUs: put `accelerate launch` in place of `python`. The output
+folder holds the model, its tokenizer, TensorBoard logs, learning_curve.png and results.json with
+the scores.
 """
 
 import argparse
 import copy
-import datetime
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
-import shutil
-import subprocess
+import math
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import sacrebleu
 import torch
-from datasets import Dataset, load_dataset
+import yaml
+from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
-from torch.utils.data import SequentialSampler
+from sentence_pairs import Pair, read_pairs
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    EarlyStoppingCallback,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
-from translate import read_lines, translate
+from vaswani.training.averaging import average_checkpoints
+from vaswani.training.checkpoints import last_complete_checkpoint, run_checkpoints
+from vaswani.training.circumstances import circumstances
+from vaswani.training.curves import LearningCurve
+from vaswani.training.metrics import TranslationMetric, evaluate_perplexity, nbest_accuracy
+from vaswani.training.trainer import VaswaniTrainer
 
-from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
-
-Pair = tuple[str, str]
+from vaswani import (
+    VaswaniConfig,
+    VaswaniForConditionalGeneration,
+    VaswaniTokenizer,
+    VaswaniTranslationPipeline,
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; `--help` prints the manual."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="FILE",
+        help="YAML file of arguments, without their dashes; examples/recipes/ has published ones",
     )
     add = parser.add_argument_group("data").add_argument
     add(
@@ -110,6 +125,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         choices=("bpe", "wordpiece", "unigram", "word", "char", "regex"),
         help="what the shared vocabulary is made of (default: bpe, as in section 5.1)",
     )
+    add("--pattern", help="of --tokenizer-kind regex: what its tokens match (default: SMILES)")
     add(
         "--vocab-size",
         type=int,
@@ -127,6 +143,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--set",
         nargs="+",
+        action="extend",
         default=[],
         metavar="FIELD=VALUE",
         help="fields of VaswaniConfig that differ from the preset: --set d_model=128 dropout=0.3",
@@ -141,6 +158,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=128,
         help="sentence pairs per device and batch (default: 128)",
     )
+    add(
+        "--max-source-tokens",
+        type=int,
+        help="padded source tokens per device and batch, instead of --batch-size (section 5.1)",
+    )
+    add("--max-target-tokens", type=int, help="likewise (default: as many)")
     add("--accumulate", type=int, default=1, help="batches per update (default: 1)")
     add("--warmup", type=int, default=4000, help="updates of rising learning rate (default: 4000)")
     add(
@@ -150,20 +173,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--scheduler",
-        default="inverse_sqrt",
-        help="any of transformers' (default: inverse_sqrt, section 5.3)",
+        default="noam",
+        help="noam, or any of transformers' (default: noam, which is equation 3, section 5.3)",
     )
     add(
         "--bf16",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="compute in bfloat16 where it is safe, faster where supported",
     )
+    add("--eval-steps", type=int, default=1000, help="updates between evaluations (default: 1000)")
+    add("--save-steps", type=int, help="updates between checkpoints (default: --eval-steps)")
     add(
-        "--eval-steps",
+        "--average",
         type=int,
-        default=1000,
-        help="updates between evaluations and saves (default: 1000)",
+        default=1,
+        help="the model is the mean of so many last checkpoints (default: 1; section 6.1: 5 or 20)",
     )
+    add("--patience", type=int, help="stop after so many evaluations without a better --score")
     add(
         "--seed",
         type=int,
@@ -173,11 +200,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint in the output folder",
+        help="go on from the last complete checkpoint in the output folder",
     )
     add(
         "--trainer",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME=VALUE",
         help="any other Seq2SeqTrainingArguments: --trainer max_grad_norm=25 save_total_limit=2",
@@ -189,6 +217,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=4,
         help="beam size of the test set, saved as default (default: 4)",
+    )
+    add(
+        "--generation",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other generation settings, saved as default: --generation length_penalty=1.0",
+    )
+    add("--nbest", type=int, default=1, help="also count references among so many best ones")
+    add(
+        "--score",
+        default="bleu",
+        choices=("bleu", "chrf", "compound_split_bleu", "exact_match"),
+        help="what the learning curve shows and --patience watches (default: bleu)",
     )
     add(
         "--bleu-tokenize",
@@ -203,15 +246,47 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--results", metavar="FILE", help="write results.json here too")
     add("--push-to-hub", metavar="HUB_ID", help="upload the finished model to this repository")
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe")
+    recipe = first.parse_known_args(argv)[0].recipe
+    args = parser.parse_args([*recipe_arguments(recipe), *argv] if recipe else argv)
     if args.model and (args.set or args.tokenizer):
         parser.error("--model keeps its own sizes and tokenizer: leave out --set and --tokenizer")
-    for name in ("steps", "batch_size", "accumulate", "warmup", "eval_steps", "beams"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for needed, name in (("max_source_tokens", "max_target_tokens"), ("valid", "patience")):
+        if getattr(args, name) and not getattr(args, needed):
+            parser.error(f"--{name} needs --{needed}".replace("_", "-"))
+    if args.nbest > args.beams:
+        parser.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
     return args
+
+
+def recipe_arguments(path: str) -> list[str]:
+    """Read a recipe as the command line that it stands for."""
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        sys.exit(f"train_translation.py: recipe {path}: {error}")
+    if not isinstance(recipe, dict):
+        sys.exit(f"train_translation.py: recipe {path} holds no settings of the form NAME: VALUE")
+    arguments = []
+    for name, value in recipe.items():
+        if isinstance(value, dict):
+            fields = (
+                f"{field}={item if isinstance(item, str) else json.dumps(item)}"
+                for field, item in value.items()
+            )
+            arguments += [f"--{name}", *fields]
+        elif isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            arguments.append(f"--{name}={value}")
+    return arguments
 
 
 def settings(assignments: list[str]) -> dict[str, Any]:
@@ -226,85 +301,6 @@ def settings(assignments: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[name] = value
     return values
-
-
-def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) -> list[Pair]:
-    """Load source and target lines from any of the forms in the module docstring.
-
-    Exits with the file and line where something is wrong: a file is missing or empty, parallel
-    files differ in length, a record lacks a column.
-    """
-    name = data[0]
-    if len(data) == 2:
-        sources, targets = ([text for _, text in read_lines(existing(path))] for path in data)
-        if len(sources) != len(targets):
-            sys.exit(
-                f"{data[0]} has {len(sources)} lines, {data[1]} has {len(targets)}: parallel files "
-                f"must match; line {min(len(sources), len(targets)) + 1} has no partner."
-            )
-        pairs = list(zip(sources, targets, strict=True))
-    elif len(data) > 2:
-        sys.exit(f"Expected one file, two parallel files or a data set, got {len(data)}: {data}")
-    elif name.removesuffix(".gz").endswith(".tsv"):
-        pairs = [
-            tsv_pair(line, name, number)
-            for number, line in read_lines(existing(name))
-            if line.strip()
-        ]
-    elif name.removesuffix(".gz").endswith((".jsonl", ".json")):
-        pairs = [
-            json_pair(line, columns, name, number)
-            for number, line in read_lines(existing(name))
-            if line.strip()
-        ]
-    else:
-        data_set, _, split = name.partition(":")
-        hub_id, _, configuration = data_set.partition("@")
-        try:
-            rows = load_dataset(hub_id, configuration or None, split=split or default_split)
-        except (ConnectionError, OSError, ValueError) as error:
-            sys.exit(f"{name} is neither a file here nor a data set that can be loaded: {error}")
-        pairs = [row_pair(row, columns, name, number) for number, row in enumerate(rows, start=1)]
-    if not pairs:
-        sys.exit(f"{' '.join(data)} is empty: no sentence pairs.")
-    return pairs
-
-
-def existing(path: str) -> str:
-    """Return `path`; exit if there is no such file."""
-    if not Path(path).is_file():
-        sys.exit(f"No such file: {path}")
-    return path
-
-
-def tsv_pair(line: str, name: str, number: int) -> Pair:
-    """Split a TSV line; further columns are ignored."""
-    fields = line.split("\t")
-    if len(fields) < 2:
-        sys.exit(f"{name}, line {number}: no tab between source and target: {line!r}")
-    return fields[0], fields[1]
-
-
-def json_pair(line: str, columns: tuple[str, str], name: str, number: int) -> Pair:
-    """Read a JSON line."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        sys.exit(f"{name}, line {number}: not JSON ({error})")
-    return row_pair(row, columns, name, number)
-
-
-def row_pair(row: dict[str, Any], columns: tuple[str, str], name: str, number: int) -> Pair:
-    """Pick the two columns of a record, or of its "translation" as many data sets have it."""
-    if isinstance(row.get("translation"), dict):
-        row = row["translation"]
-    missing = [column for column in columns if column not in row]
-    if missing:
-        sys.exit(
-            f"{name}, record {number} has no {missing[0]!r} but {', '.join(map(repr, row))}: "
-            "name the two to use with --columns."
-        )
-    return row[columns[0]], row[columns[1]]
 
 
 def tokenized(
@@ -338,24 +334,25 @@ def tokenized(
 
 
 def build(
-    args: argparse.Namespace, pairs: list[Pair]
+    args: argparse.Namespace, pairs: list[Pair], checkpoint: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the checkpoint to fine-tune, or train a vocabulary and make a fresh model."""
-    if args.resume:
-        # The checkpoint's tokenizer, not one trained again: the data may have changed since.
-        args.tokenizer = get_last_checkpoint(args.output)
     if args.model:
         return (
             AutoModelForSeq2SeqLM.from_pretrained(args.model),
             AutoTokenizer.from_pretrained(args.model),
         )
-    if args.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    if checkpoint or args.tokenizer:
+        # The checkpoint's tokenizer, not one trained again: the data may have changed since.
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer)
     else:
         lines = (text for pair in pairs for text in pair)
-        tokenizer = VaswaniTokenizer.train_from_iterator(
-            lines, kind=args.tokenizer_kind, vocab_size=args.vocab_size
-        )
+        try:
+            tokenizer = VaswaniTokenizer.train_from_iterator(
+                lines, args.tokenizer_kind, args.vocab_size, pattern=args.pattern
+            )
+        except ValueError as error:
+            sys.exit(f"train_translation.py: {error}")
     fields = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -381,7 +378,8 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         "gradient_accumulation_steps": args.accumulate,
         "train_sampling_strategy": "group_by_length",
         "learning_rate": args.learning_rate or (d_model * args.warmup) ** -0.5,
-        "lr_scheduler_type": args.scheduler,
+        # transformers' nearest to "noam", which VaswaniTrainer makes itself.
+        "lr_scheduler_type": "inverse_sqrt" if args.scheduler == "noam" else args.scheduler,
         "warmup_steps": args.warmup,
         "adam_beta1": 0.9,
         "adam_beta2": 0.98,
@@ -395,14 +393,14 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         "logging_steps": 100,
         "eval_strategy": evaluation,
         "eval_steps": args.eval_steps,
-        "save_steps": args.eval_steps,
-        "save_total_limit": 5,
+        "save_steps": args.save_steps or args.eval_steps,
+        # The best one may be older than those to average.
+        "save_total_limit": max(args.average, 5) + bool(args.patience),
+        "metric_for_best_model": args.score if args.patience else None,
+        "greater_is_better": True if args.patience else None,
         "predict_with_generate": True,
         "generation_num_beams": 1,
         "report_to": "tensorboard",
-        "push_to_hub": args.push_to_hub is not None,
-        "hub_strategy": "end",
-        "hub_model_id": args.push_to_hub,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     try:
@@ -411,8 +409,8 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         sys.exit(f"train_translation.py: {error}")
 
 
-class OrderedEvaluation(Seq2SeqTrainer):
-    """Seq2SeqTrainer that evaluates in file order, where each prediction meets its reference.
+class OrderedEvaluation(VaswaniTrainer):
+    """VaswaniTrainer that evaluates in file order, where each prediction meets its reference.
 
     transformers' "group_by_length" shuffles the evaluation set, too.
     """
@@ -441,78 +439,132 @@ class StopAfter(TrainerCallback):
             control.should_training_stop = True
 
 
-def bleu(hypotheses: list[str], references: list[str], tokenize: str) -> dict[str, Any]:
-    """Corpus BLEU by sacreBLEU, with the signature that makes the number comparable."""
-    metric = sacrebleu.BLEU(tokenize=tokenize, force=True)
-    score = metric.corpus_score(hypotheses, [references])
-    return {
-        "bleu": round(score.score, 2),
-        "brevity_penalty": round(score.bp, 4),
-        "signature": str(metric.get_signature()),
-    }
+def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to go on from; none for a new run, or one killed before its first."""
+    output = Path(args.output)
+    if args.resume:
+        if not output.is_dir():
+            sys.exit(f"--resume: no checkpoint in {args.output}: there is no such folder")
+        checkpoint = last_complete_checkpoint(output)
+        if checkpoint is None:
+            print(f"There is no complete checkpoint in {output}: training from the start.")
+        return checkpoint
+    if output.is_dir() and (earlier := run_checkpoints(output)):
+        sys.exit(f"{earlier[-1]} is from an earlier run: pass --resume or another --output")
+    return None
 
 
-def circumstances() -> dict[str, Any]:
-    """What a reader needs to repeat a run: command, commit, machine, versions, date."""
-    commit = ""
-    if git := shutil.which("git"):
-        describe = [git, "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
-        commit = subprocess.run(
-            describe, capture_output=True, text=True, check=False
-        ).stdout.strip()
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(
-            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu
+def average(args: argparse.Namespace, model: PreTrainedModel) -> list[str]:
+    """Make the saved model the mean of the last checkpoints (6.1); return their names."""
+    names = [folder.name for folder in run_checkpoints(Path(args.output))][-args.average :]
+    with tempfile.TemporaryDirectory(dir=args.output, prefix=".averaged-") as folder:
+        mean = average_checkpoints(args.output, Path(folder) / "mean", last=len(names))
+        model.load_state_dict(
+            AutoModelForSeq2SeqLM.from_pretrained(mean, dtype=model.dtype).state_dict()
         )
-    packages = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "sacrebleu")
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit or "unknown",
-        "hardware": {
-            "cpu": cpu,
-            "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
-        },
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    model.save_pretrained(args.output)
+    return names
+
+
+class Scores:
+    """The figures of a finished model, decoding as it is saved (6.1)."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        metric: TranslationMetric,
+    ) -> None:
+        self.args, self.model, self.metric = args, model, metric
+        self.translator = VaswaniTranslationPipeline(model, tokenizer, device=model.device)
+
+    def __call__(self, pairs: list[Pair], beams: int, nbest: int = 1) -> dict[str, Any]:
+        """Translate; return the translations, best first, beside their scores."""
+        started = time.monotonic()
+        sources, references = zip(*pairs, strict=True)
+        outputs = self.translator(
+            iter(sources), num_beams=beams, num_return_sequences=nbest, progress=True
+        )
+        # One translation a line: the model may write a line break as any other character.
+        candidates = [
+            [" ".join(output["translation_text"].splitlines()) for output in best]
+            for best in outputs
+        ]
+        figures = self.metric.compute(
+            predictions=[best for best, *_ in candidates], references=references
+        )
+        names = ("chrf", "compound_split_bleu", "exact_match")
+        scores = {
+            "bleu": round(figures["bleu"], 2),
+            "brevity_penalty": round(figures["brevity_penalty"], 4),
+            "signature": figures["bleu_signature"],
+            **{name: round(figures[name], 2) for name in names},
+            "beams": beams,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        if nbest > 1:
+            accuracy = nbest_accuracy(candidates, references)
+            scores["nbest_accuracy"] = [round(figure, 2) for figure in accuracy]
+        return {"candidates": candidates, "scores": scores}
+
+    def validation(self, pairs: list[Pair], batches: DataLoader) -> dict[str, Any]:
+        """Perplexity, and the scores of greedy and of beam search."""
+        perplexity = evaluate_perplexity(self.model, batches)
+        greedy, beam = (self(pairs, beams)["scores"] for beams in (1, self.args.beams))
+        return {**perplexity, "greedy_bleu": greedy["bleu"], **beam}
+
+    def test(self, pairs: list[Pair]) -> dict[str, Any]:
+        """Translate the test set, write test.txt and show some of it."""
+        results = self(pairs, self.args.beams, self.args.nbest)
+        candidates, scores = results["candidates"], results["scores"]
+        lines = "".join(f"{best}\n" for best, *_ in candidates)
+        (Path(self.args.output) / "test.txt").write_text(lines, encoding="utf-8")
+        print(f"Test BLEU {scores['bleu']}  ({scores['signature']})")
+        print(f"Exactly right {scores['exact_match']}%")
+        for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]:
+            print(f"  source      {source}\n  translation {best}\n  reference   {reference}\n")
+        return scores
 
 
 def main() -> None:
     """Run the command line."""
     args = parse_args()
-    finished = get_last_checkpoint(args.output) if Path(args.output).is_dir() else None
-    if args.resume and finished is None:
-        sys.exit(f"--resume: no checkpoint in {args.output}")
-    if finished and not args.resume:
-        sys.exit(f"{finished} is from an earlier run: pass --resume or another --output")
+    checkpoint = checkpoint_to_resume(args)
     results = circumstances()
     set_seed(args.seed)
     train_pairs = read_pairs(args.train, args.columns, "train")
     valid_pairs = read_pairs(args.valid, args.columns, "validation") if args.valid else []
     test_pairs = read_pairs(args.test, args.columns, "test") if args.test else []
-    model, tokenizer = build(args, train_pairs)
+    model, tokenizer = build(args, train_pairs, checkpoint)
     print(
         f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {model.num_parameters():,} parameters."
     )
 
     # Evaluation writes transformers' own defaults into the model's: keep these for the end.
     generation_config = copy.deepcopy(model.generation_config)
-    generation_config.num_beams = args.beams
+    generation_config.update(num_beams=args.beams, **settings(args.generation))
+    metric = TranslationMetric(args.bleu_tokenize)
+    references = [target for _, target in valid_pairs]
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
         hypotheses = tokenizer.batch_decode(
             [[token for token in row if token >= 0] for row in prediction.predictions.tolist()],
             skip_special_tokens=True,
         )
-        references = [target for _, target in valid_pairs]
-        return {"bleu": bleu(hypotheses, references, args.bleu_tokenize)["bleu"]}
+        scores = metric.compute(predictions=hypotheses, references=references)
+        return {name: scores[name] for name in {"bleu", "chrf", args.score}}
 
+    callbacks: list[TrainerCallback] = [LearningCurve(args.score)]
+    if args.minutes:
+        callbacks.append(StopAfter(args.minutes))
+    if args.patience:
+        callbacks.append(EarlyStoppingCallback(args.patience))
+    noam = {}
+    if args.scheduler == "noam":
+        scale = math.sqrt(model.config.d_model * args.warmup)
+        factor = args.learning_rate * scale if args.learning_rate else 1.0
+        noam = {"noam_warmup_steps": args.warmup, "noam_factor": factor}
     trainer = OrderedEvaluation(
         model=model,
         args=training_arguments(args, model.config.d_model),
@@ -521,56 +573,48 @@ def main() -> None:
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_metrics=score_validation,
-        callbacks=[StopAfter(args.minutes)] if args.minutes else None,
+        callbacks=callbacks,
+        max_source_tokens=args.max_source_tokens,
+        max_target_tokens=args.max_target_tokens,
+        **noam,
     )
     started = time.monotonic()
-    trainer.train(resume_from_checkpoint=args.resume or None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except (FloatingPointError, OSError) as error:
+        sys.exit(f"train_translation.py: {error}")
     results |= {
         "training_minutes": round((time.monotonic() - started) / 60, 1),
         "resumed": args.resume,
         "steps": trainer.state.global_step,
         "parameters": model.num_parameters(),
+        "settings": vars(args),
     }
-    model.generation_config = generation_config
+    trainer.model.generation_config = generation_config
     trainer.save_model()
-    if valid_pairs:
-        evaluation = trainer.evaluate()
-        results["valid"] = {"loss": evaluation["eval_loss"], "greedy_bleu": evaluation["eval_bleu"]}
-        model.generation_config = generation_config
     if trainer.is_world_process_zero():
+        # What is scored is what was saved, whatever wrapped the model while it was trained.
+        model = AutoModelForSeq2SeqLM.from_pretrained(args.output)
+        if args.average > 1:
+            results["averaged"] = average(args, model)
+        model.to(trainer.args.device).eval()
+        score = Scores(args, model, tokenizer, metric)
+        if valid_pairs:
+            batches = DataLoader(
+                trainer.eval_dataset.remove_columns("length"),
+                batch_size=args.batch_size,
+                collate_fn=trainer.data_collator,
+            )
+            results["valid"] = score.validation(valid_pairs, batches)
         if test_pairs:
-            results["test"] = score_test(args, model.eval(), tokenizer, test_pairs)
+            results["test"] = score.test(test_pairs)
         results["log"] = trainer.state.log_history
         for path in filter(None, (Path(args.output) / "results.json", args.results)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if args.push_to_hub:
-        trainer.push_to_hub()
-
-
-def score_test(
-    args: argparse.Namespace,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: list[Pair],
-) -> dict[str, Any]:
-    """Translate the test set (6.1), write the translations, return the scores."""
-    started = time.monotonic()
-    sources, references = zip(*pairs, strict=True)
-    outputs = translate(model, tokenizer, sources, num_beams=args.beams)
-    hypotheses = [hypothesis for ((hypothesis, _), *_) in outputs]
-    (Path(args.output) / "test.txt").write_text("\n".join(hypotheses) + "\n", encoding="utf-8")
-    scores = {
-        **bleu(hypotheses, list(references), args.bleu_tokenize),
-        "beams": args.beams,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    print(f"Test BLEU {scores['bleu']}  ({scores['signature']})")
-    for source, hypothesis, reference in list(zip(sources, hypotheses, references, strict=True))[
-        :3
-    ]:
-        print(f"  source      {source}\n  translation {hypothesis}\n  reference   {reference}\n")
-    return scores
+        if args.push_to_hub:
+            model.push_to_hub(args.push_to_hub)
+            tokenizer.push_to_hub(args.push_to_hub)
 
 
 if __name__ == "__main__":

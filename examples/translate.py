@@ -11,85 +11,16 @@ padding; memory does not grow with the file. An empty line stays empty.
 import argparse
 import contextlib
 import gzip
-import itertools
 import signal
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import pipeline
 
-import vaswani  # noqa: F401  (registers the model with the Auto classes)
-
-Hypotheses = list[tuple[str, float | None]]
-
-
-def batches_by_length(token_ids: list[list[int]], batch_tokens: int) -> Iterator[list[int]]:
-    """Group sentence indices so that no padded batch exceeds `batch_tokens`."""
-    batch: list[int] = []
-    for index in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
-        if batch and (len(batch) + 1) * len(token_ids[index]) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def translate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    lines: Iterable[str],
-    *,
-    num_beams: int = 4,
-    nbest: int = 1,
-    scores: bool = False,
-    batch_tokens: int = 4096,
-    window: int = 2048,
-    **generate_kwargs: Any,
-) -> Iterator[Hypotheses]:
-    """Translate `lines`, yielding for each its `nbest` (text, score) pairs, best first.
-
-    A score is the length-penalised log-probability that beam search ranks by (section 6.1), None
-    unless `scores`. `batch_tokens` bounds a batch's padded source tokens.
-    """
-    if scores:
-        # transformers keeps every step's scores over the vocabulary: keep such batches small.
-        batch_tokens = max(batch_tokens // 8, 1)
-    source = iter(lines)
-    while chunk := list(itertools.islice(source, window)):
-        results: list[Hypotheses] = [[("", None)]] * len(chunk)
-        filled = [index for index, line in enumerate(chunk) if line.strip()]
-        token_ids = tokenizer([chunk[index] for index in filled])["input_ids"] if filled else []
-        for batch in batches_by_length(token_ids, batch_tokens):
-            inputs = tokenizer.pad(
-                {"input_ids": [token_ids[i] for i in batch]}, return_tensors="pt"
-            ).to(model.device)
-            output = model.generate(
-                **inputs,
-                num_beams=num_beams,
-                num_return_sequences=nbest,
-                return_dict_in_generate=True,
-                output_scores=scores,
-                **generate_kwargs,
-            )
-            texts = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
-            # One translation a line: the model may write a line break as any other character.
-            texts = [" ".join(text.splitlines()) for text in texts]
-            values = output.sequences_scores.tolist() if scores else [None] * len(texts)
-            hypotheses = list(zip(texts, values, strict=True))
-            for row, i in enumerate(batch):
-                results[filled[i]] = hypotheses[row * nbest : (row + 1) * nbest]
-        yield from results
+from vaswani import VaswaniTranslationPipeline
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str]]:
@@ -179,40 +110,34 @@ def main() -> None:
     args = parse_args()
     if args.input != "-" and not Path(args.input).is_file():
         sys.exit(f"translate.py: no such input file: {args.input}")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForSeq2SeqLM.from_pretrained(
-        args.model, dtype=torch.bfloat16 if args.bf16 else "auto"
-    ).eval()
-    if torch.cuda.is_available():
-        model = model.cuda()
-    num_beams = args.beams or model.generation_config.num_beams or 4
+    translator = pipeline(
+        "translation",
+        model=args.model,
+        pipeline_class=VaswaniTranslationPipeline,
+        dtype=torch.bfloat16 if args.bf16 else "auto",
+        max_tokens=args.batch_tokens,
+        return_scores=args.scores,
+    )
+    num_beams = args.beams or translator.model.generation_config.num_beams or 4
     if args.nbest > num_beams:
         sys.exit(f"translate.py: --nbest {args.nbest} needs as many --beams, got {num_beams}")
-    if args.scores and num_beams == 1:
-        sys.exit("translate.py: --scores needs --beams 2 or more; greedy search keeps no scores")
     settings = {"length_penalty": args.length_penalty, "max_new_tokens": args.max_new_tokens}
     settings = {name: value for name, value in settings.items() if value is not None}
+    settings |= {"num_beams": num_beams, "num_return_sequences": args.nbest}
 
     sys.stdout.reconfigure(encoding="utf-8")
     with contextlib.ExitStack() as stack:
         target = sys.stdout
         if args.output != "-":
             target = stack.enter_context(open(args.output, "w", encoding="utf-8"))
-        outputs = translate(
-            model,
-            tokenizer,
-            (text for _, text in read_lines(args.input)),
-            num_beams=num_beams,
-            nbest=args.nbest,
-            scores=args.scores,
-            batch_tokens=args.batch_tokens,
-            **settings,
-        )
-        for number, hypotheses in enumerate(tqdm(outputs, unit=" lines", file=sys.stderr)):
-            for text, score in hypotheses:
+        lines = (text for _, text in read_lines(args.input))
+        for number, translations in enumerate(translator(lines, **settings)):
+            for translation in translations:
+                # One translation a line: the model may write a line break as any other character.
+                text = " ".join(translation["translation_text"].splitlines())
                 fields = [str(number), text] if args.nbest > 1 else [text]
                 if args.scores:
-                    fields.append("" if score is None else f"{score:.4f}")
+                    fields.append(f"{translation['score']:.4f}")
                 print(" ||| ".join(fields), file=target)
 
 

@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateBeamEncoderDecoderOutput,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from .incremental_vaswani import IncrementalDecoder, packed_linears
+from .search_vaswani import FILL, beam_search, greedy_search, length_penalty
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
-_FILL = -1  # no token has this id
 
 
 def checked_offset(offset: Any) -> int:
@@ -87,7 +95,7 @@ class GnmtLengthPenalty(float):
     """The exponent alpha: transformers computes `length ** penalty`, which becomes lp(Y) (6.1)."""
 
     def __rpow__(self, length: int) -> float:
-        return ((5.0 + length) / 6.0) ** float(self)
+        return length_penalty(length, float(self), "gnmt")
 
 
 class SourceLengthCriteria(StoppingCriteria):
@@ -111,6 +119,7 @@ class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
 
     config: Any
+    training: bool
 
     @functools.wraps(GenerationMixin.generate)
     def generate(
@@ -141,9 +150,11 @@ class VaswaniGenerationMixin(GenerationMixin):
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits)]
             )
-        return super().generate(
-            inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
-        )
+        model: Any = self
+        with packed_linears(model):
+            return super().generate(
+                inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
+            )
 
     def _length_offset_of_call(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
         """Tell how far a sentence may outgrow its source; 0 where the call itself sets a limit.
@@ -211,13 +222,100 @@ class VaswaniGenerationMixin(GenerationMixin):
         prepared.update(**{name: None for name, value in kwargs.items() if value is None})
         return prepared, model_kwargs
 
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Note whether the call brings a cache, which it then expects to find filled."""
+        generation_config._cache_given = model_kwargs.get("past_key_values") is not None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+    def _fast_search_limits(
+        self,
+        prompt: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        config: Any,
+        model_kwargs: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Tell how many tokens each sentence may get, (B,); None where our searches do not apply.
+
+        They know the paper's decoding and no more: whatever changes scores, stops otherwise, or
+        wants to see more than the outcome is left to transformers' searches.
+        """
+        expected = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
+        expected |= {"logits_to_keep"}
+        unexpected = {name for name, value in model_kwargs.items() if value is not None} - expected
+        if (
+            unexpected
+            or len(logits_processor)
+            or config.do_sample
+            or not config.use_cache
+            or config._cache_given
+            or config.cache_implementation is not None
+            or config.output_scores
+            or config.output_logits
+            or config.output_attentions
+            or config.output_hidden_states
+            or self.training
+            or len(set(getattr(self, "hf_device_map", {}).values())) > 1
+            or type(self).prepare_inputs_for_generation
+            is not GenerationMixin.prepare_inputs_for_generation
+        ):
+            return None
+        device = model_kwargs["encoder_outputs"][0].device
+        limits = torch.full((len(prompt),), config.max_length, device=device)
+        for criterion in stopping_criteria:
+            if type(criterion) is SourceLengthCriteria:
+                limits = limits.minimum(criterion.max_lengths.to(device))
+            elif type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
+                return None
+        return limits - prompt.shape[1]
+
     def _beam_search(
         self,
         input_ids: torch.LongTensor,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: GenerationConfig,
-        **kwargs: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Search with a beam (6.1): our own search where it applies, else transformers'."""
+        config: Any = generation_config
+        prompt = input_ids[:: config.num_beams]
+        limits = self._fast_search_limits(
+            prompt, logits_processor, stopping_criteria, config, model_kwargs
+        )
+        if synced_gpus or limits is None:
+            return self._beam_search_of_transformers(
+                input_ids, logits_processor, stopping_criteria, config, synced_gpus, **model_kwargs
+            )
+        mask = model_kwargs.get("attention_mask")
+        source = model_kwargs["encoder_outputs"][0][:: config.num_beams]
+        decoder = IncrementalDecoder(
+            self, source, None if mask is None else mask[:: config.num_beams]
+        )
+        tokens, beams, scores = beam_search(decoder, prompt, limits, config)
+        fill = config._pad_token_tensor
+        if fill is None and config._eos_token_tensor is not None:
+            fill = config._eos_token_tensor[0]
+        if fill is not None:
+            tokens = tokens.masked_fill(beams == FILL, int(fill))
+        prompt = prompt.repeat_interleave(config.num_return_sequences, dim=0)
+        sequences = torch.cat((prompt, tokens), dim=1)
+        if not config.return_dict_in_generate:
+            return sequences
+        found: Any = {"sequences": sequences, "sequences_scores": scores, "beam_indices": beams}
+        return GenerateBeamEncoderDecoderOutput(**{key: found[key].clone() for key in found})
+
+    def _beam_search_of_transformers(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool,
+        **model_kwargs: Any,
     ) -> Any:
         """Run transformers' beam search, its length penalty replaced by the paper's (6.1)."""
         if getattr(generation_config, "length_penalty_type", None) == "gnmt":
@@ -226,14 +324,56 @@ class VaswaniGenerationMixin(GenerationMixin):
         pad = generation_config._pad_token_tensor
         if pad is not None:
             # transformers fills finished rows with `pad or eos`, and takes a pad id of 0 for none.
-            generation_config._pad_token_tensor = torch.full_like(pad, _FILL)
+            generation_config._pad_token_tensor = torch.full_like(pad, FILL)
         output = super()._beam_search(
-            input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            **model_kwargs,
         )
         if pad is not None:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            sequences.masked_fill_(sequences == _FILL, int(pad))
+            sequences.masked_fill_(sequences == FILL, int(pad))
         return output
+
+    def _sample(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Choose one token at a time: greedy search of our own where it applies."""
+        config: Any = generation_config
+        limits = self._fast_search_limits(
+            input_ids, logits_processor, stopping_criteria, config, model_kwargs
+        )
+        if (
+            limits is None
+            or synced_gpus
+            or streamer is not None
+            or config.return_dict_in_generate
+            or config._pad_token_tensor is None
+        ):
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        decoder = IncrementalDecoder(
+            self, model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
+        )
+        tokens = greedy_search(decoder, input_ids, limits, config)
+        return torch.cat((input_ids, tokens), dim=1)
 
     def adjust_generation_fn(
         self,

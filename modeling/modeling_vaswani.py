@@ -38,6 +38,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from ..configuration.configuration_vaswani import VaswaniConfig
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
 from .loss_vaswani import ChunkedCrossEntropy
+from .scoring_vaswani import VaswaniScoringMixin
 
 
 class SinusoidalPositions(nn.Module):
@@ -556,7 +557,9 @@ class VaswaniModel(VaswaniPreTrainedModel):
         )
 
 
-class VaswaniForConditionalGeneration(VaswaniPreTrainedModel, VaswaniGenerationMixin):
+class VaswaniForConditionalGeneration(
+    VaswaniPreTrainedModel, VaswaniGenerationMixin, VaswaniScoringMixin
+):
     """The Transformer with its pre-softmax linear map (3.4), loss (5.4) and `generate` (6.1)."""
 
     def __init__(self, config: VaswaniConfig) -> None:

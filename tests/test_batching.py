@@ -327,10 +327,12 @@ def make_trainer(
     """A trainer of a tiny model; `changes` are its own arguments and those of its settings."""
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize")
+    names += ("noam_warmup_steps", "noam_factor")
     own.update({name: changes.pop(name) for name in names if name in changes})
-    dropout = changes.pop("dropout", 0.1)
+    dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
     set_seed(3)
-    model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES, dropout=dropout))
+    if model is None:
+        model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES, dropout=dropout))
     fields = {
         "output_dir": str(output),
         "max_steps": STEPS,

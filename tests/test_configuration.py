@@ -401,11 +401,13 @@ def test_every_preset_survives_saving_and_loading(tmp_path, name):
     }
 
 
-def test_a_saved_configuration_brings_the_code_that_its_auto_map_names(tmp_path):
+def test_a_saved_configuration_brings_the_code_that_it_names(tmp_path):
     VaswaniConfig().save_pretrained(tmp_path)
-    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    saved = json.loads((tmp_path / "config.json").read_text())
+    auto_map, pipelines = saved["auto_map"], saved["custom_pipelines"]
     assert {"AutoConfig", "AutoModel", "AutoModelForSeq2SeqLM"} <= set(auto_map)
-    for reference in auto_map.values():
+    assert set(pipelines) == {"translation"}
+    for reference in (*auto_map.values(), pipelines["translation"]["impl"]):
         module, class_name = reference.split(".")
         tree = ast.parse((tmp_path / f"{module}.py").read_text())
         assert class_name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -14,6 +14,8 @@ from loopback_hub import LoopbackHub
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from vaswani import VaswaniTranslationPipeline
+
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
 TINY = ["--vocab-size", "340", "--set", "d_model=32", "encoder_layers=1", "decoder_layers=1"]
@@ -160,8 +162,8 @@ def test_validation_bleu_is_sacrebleus_of_the_models_own_greedy_translations(exa
     model, tokenizer = (
         auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
     )
-    outputs = examples.translate.translate(model, tokenizer, english, num_beams=1)
-    translations = [text for ((text, _),) in outputs]
+    outputs = VaswaniTranslationPipeline(model, tokenizer, num_beams=1)(english)
+    translations = [output["translation_text"] for output in outputs]
     expected = sacrebleu.corpus_bleu(translations, [[target for _, target in pairs]])
     results = json.loads((output / "results.json").read_text())
     assert results["valid"]["greedy_bleu"] == round(expected.score, 2)
@@ -300,16 +302,6 @@ def test_translate_keeps_the_order_of_lines_and_empty_ones(examples, tmp_path, c
     assert target.read_text(encoding="utf-8").split("\n") == [*expected, ""]
 
 
-def test_translations_do_not_depend_on_window_and_batch_size(examples):
-    model, tokenizer = (
-        auto.from_pretrained(FROZEN) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
-    )
-    lines = [num2words(n) for n in (999, 3, 342, 80, 17)]
-    one_by_one = list(examples.translate.translate(model, tokenizer, lines, window=1))
-    together = list(examples.translate.translate(model, tokenizer, lines, batch_tokens=30))
-    assert one_by_one == together
-
-
 def test_translate_prints_n_best_with_scores_in_descending_order(examples, tmp_path, capsys):
     source = tmp_path / "in.txt"
     source.write_text(f"{num2words(342)}\n{num2words(7)}\n")
@@ -321,6 +313,15 @@ def test_translate_prints_n_best_with_scores_in_descending_order(examples, tmp_p
         scores = [float(row[2]) for row in sentence]
         assert scores == sorted(scores, reverse=True)
         assert len({row[1] for row in sentence}) > 1
+
+
+def test_translate_scores_greedy_translations_too(examples, tmp_path, capsys):
+    source = tmp_path / "in.txt"
+    source.write_text(f"{num2words(342)}\n")
+    examples(examples.translate, FROZEN, source, "--beams", 1, "--scores")
+    text, score = capsys.readouterr().out.strip().split(" ||| ")
+    assert text == num2words(342, lang="de")
+    assert -1 < float(score) < 0
 
 
 def test_translate_reads_standard_input_and_writes_standard_output():
@@ -353,7 +354,6 @@ def test_translate_reads_lines_as_training_does(examples, tmp_path):
     [
         (["absent.txt"], "no such input file: absent.txt"),
         (["--nbest", "5", "--beams", "2"], "--nbest 5 needs"),
-        (["--scores", "--beams", "1"], "--scores needs --beams 2"),
     ],
 )
 def test_translate_refuses_what_it_cannot_do(examples, arguments, complaint):

@@ -83,6 +83,11 @@ def test_presets_are_as_printed():
     assert printed_by(code) == expected
 
 
+def test_scores_alignments_and_bulk_translations_are_as_printed(quickstart):
+    code, expected = python_block("VaswaniTranslationPipeline")
+    assert printed_by(code) == expected
+
+
 def test_sharing_pushes_a_repository_that_loads_without_the_package(quickstart):
     push, _ = python_block("push_to_hub")
     pull, _ = python_block("trust_remote_code=True")
@@ -117,7 +122,13 @@ def test_commands_for_own_pairs_run_as_printed(tmp_path):
 
 
 def test_every_python_block_is_run_by_a_test_above():
-    run = ("three hundred and forty-two", "presets()", "push_to_hub", "trust_remote_code=True")
+    run = (
+        "three hundred and forty-two",
+        "presets()",
+        "VaswaniTranslationPipeline",
+        "push_to_hub",
+        "trust_remote_code=True",
+    )
     assert sum(any(mark in code for mark in run) for code, _ in PYTHON) == len(PYTHON) == len(run)
 
 

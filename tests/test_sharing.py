@@ -377,7 +377,9 @@ def test_the_code_that_travels_is_known():
         "configuration_vaswani.py",
         "modeling_vaswani.py",
         "generation_vaswani.py",
+        "scoring_vaswani.py",
         "tokenization_vaswani.py",
+        "pipeline_vaswani.py",
     }
 
 

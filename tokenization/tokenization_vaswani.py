@@ -29,13 +29,18 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from ..configuration.configuration_vaswani import save_remote_code
+
+if TYPE_CHECKING:
+    # Where this file is remote code, transformers copies with it what it seems to import: a folder
+    # saved from such classes gets its pipeline by this line.
+    from .pipeline_vaswani import VaswaniTranslationPipeline  # noqa: F401
 
 KINDS = ("bpe", "wordpiece", "unigram", "word", "char", "regex")
 

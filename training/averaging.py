@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 import sys
 import uuid
@@ -27,15 +26,14 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from .checkpoints import TRAINER_STATE, run_checkpoints
+
 logger = logging.get_logger(__name__)
 
 PathLike = str | os.PathLike
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# The Trainer writes its state last, so a checkpoint without it was cut off while it was saved.
-_TRAINER_STATE = "trainer_state.json"
-_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 # What a model needs beside its weights: configurations, code, tokenizer. Left out are the Trainer's
 # state and any scores, which are another model's.
 _COPIED = (
@@ -127,29 +125,19 @@ def _selected(checkpoints: PathLike | Sequence[PathLike], last: int | None) -> l
     return folders
 
 
-def _run_checkpoints(run: Path) -> list[Path]:
-    """The checkpoint-N folders of a Trainer's output folder, by number."""
-    numbered = []
-    for folder in run.iterdir():
-        match = _CHECKPOINT_NAME.fullmatch(folder.name)
-        if match and folder.is_dir():
-            numbered.append((int(match[1]), folder))
-    return [folder for _, folder in sorted(numbered)]
-
-
 def _last_of_run(run: Path, last: int) -> list[Path]:
     if not run.is_dir():
         raise FileNotFoundError(f"There is no folder {run}.")
-    found = _run_checkpoints(run)
+    found = run_checkpoints(run)
     if len(found) < last:
         raise ValueError(
             f"{run} holds {len(found)} checkpoint-N folders, fewer than the {last} to average: "
             "ask for fewer, or train with a save_total_limit that keeps as many."
         )
     folders = found[-last:]
-    if incomplete := [str(path) for path in folders if not (path / _TRAINER_STATE).is_file()]:
+    if incomplete := [str(path) for path in folders if not (path / TRAINER_STATE).is_file()]:
         raise ValueError(
-            f"Incomplete, for want of {_TRAINER_STATE}, which is saved last: "
+            f"Incomplete, for want of {TRAINER_STATE}, which is saved last: "
             f"{', '.join(incomplete)}. Remove what is incomplete, or list the checkpoints to take."
         )
     return folders
@@ -370,7 +358,7 @@ class AverageCheckpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         run = _run_folder(args)
-        found = len(_run_checkpoints(run))
+        found = len(run_checkpoints(run))
         if found < self.last:
             logger.warning(f"{run} holds {found} checkpoints, not {self.last}.")
         if found:

@@ -345,6 +345,26 @@ def evaluate_generation(
     return metric.compute()
 
 
+def nbest_accuracy(candidates: Iterable[Sequence[str]], references: Iterable[str]) -> list[float]:
+    """Per cent of the references found among the first 1, 2, ... candidates, as many as all have.
+
+    Raises:
+        ValueError: there are no candidates, or not as many lists of them as references.
+    """
+    found: list[int] = []
+    lines = 0
+    for texts, reference in itertools.zip_longest(candidates, references):
+        if texts is None or reference is None:
+            raise ValueError(f"Candidates and references do not match: one ends after {lines}.")
+        found = found[: len(texts)] if lines else [0] * len(texts)
+        lines += 1
+        rank = texts.index(reference) if reference in texts else len(texts)
+        found = [count + (rank <= place) for place, count in enumerate(found)]
+    if not lines:
+        raise ValueError("There is nothing to count: candidates and references hold no line.")
+    return [100 * count / lines for count in found]
+
+
 @torch.no_grad()
 def evaluate_perplexity(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]

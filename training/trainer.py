@@ -1,26 +1,50 @@
-"""Seq2SeqTrainer with the paper's batches (section 5.1)."""
+"""Seq2SeqTrainer with the paper's batches and schedule (sections 5.1, 5.3), safe from kills."""
 
+import contextlib
+import math
+import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow.compute
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
-from transformers.trainer_utils import has_length, seed_worker
+from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 
 from .batching import TokenBatchSampler
+from .checkpoints import (
+    begin_checkpoint,
+    discard_checkpoint,
+    finish_checkpoint,
+    flaw_of,
+    last_complete_checkpoint,
+    limit_checkpoints,
+)
+from .schedule import noam_schedule
 
 
 class VaswaniTrainer(Seq2SeqTrainer):
-    """Seq2SeqTrainer whose training batches are of so many tokens, not sentences (section 5.1).
+    """Seq2SeqTrainer with batches of so many tokens (5.1), the paper's schedule, and safe saves.
 
-    With `max_source_tokens=None` it is Seq2SeqTrainer; otherwise `per_device_train_batch_size` and
-    `train_sampling_strategy` play no part in training. The budgets hold for each batch of each
-    process; batches of all processes and `gradient_accumulation_steps` make an update. Training
-    resumes in the middle of an epoch with the batches that the uninterrupted run would have had,
-    with one and with several processes.
+    With `max_source_tokens=None` batches are Seq2SeqTrainer's; otherwise
+    `per_device_train_batch_size` and `train_sampling_strategy` play no part in training. The
+    budgets hold for each batch of each process; batches of all processes and
+    `gradient_accumulation_steps` make an update.
+
+    A run may be killed at any moment, while it saves included. `train(resume_from_checkpoint=True)`
+    goes on from the last complete checkpoint, names incomplete ones in a warning, and ends with the
+    weights of the run that was never killed, bit for bit, with one and with several processes:
+    the rest of a started epoch has the batches it would have had. `save_total_limit` removes
+    a checkpoint only when a newer one is complete. A loss or gradient that is not finite ends
+    training before it reaches the weights.
 
     Args:
         *args, **kwargs: those of Seq2SeqTrainer. Batches are shuffled by `data_seed`, or `seed`.
@@ -28,10 +52,18 @@ class VaswaniTrainer(Seq2SeqTrainer):
         lengths: (source, target) tokens of every training pair, of shape (N, 2). None counts them
             in the columns `input_ids` and `labels`. A collator that pads to a multiple keeps the
             budgets if these lengths are rounded up to it.
+        noam_warmup_steps: the learning rate is equation 3 (5.3), the first update being step 1:
+            d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The settings'
+            `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
+        noam_factor: multiplies it; 1 is the paper's.
 
     Raises:
+        FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
+        OSError: in `train`, a checkpoint could not be saved, for want of space for example; names
+            it, and the last complete one.
         ValueError: `max_target_tokens` is given alone; `lengths` does not match the training
-            data; these have no length or lack the two columns. All that TokenBatchSampler raises.
+            data; these have no length or lack the two columns; there is no complete checkpoint to
+            resume from. All that TokenBatchSampler and `noam_schedule` raise.
     """
 
     def __init__(
@@ -41,6 +73,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         max_target_tokens: int | None = None,
         lengths: np.ndarray | None = None,
         drop_oversize: bool = False,
+        noam_warmup_steps: int | None = None,
+        noam_factor: float = 1.0,
         **kwargs: Any,
     ) -> None:
         if max_source_tokens is None and max_target_tokens is not None:
@@ -50,6 +84,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.max_target_tokens = max_target_tokens
         self.lengths = lengths
         self.drop_oversize = drop_oversize
+        self.noam_warmup_steps = noam_warmup_steps
+        self.noam_factor = noam_factor
         self._sentences_per_update: int | None = None
 
     def get_train_dataloader(self) -> DataLoader:
@@ -81,6 +117,101 @@ class VaswaniTrainer(Seq2SeqTrainer):
             # Accelerate then looks no deeper than for a sampler of that share.
             prepared.batch_sampler.sampler = sampler
         return prepared
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """Make the learning rate equation 3 where `noam_warmup_steps` is given (5.3)."""
+        if self.noam_warmup_steps is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        model: Any = self.model
+        adam: Any = optimizer or self.optimizer
+        self.lr_scheduler = noam_schedule(
+            adam, model.config.d_model, self.noam_warmup_steps, self.noam_factor
+        )
+        # Without it a second call of `train` would go on where this schedule ends.
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Train as Seq2SeqTrainer does, from a complete checkpoint only."""
+        if resume_from_checkpoint is True:
+            run = Path(self._get_output_dir(trial=None))
+            last = last_complete_checkpoint(run)
+            if last is None:
+                raise ValueError(
+                    f"There is no complete checkpoint in {run} to resume from: leave out "
+                    "resume_from_checkpoint to train from the start."
+                )
+            resume_from_checkpoint = str(last)
+        elif resume_from_checkpoint and (flaw := flaw_of(Path(resume_from_checkpoint))):
+            raise ValueError(
+                f"{resume_from_checkpoint} is incomplete: {flaw}. resume_from_checkpoint=True "
+                "finds the last complete one."
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            # Resumed where it ended: transformers would make one more update before it looks.
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take the loss and gradients of a batch; the loss must be finite."""
+        loss = super().training_step(*args, **kwargs)
+        self._require_finite("loss", loss)
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        # The Trainer asks for it between the gradients, which all processes share, and the update.
+        norm = super()._get_grad_norm(*args, **kwargs)
+        if norm is not None and getattr(self.accelerator, "scaler", None) is None:
+            self._require_finite("norm of the gradient", norm)
+        return norm
+
+    def _require_finite(self, what: str, value: torch.Tensor | float) -> None:
+        number = float(value)
+        if not math.isfinite(number):
+            raise FloatingPointError(
+                f"The {what} is {number} in update {self.state.global_step + 1}. The weights are "
+                f"those of the update before. {self._last_saved()} A lower learning rate, more "
+                "warm-up steps, max_grad_norm=1 or float32 usually help."
+            )
+
+    def _last_saved(self) -> str:
+        last = last_complete_checkpoint(self._get_output_dir(trial=None))
+        return "No checkpoint is complete." if last is None else f"{last} is complete."
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run = Path(self._get_output_dir(trial=trial))
+        folder = run / f"checkpoint-{self.state.global_step}"
+        # Removal waits until the new checkpoint is complete: it is not when transformers would.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            if self.args.should_save:
+                begin_checkpoint(folder)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                finish_checkpoint(folder)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # What is left of a checkpoint fills the disk that may be full.
+            with contextlib.suppress(OSError):
+                discard_checkpoint(folder)
+            free = shutil.disk_usage(run).free / 2**20 if run.exists() else 0
+            raise OSError(
+                f"{folder} could not be saved: {error} ({free:.0f} MiB are free there). "
+                f"{self._last_saved()} Resume when the cause is gone."
+            ) from error
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save and limit:
+            limit_checkpoints(folder, limit, self.state.best_model_checkpoint)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sentences of an average update, from which samples per second are reported."""

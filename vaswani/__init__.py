@@ -26,6 +26,7 @@ from .modeling.modeling_vaswani import (
     VaswaniForConditionalGeneration,
     VaswaniModel,
 )
+from .tokenization.pipeline_vaswani import VaswaniTranslationPipeline
 from .tokenization.tokenization_vaswani import VaswaniTokenizer
 
 __version__ = "0.1.0"
@@ -47,4 +48,5 @@ __all__ = [
     "VaswaniGenerationConfig",
     "VaswaniModel",
     "VaswaniTokenizer",
+    "VaswaniTranslationPipeline",
 ]

@@ -1,0 +1,381 @@
+"""Our model and its peers on the same weights, behind one interface: token ids in, token ids out.
+
+MarianMTModel and CTranslate2 get our weights exactly: the table of positions, the start token, no
+biases in attention. Each twin is checked against us before it is timed.
+"""
+
+import contextlib
+import copy
+import ctypes
+import functools
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from base_model import padded
+from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedModel
+
+try:
+    import ctranslate2
+    from ctranslate2.converters import Converter, utils
+    from ctranslate2.specs import common_spec, transformer_spec
+except ImportError:  # the table says so in place of its rows
+    ctranslate2, Converter = None, object
+
+MAX_LENGTH_OFFSET = 50  # tokens by which a translation may outgrow its source (section 6.1)
+_SHARED_SIZES = (
+    "vocab_size",
+    "d_model",
+    "encoder_layers",
+    "decoder_layers",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "pad_token_id",
+    "eos_token_id",
+    "decoder_start_token_id",
+)
+
+
+class TorchEngine:
+    """`model.generate` of ours or of MarianMTModel.
+
+    Args:
+        label: what the table calls it.
+        model: in the precision to measure, on its device.
+        search: arguments of beam search that differ from the model's generation config.
+        limited: the model itself lets translations outgrow their sources by so much and no more.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        precision: str,
+        model: PreTrainedModel,
+        search: dict[str, Any] | None = None,
+        limited: bool = False,
+    ) -> None:
+        self.label, self.precision = label, precision
+        self.model, self.search, self.limited = model, search or {}, limited
+
+    def prepare(self, sentences: Sequence[list[int]]) -> dict[str, torch.Tensor]:
+        """Pad a batch and put it where the model is."""
+        batch = padded(sentences, pad=self.model.config.pad_token_id)
+        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+
+    def run(
+        self, batch: dict[str, torch.Tensor], beams: int, forced: int | None = None
+    ) -> torch.Tensor:
+        """Translate a prepared batch: to the end, or to exactly `forced` tokens."""
+        settings: dict[str, Any] = {"num_beams": beams, **(self.search if beams > 1 else {})}
+        if forced is not None:
+            settings["max_new_tokens"] = forced
+        elif not self.limited:
+            settings["max_new_tokens"] = batch["input_ids"].shape[1] + MAX_LENGTH_OFFSET
+        own = self.model.generation_config
+        if forced is not None:
+            settings["eos_token_id"] = None
+            # transformers refills an end of sentence that only the call has taken away.
+            self.model.generation_config = copy.deepcopy(own)
+            self.model.generation_config.eos_token_id = None
+        try:
+            return self.model.generate(**batch, **settings)
+        finally:
+            self.model.generation_config = own
+
+    def ids(self, output: torch.Tensor, forced: int | None = None) -> list[list[int]]:
+        """Read the translations: without the start token, up to the end of sentence."""
+        eos, pad = self.model.config.eos_token_id, self.model.config.pad_token_id
+        rows = []
+        for row in output[:, 1:].tolist():
+            if forced is None and eos in row:
+                row = row[: row.index(eos) + 1]
+            while forced is None and row and row[-1] == pad:
+                row.pop()
+            rows.append(row)
+        return rows
+
+
+class CTranslate2Engine:
+    """`ctranslate2.Translator.translate_batch`; tokens are written as their ids.
+
+    Args:
+        folder: a model that `save_for_ctranslate2` wrote.
+        precision: CTranslate2's compute type.
+        threads: of one translation; there is one at a time.
+    """
+
+    label = "CTranslate2"
+
+    def __init__(self, folder: Path, precision: str, device: str, threads: int, eos: int) -> None:
+        self.precision, self.eos = precision, str(eos)
+        self.translator = ctranslate2.Translator(
+            str(folder),
+            device=device,
+            compute_type=precision,
+            inter_threads=1,
+            intra_threads=threads,
+        )
+
+    def prepare(self, sentences: Sequence[list[int]]) -> list[list[str]]:
+        """Write a batch as CTranslate2 takes it."""
+        return [[str(token) for token in sentence] for sentence in sentences]
+
+    def run(self, batch: list[list[str]], beams: int, forced: int | None = None) -> list[Any]:
+        """Translate a prepared batch: to the end, or to exactly `forced` tokens."""
+        longest = max(map(len, batch)) + MAX_LENGTH_OFFSET
+        return self.translator.translate_batch(
+            batch,
+            beam_size=beams,
+            length_penalty=1,
+            max_decoding_length=longest if forced is None else forced,
+            min_decoding_length=1 if forced is None else forced,
+            return_end_token=True,
+        )
+
+    def ids(self, output: list[Any], forced: int | None = None) -> list[list[int]]:
+        """Read the translations, the end of sentence included."""
+        return [[int(token) for token in result.hypotheses[0]] for result in output]
+
+    def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """Log-probability of every target token, the end of sentence included."""
+        results = self.translator.score_batch(self.prepare(sources), self.prepare(targets))
+        return [result.log_probs for result in results]
+
+
+Engine = TorchEngine | CTranslate2Engine
+
+
+def marian_twin(model: PreTrainedModel, max_positions: int = 1024) -> PreTrainedModel:
+    """Build MarianMTModel with the weights of `model`, in float32 on the same device."""
+    ours = model.config
+    config = MarianConfig(
+        **{name: getattr(ours, name) for name in _SHARED_SIZES},
+        activation_function="relu",
+        scale_embedding=True,
+        max_position_embeddings=max_positions,
+        forced_eos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    twin = MarianMTModel(config).eval()
+    weights = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    weights["model.shared.weight"] = weights["model.encoder.embed_tokens.weight"]
+    _, unexpected = twin.load_state_dict(weights, strict=False)
+    if unexpected:
+        raise ValueError(f"MarianMTModel has no {unexpected[0]}: the weights do not fit.")
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if "attn" in name and name.endswith("_proj.bias"):
+                parameter.zero_()
+        for stack in (twin.model.encoder, twin.model.decoder):
+            positions = model.model.encoder.embed_positions(0, max_positions, torch.device("cpu"))
+            stack.embed_positions.weight.copy_(positions)
+    # Nothing but token ids: the classes' own defaults would forbid or force some tokens.
+    twin.generation_config = GenerationConfig(
+        **{name: getattr(ours, name) for name in _SHARED_SIZES if name.endswith("_token_id")}
+    )
+    return twin.to(model.device)
+
+
+class _Twin(Converter):
+    """Write our weights into CTranslate2's Transformer; `convert` quantises and saves it."""
+
+    def __init__(self, model: PreTrainedModel, max_positions: int) -> None:
+        self.model, self.max_positions = model, max_positions
+
+    def _load(self) -> Any:
+        config, model = self.model.config, self.model.model
+        options = {"pre_norm": False, "activation": common_spec.Activation.RELU}
+        spec = transformer_spec.TransformerSpec(
+            transformer_spec.TransformerEncoderSpec(
+                config.encoder_layers, config.encoder_attention_heads, **options
+            ),
+            transformer_spec.TransformerDecoderSpec(
+                config.decoder_layers, config.decoder_attention_heads, **options
+            ),
+        )
+        self._fill_stack(spec.encoder, spec.encoder.embeddings[0], model.encoder)
+        self._fill_stack(spec.decoder, spec.decoder.embeddings, model.decoder)
+        spec.decoder.projection.weight = _array(self.model.lm_head.weight)
+        vocabulary = [str(token) for token in range(config.vocab_size)]
+        spec.register_source_vocabulary(vocabulary)
+        spec.register_target_vocabulary(vocabulary)
+        spec.config.unk_token = str(config.unk_token_id)
+        spec.config.eos_token = spec.config.bos_token = str(config.eos_token_id)
+        spec.config.decoder_start_token = str(config.decoder_start_token_id)
+        spec.config.layer_norm_epsilon = config.layer_norm_eps
+        return spec
+
+    def _fill_stack(self, spec: Any, embeddings: Any, stack: PreTrainedModel) -> None:
+        embeddings.weight = _array(stack.embed_tokens.weight)
+        spec.scale_embeddings = stack.embed_scale
+        spec.position_encodings.encodings = _array(
+            stack.embed_positions(0, self.max_positions, torch.device("cpu"))
+        )
+        for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
+            self_attention = layer_spec.self_attention
+            _fill_attention(self_attention.linear, layer.self_attn, fused=3)
+            _fill_norm(self_attention.layer_norm, layer.self_attn_layer_norm)
+            if hasattr(layer, "encoder_attn"):
+                _fill_attention(layer_spec.attention.linear, layer.encoder_attn, fused=2)
+                _fill_norm(layer_spec.attention.layer_norm, layer.encoder_attn_layer_norm)
+            _fill_linear(layer_spec.ffn.linear_0, layer.fc1)
+            _fill_linear(layer_spec.ffn.linear_1, layer.fc2)
+            _fill_norm(layer_spec.ffn.layer_norm, layer.final_layer_norm)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    # A copy: quantising works in place.
+    return tensor.detach().float().cpu().numpy().copy()
+
+
+def _fill_linear(spec: Any, linear: torch.nn.Linear) -> None:
+    spec.weight = _array(linear.weight)
+    if linear.bias is not None:
+        spec.bias = _array(linear.bias)
+
+
+def _fill_norm(spec: Any, norm: torch.nn.LayerNorm) -> None:
+    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
+
+
+def _fill_attention(specs: list[Any], attention: torch.nn.Module, fused: int) -> None:
+    """One matrix for Q, K and V of self-attention (fused=3), of K and V of the other (fused=2)."""
+    projections = [common_spec.LinearSpec() for _ in range(3)]
+    for spec, name in zip(projections, ("q_proj", "k_proj", "v_proj"), strict=True):
+        _fill_linear(spec, getattr(attention, name))
+    if fused == 2:
+        utils.fuse_linear(specs[0], projections[:1])
+    utils.fuse_linear(specs[-2], projections[-fused:])
+    _fill_linear(specs[-1], attention.out_proj)
+
+
+def save_for_ctranslate2(
+    model: PreTrainedModel, folder: Path, quantization: str, max_positions: int = 1024
+) -> Path:
+    """Write `model` to `folder` for CTranslate2, in one of its quantizations."""
+    _Twin(model, max_positions).convert(str(folder), quantization=quantization, force=True)
+    return folder
+
+
+@torch.no_grad()
+def token_scores(
+    model: PreTrainedModel, sources: list[list[int]], targets: list[list[int]]
+) -> list[list[float]]:
+    """Log-probability that `model` gives to every target token, by forced decoding."""
+    batch = padded(sources, targets, pad=model.config.pad_token_id)
+    labels = batch.pop("labels").to(model.device)
+    inputs = model.prepare_decoder_input_ids_from_labels(labels)
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    logits = model(**batch, decoder_input_ids=inputs).logits.float()
+    scores = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    return [row[: len(target)].tolist() for row, target in zip(scores, targets, strict=True)]
+
+
+@torch.no_grad()
+def distance_to_marian(
+    model: PreTrainedModel,
+    twin: PreTrainedModel,
+    sources: list[list[int]],
+    targets: list[list[int]],
+) -> float:
+    """Largest difference of logits at a target token, by forced decoding of a padded batch."""
+    batch = padded(sources, targets, pad=model.config.pad_token_id)
+    labels = batch.pop("labels").to(model.device)
+    inputs = model.prepare_decoder_input_ids_from_labels(labels)
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    ours, theirs = (one(**batch, decoder_input_ids=inputs).logits for one in (model, twin))
+    return (ours - theirs)[labels != -100].abs().max().item()
+
+
+def distance_to_ctranslate2(
+    model: PreTrainedModel,
+    engine: CTranslate2Engine,
+    sources: list[list[int]],
+    targets: list[list[int]],
+) -> float:
+    """Largest difference of a target token's log-probability; targets end without `</s>`."""
+    ended = [[*target, int(engine.eos)] for target in targets]
+    ours = token_scores(model, sources, ended)
+    theirs = engine.score(sources, targets)
+    return max(
+        abs(a - b)
+        for mine, other in zip(ours, theirs, strict=True)
+        for a, b in zip(mine, other, strict=True)
+    )
+
+
+class Workshop:
+    """Builds engines, each on its own copy of the weights of one float32 model.
+
+    Args:
+        model: on the CPU.
+        device: "cpu" or "cuda".
+        folder: where CTranslate2's models are written.
+        threads: of CTranslate2, as many as torch has.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: str, folder: Path, threads: int) -> None:
+        self.model, self.device, self.folder, self.threads = model, device, folder, threads
+
+    def build(self, name: str, precision: str) -> Engine:
+        """Build "ours", "ours, stop early", "MarianMT" or "CTranslate2" in one precision.
+
+        Raises:
+            RuntimeError: this machine cannot run it, with the reason.
+        """
+        if name == "CTranslate2":
+            return self._ctranslate2(precision)
+        model = self._torch_model("MarianMT" if name == "MarianMT" else "ours", precision)
+        if name == "MarianMT":
+            return TorchEngine(name, precision, model)
+        search = {"early_stopping": True, "length_penalty": 1.0, "length_penalty_type": "hf"}
+        early = name != "ours"
+        return TorchEngine(name, precision, model, search if early else None, limited=True)
+
+    @functools.cache  # noqa: B019  (a workshop lives as long as the program)
+    def _torch_model(self, name: str, precision: str) -> PreTrainedModel:
+        model = marian_twin(self.model) if name == "MarianMT" else copy.deepcopy(self.model)
+        return model.to(device=self.device, dtype=getattr(torch, precision)).eval()
+
+    def _ctranslate2(self, precision: str) -> CTranslate2Engine:
+        if ctranslate2 is None:
+            raise RuntimeError("ctranslate2 is not installed")
+        if self.device == "cuda" and not ctranslate2.get_cuda_device_count():
+            raise RuntimeError(
+                f"ctranslate2 {ctranslate2.__version__} finds no CUDA device: its build or the "
+                "driver lacks support"
+            )
+        supported = ctranslate2.get_supported_compute_types(self.device)
+        if precision not in supported:
+            raise RuntimeError(f"ctranslate2 computes {', '.join(sorted(supported))} here")
+        folder = self.folder / f"ctranslate2-{precision}"
+        if not (folder / "model.bin").exists():
+            save_for_ctranslate2(self.model, folder, precision)
+        eos = self.model.config.eos_token_id
+        return CTranslate2Engine(folder, precision, self.device, self.threads, eos)
+
+    def release(self) -> None:
+        """Forget the float32 original, for a measurement of memory."""
+        self.model = None
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            # glibc keeps what is freed; other C libraries lack this function.
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+__all__ = [
+    "MAX_LENGTH_OFFSET",
+    "CTranslate2Engine",
+    "Engine",
+    "TorchEngine",
+    "Workshop",
+    "distance_to_ctranslate2",
+    "distance_to_marian",
+    "marian_twin",
+    "save_for_ctranslate2",
+    "token_scores",
+]

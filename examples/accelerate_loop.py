@@ -1,0 +1,112 @@
+"""Section 5 of the paper, line by line, with Accelerate and nothing else.
+
+    python examples/accelerate_loop.py train.en train.de --output runs/loop
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py train.en train.de \
+        --output runs/loop
+
+Several processes with a share of the batches each give the model that one process would: an update
+has the same sentences, and each target token the same weight. train_translation.py does more, such
+as evaluate, average and resume.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import DataCollatorForSeq2Seq
+from translate import read_lines
+from vaswani.training.batching import TokenBatchSampler
+from vaswani.training.schedule import noam_schedule
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", help="text file, a sentence a line, plain or .gz")
+    add("target", help="its translation, line by line")
+    add("--output", required=True, help="folder of the model")
+    add("--preset", default="base", help="row of Table 3 (default: base)")
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that differ from it")
+    add("--vocab-size", type=int, default=37000, help="byte pairs (default: 37000, 5.1)")
+    add("--tokens", type=int, default=25000, help="of either side, a batch (default: 25000, 5.1)")
+    add("--accumulate", type=int, default=1, help="batches an update, in each process (default: 1)")
+    add("--steps", type=int, default=100_000, help="updates (default: 100000, 5.2)")
+    add("--warmup", type=int, default=4000, help="of rising learning rate (default: 4000, 5.3)")
+    add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
+    args = parser.parse_args(argv)
+
+    accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
+    set_seed(1)
+    sources, targets = ([text for _, text in read_lines(p)] for p in (args.source, args.target))
+
+    # 5.1 Training Data and Batching: a shared vocabulary, batches by approximate length.
+    tokenizer = VaswaniTokenizer.train_from_iterator(sources + targets, "bpe", args.vocab_size)
+    encoded = tokenizer(sources, text_target=targets)
+    pairs = [
+        {"input_ids": source, "labels": target}
+        for source, target in zip(encoded["input_ids"], encoded["labels"], strict=True)
+    ]
+    sampler = TokenBatchSampler(
+        [(len(pair["input_ids"]), len(pair["labels"])) for pair in pairs],
+        args.tokens,
+        batches_per_update=args.accumulate * accelerator.num_processes,
+    )
+    fields = {name: json.loads(value) for name, value in (item.split("=") for item in args.set)}
+    config = VaswaniConfig.preset(args.preset, vocab_size=len(tokenizer), **fields)
+    model = VaswaniForConditionalGeneration(config)
+    collator = DataCollatorForSeq2Seq(tokenizer, model=model)
+    loader = DataLoader(pairs, batch_sampler=sampler, collate_fn=collator)
+
+    # 5.3 Optimizer: Adam, and the learning rate of equation 3.
+    fused = accelerator.device.type in ("cuda", "cpu")
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=fused)
+    schedule = noam_schedule(optimizer, config.d_model, args.warmup)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    # 5.4 Regularization: dropout and label smoothing act in training mode.
+    model.train()
+    progress = tqdm(total=args.steps, disable=not accelerator.is_main_process)
+    for batches in itertools.islice(updates(loader, args.accumulate), args.steps):
+        # An update's loss is the mean over its real target tokens, in whatever process they are.
+        tokens = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in batches))
+        total = torch.zeros((), device=accelerator.device)
+        for batch in batches:
+            loss = model(**batch, num_items_in_batch=tokens).loss
+            # Gradients are averaged over processes, and are to be summed.
+            accelerator.backward(loss * accelerator.num_processes)
+            total += loss.detach()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        progress.update()
+        progress.set_postfix(loss=f"{accelerator.reduce(total).item():.3f}")
+
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=weights)
+        tokenizer.save_pretrained(args.output)
+    accelerator.end_training()
+
+
+def updates(loader: DataLoader, accumulate: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield the batches of one update after the other, epoch after epoch without end."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        while update := list(itertools.islice(batches, accumulate)):
+            yield update
+
+
+if __name__ == "__main__":
+    main()

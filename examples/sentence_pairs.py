@@ -1,0 +1,93 @@
+"""Read pairs of a source and a target line from the forms that train_translation.py takes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from translate import read_lines
+
+Pair = tuple[str, str]
+
+
+def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) -> list[Pair]:
+    """Load source and target lines from any of the forms in train_translation.py's manual.
+
+    Exits with the file and line where something is wrong: a file is missing or empty, parallel
+    files differ in length, a record lacks a column.
+    """
+    name = data[0]
+    if len(data) == 2:
+        sources, targets = ([text for _, text in read_lines(existing(path))] for path in data)
+        if len(sources) != len(targets):
+            sys.exit(
+                f"{data[0]} has {len(sources)} lines, {data[1]} has {len(targets)}: parallel files "
+                f"must match; line {min(len(sources), len(targets)) + 1} has no partner."
+            )
+        pairs = list(zip(sources, targets, strict=True))
+    elif len(data) > 2:
+        sys.exit(f"Expected one file, two parallel files or a data set, got {len(data)}: {data}")
+    elif name.removesuffix(".gz").endswith(".tsv"):
+        pairs = [
+            tsv_pair(line, name, number)
+            for number, line in read_lines(existing(name))
+            if line.strip()
+        ]
+    elif name.removesuffix(".gz").endswith((".jsonl", ".json")):
+        pairs = [
+            json_pair(line, columns, name, number)
+            for number, line in read_lines(existing(name))
+            if line.strip()
+        ]
+    else:
+        data_set, _, split = name.partition(":")
+        hub_id, _, configuration = data_set.partition("@")
+        try:
+            rows = load_dataset(hub_id, configuration or None, split=split or default_split)
+        except (ConnectionError, OSError, ValueError) as error:
+            sys.exit(f"{name} is neither a file here nor a data set that can be loaded: {error}")
+        pairs = [row_pair(row, columns, name, number) for number, row in enumerate(rows, start=1)]
+    if not pairs:
+        sys.exit(f"{' '.join(data)} is empty: no sentence pairs.")
+    return pairs
+
+
+def existing(path: str) -> str:
+    """Return `path`; exit if there is no such file."""
+    if not Path(path).is_file():
+        sys.exit(f"No such file: {path}")
+    return path
+
+
+def tsv_pair(line: str, name: str, number: int) -> Pair:
+    """Split a TSV line; further columns are ignored."""
+    fields = line.split("\t")
+    if len(fields) < 2:
+        sys.exit(f"{name}, line {number}: no tab between source and target: {line!r}")
+    return fields[0], fields[1]
+
+
+def json_pair(line: str, columns: tuple[str, str], name: str, number: int) -> Pair:
+    """Read a JSON line."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        sys.exit(f"{name}, line {number}: not JSON ({error})")
+    return row_pair(row, columns, name, number)
+
+
+def row_pair(row: dict[str, Any], columns: tuple[str, str], name: str, number: int) -> Pair:
+    """Pick the two columns of a record, or of its "translation" as many data sets have it."""
+    if isinstance(row.get("translation"), dict):
+        row = row["translation"]
+    missing = [column for column in columns if column not in row]
+    if missing:
+        sys.exit(
+            f"{name}, record {number} has no {missing[0]!r} but {', '.join(map(repr, row))}: "
+            "name the two to use with --columns."
+        )
+    for column in columns:
+        if not isinstance(row[column], str):
+            sys.exit(f"{name}, record {number}: {column!r} is {row[column]!r}, not text.")
+    return row[columns[0]], row[columns[1]]

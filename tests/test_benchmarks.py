@@ -1,0 +1,241 @@
+"""The benchmark compares like with like: peers compute what we compute, and the report is whole."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import base_model  # noqa: E402
+import engines  # noqa: E402
+import generation  # noqa: E402
+
+ENGLISH = ["a man rides a red bike .", "two dogs run .", "a woman reads a book in the park ."] * 4
+GERMAN = ["ein mann fährt rad .", "zwei hunde rennen .", "eine frau liest im park ein buch ."] * 4
+
+
+def needs_ctranslate2():
+    if engines.ctranslate2 is None:
+        pytest.skip("ctranslate2 is not installed: pip install 'vaswani[convert]'")
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A Multi30k of a dozen sentences."""
+    folder = tmp_path / "data" / "multi30k"
+    folder.mkdir(parents=True)
+    for language, lines in (("en", ENGLISH), ("de", GERMAN)):
+        for split in ("train", "val", "test_2016_flickr"):
+            with gzip.open(folder / f"{split}.lc.norm.tok.{language}.gz", "wt") as file:
+                file.write("\n".join(lines) + "\n")
+    monkeypatch.setenv("VASWANI_DATA", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def model():
+    """A small model whose biases and LayerNorms are all in use."""
+    torch.manual_seed(0)
+    config = VaswaniConfig(
+        vocab_size=330,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=40,
+    )
+    model = VaswaniForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.weight.uniform_(0.5, 1.5)
+            if getattr(module, "bias", None) is not None:
+                module.bias.normal_(0, 0.3)
+    return model
+
+
+def random_pairs(lengths, vocab_size=330):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(3, vocab_size, (n,), generator=generator).tolist()  # noqa: E731
+    return [[*draw(n), 2] for n in lengths], [draw(n + 2) for n in reversed(lengths)]
+
+
+def test_marian_twin_has_our_logits_under_padding(model):
+    twin = engines.marian_twin(model)
+    sources, targets = random_pairs([1, 5, 17, 60])
+    assert engines.distance_to_marian(model, twin, sources, targets) < 1e-4
+    with torch.no_grad():
+        twin.model.decoder.embed_positions.weight[1:].zero_()
+    assert engines.distance_to_marian(model, twin, sources, targets) > 1e-2
+
+
+def test_ctranslate2_twin_scores_as_we_do(model, tmp_path):
+    needs_ctranslate2()
+    folder = engines.save_for_ctranslate2(model, tmp_path / "twin", "float32")
+    engine = engines.CTranslate2Engine(folder, "float32", "cpu", threads=1, eos=2)
+    sources, targets = random_pairs([1, 5, 17, 60])
+    assert engines.distance_to_ctranslate2(model, engine, sources, targets) < 1e-4
+    with torch.no_grad():
+        model.model.encoder.layers[1].self_attn.v_proj.weight[0] += 1
+    assert engines.distance_to_ctranslate2(model, engine, sources, targets) > 1e-3
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_every_engine_can_be_made_to_write_a_given_number_of_tokens(model, tmp_path, beams):
+    with torch.no_grad():
+        # The end of sentence is what this model would write at once.
+        model.lm_head.weight[2] = 3 * model.model.decoder.layers[-1].final_layer_norm.bias
+    workshop = engines.Workshop(model, "cpu", tmp_path, threads=1)
+    built, _ = generation.build_all(workshop)
+    sources, _ = random_pairs([4, 9])
+    for engine in built:
+        batch = engine.prepare(sources)
+        output = engine.run(batch, beams, forced=7)
+        assert [len(row) for row in engine.ids(output, forced=7)] == [7, 7], engine.label
+        assert model.generation_config.eos_token_id == 2
+        assert all(row[-1] == 2 for row in engine.ids(engine.run(batch, beams))), engine.label
+
+
+def test_building_engines_leaves_our_weights_alone(model, tmp_path):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generation.build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
+    built, _ = generation.build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
+    sources, _ = random_pairs([3, 8, 8, 12])
+    outputs = {
+        engine.label: engine.ids(engine.run(engine.prepare(sources), 1, forced=12), forced=12)
+        for engine in built
+        if engine.precision == "float32"
+    }
+    assert len({str(output) for output in outputs.values()}) == 1
+
+
+def test_quick_report_is_whole(model, corpus, tmp_path, monkeypatch, capsys):
+    lines = ENGLISH + GERMAN
+    tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
+    model.save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    points = {"PAUSE": 0, "BEAMS": (1, 2), "SOURCE_LENGTHS": (8,), "OUTPUT_LENGTHS": (4, 8)}
+    for name, value in points.items():
+        monkeypatch.setattr(generation, name, value)
+    report = tmp_path / "out" / "report.json"
+    command = ["--quick", "--rounds", "1", "--sentences", "3", "--model", str(tmp_path / "tiny")]
+    generation.main([*command, "--parts", "speed", "curves", "--json", str(report)])
+    results = json.loads(report.read_text())
+    promised = {"command", "commit", "hardware", "versions", "date", "speed", "ratios", "aims"}
+    assert promised < results.keys()
+    assert {"cpu", "cores", "flags", "gpu"} < results["hardware"].keys()
+    rows = {(row["engine"], row["precision"], row["batch"]) for row in results["speed"]}
+    for size in (1, 32):
+        assert ("ours", "float32", size) in rows
+        assert ("MarianMT", "bfloat16", size) in rows
+        if engines.ctranslate2 is not None:
+            assert ("CTranslate2", "int8", size) in rows
+    for row in results["speed"]:
+        assert row["tokens_per_second"] > 0
+        assert 0 <= row["bleu"] <= 100
+    assert any(aim["aim"].startswith("ours float32 over MarianMT") for aim in results["aims"])
+    assert {row["by"] for row in results["curves"]} == {"beams", "source tokens", "output tokens"}
+    printed = capsys.readouterr().out
+    assert "beam 4, batch 32" in printed
+    assert "at least 2.50" in printed
+
+
+def test_ratio_is_the_median_of_rounds_and_aims_are_judged():
+    speed = {"beams": 4, "batch": 32, "bleu": 30.0}
+    rows = [
+        {"engine": "ours", "precision": "float32", "seconds": [1.0, 2.0, 1.0], **speed},
+        {"engine": "MarianMT", "precision": "float32", "seconds": [3.0, 5.0, 9.0], **speed},
+        {"engine": "CTranslate2", "precision": "float32", "seconds": [0.5, 2.0, 0.9], **speed},
+    ]
+    ratios = generation.compare(rows)
+    assert [ratio["ratio"] for ratio in ratios] == [3.0, 0.9]
+    assert [(aim["least"], aim["met"]) for aim in generation.judge(ratios)] == [
+        (2.5, True),
+        (1.0, False),
+    ]
+
+
+def test_a_twin_that_computes_something_else_ends_the_run(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "distance_to_marian", lambda *_: float("nan"))
+    text = generation.Text(None, 330)
+    with pytest.raises(SystemExit, match="MarianMT computes something else"):
+        generation.check_twins(model, [], text)
+
+
+def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_path, monkeypatch):
+    small = VaswaniConfig.preset
+
+    def preset(name, vocab_size):
+        sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+        sizes |= {"encoder_layers": 1, "decoder_layers": 1}
+        # Dropout would draw other numbers after a restart.
+        return small(name, vocab_size=vocab_size, dropout=0.0, **sizes)
+
+    monkeypatch.setattr(base_model.VaswaniConfig, "preset", preset)
+    for name, value in {"VOCAB_SIZE": 330, "_EVERY": 2, "_TOKENS": 64}.items():
+        monkeypatch.setattr(base_model, name, value)
+    base_model.train(tmp_path / "whole", steps=6)
+
+    copied = base_model._copy
+    calls = []
+
+    def killed(*args):
+        calls.append(args)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        copied(*args)
+
+    monkeypatch.setattr(base_model, "_copy", killed)
+    with pytest.raises(KeyboardInterrupt):
+        base_model.train(tmp_path / "cut", steps=6)
+    assert (tmp_path / "cut" / "unfinished.pt").exists()
+    monkeypatch.setattr(base_model, "_copy", copied)
+    base_model.train(tmp_path / "cut", steps=6)
+    assert not (tmp_path / "cut" / "unfinished.pt").exists()
+    whole, cut = (
+        VaswaniForConditionalGeneration.from_pretrained(tmp_path / name).state_dict()
+        for name in ("whole", "cut")
+    )
+    for name, tensor in whole.items():
+        torch.testing.assert_close(cut[name], tensor, rtol=0, atol=0)
+
+
+def test_help_is_the_manual():
+    command = [sys.executable, str(BENCHMARKS / "generation.py"), "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "CTranslate2" in run.stdout
+    assert "--quick" in run.stdout
+
+
+def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peak memory is read from /proc, which only Linux has")
+    model.save_pretrained(tmp_path / "tiny")
+    peaks = []
+    for size in (1, 64):
+        sources, _ = random_pairs([200] * size)
+        generation.memory_in_child(
+            SimpleNamespace(put=peaks.append),
+            *(tmp_path / "tiny", tmp_path, "cpu", 1),
+            ("ours", "float32"),
+            (sources, 4, 8),
+        )
+    small, large = (peak["peak_mb"] - peak["weights_mb"] for peak in peaks)
+    assert large > small + 5

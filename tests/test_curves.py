@@ -1,0 +1,68 @@
+"""The learning-curve picture shows what the log says."""
+
+import matplotlib.image
+import pytest
+from matplotlib.axes import Axes
+from test_batching import make_trainer, training_data
+from vaswani.training.curves import LearningCurve, draw_learning_curve
+
+LOG = [
+    {"step": 10, "loss": 5.0, "learning_rate": 0.1},
+    {"step": 10, "eval_loss": 4.5, "eval_bleu": 3.0, "eval_chrf": 20.0},
+    {"step": 20, "loss": 4.0},
+    {"step": 20, "eval_loss": 4.2, "eval_bleu": 9.0, "eval_chrf": 25.0},
+    {"step": 20, "eval_loss": float("nan")},
+    {"step": 20, "train_runtime": 3.0},
+]
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What is plotted: the label and the points of each line."""
+    lines, plot = {}, Axes.plot
+
+    def spy(self, steps, values, **kwargs):
+        lines[kwargs["label"]] = list(zip(steps, values, strict=True))
+        return plot(self, steps, values, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", spy)
+    return lines
+
+
+@pytest.mark.parametrize(("score", "points"), [("bleu", [3.0, 9.0]), ("chrf", [20.0, 25.0])])
+def test_losses_and_score_are_drawn_at_their_updates(drawn, tmp_path, score, points):
+    draw_learning_curve(LOG, tmp_path / "curve.png", score)
+    assert drawn == {
+        "training (smoothed, with dropout)": [(10, 5.0), (20, 4.0)],
+        "validation": [(10, 4.5), (20, 4.2)],
+        score: list(zip((10, 20), points, strict=True)),
+    }
+    height, width, _ = matplotlib.image.imread(tmp_path / "curve.png").shape
+    assert width > height > 300
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("log", [[], LOG[:1], LOG[5:], [{"step": 1, "loss": 0.0}]])
+def test_a_log_of_little_makes_a_picture_of_little(drawn, tmp_path, log):
+    draw_learning_curve(log, tmp_path / "curve.png")
+    assert len(drawn) == sum("loss" in entry for entry in log)
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_a_training_run_leaves_its_picture_from_the_first_evaluation_on(drawn, tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[LearningCurve()],
+        max_steps=4,
+        logging_strategy="steps",
+        logging_steps=2,
+    )
+    trainer.eval_dataset = training_data(4)
+    trainer.evaluate()
+    assert list(drawn) == ["validation"]
+    (tmp_path / "learning_curve.png").unlink()
+    trainer.train()
+    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history[:2]]
+    assert [step for step, _ in losses] == [2, 4]
+    assert drawn["training (smoothed, with dropout)"] == losses
+    assert (tmp_path / "learning_curve.png").exists()

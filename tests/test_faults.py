@@ -1,0 +1,414 @@
+"""Killed, out of disk space or at a NaN: training loses nothing and says what happened."""
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_batching import STEPS, assert_bit_for_bit, make_trainer, weights
+from transformers import Seq2SeqTrainer, TrainerState, modeling_utils
+from transformers.testing_utils import CaptureLogger
+from vaswani.training import checkpoints, trainer
+from vaswani.training.checkpoints import last_complete_checkpoint
+from vaswani.training.trainer import VaswaniTrainer
+
+ROOT = Path(__file__).resolve().parent.parent
+SAVING = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of a run that nothing interrupted."""
+    run = make_trainer(tmp_path_factory.mktemp("whole"), **SAVING)
+    run.train()
+    assert run.state.global_step == STEPS
+    return weights(run)
+
+
+def in_child(function):
+    """Run a function in a process of its own and return its exit code, -9 if it was killed."""
+    if not (pid := os.fork()):
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in(owner, name, number, when):
+    """Kill this process before, in or after the call of that number of a function."""
+    function, calls = getattr(owner, name), []
+
+    def deadly(*args, **kwargs):
+        calls.append(name)
+        if len(calls) < number:
+            return function(*args, **kwargs)
+        if when == "before":
+            die()
+        result = function(*args, **kwargs)
+        if when == "half way":
+            path = next(value for value in args if isinstance(value, str | os.PathLike))
+            os.truncate(path, os.path.getsize(path) // 2)
+        die()
+        return result
+
+    setattr(owner, name, deadly)
+
+
+# Each checkpoint is a call of save_file, four of torch.save (settings, optimizer, schedule, random
+# numbers) and one of each other function; the second checkpoint is of step 6.
+MOMENTS = {
+    "before the folder": (trainer, "begin_checkpoint", 2, "before"),
+    "in an empty folder": (trainer, "begin_checkpoint", 2, "after"),
+    "in the weights": (modeling_utils, "safe_save_file", 2, "half way"),
+    "after the weights": (modeling_utils, "safe_save_file", 2, "after"),
+    "in the settings": (torch, "save", 5, "half way"),
+    "before the optimizer": (torch, "save", 6, "before"),
+    "in the optimizer": (torch, "save", 6, "half way"),
+    "in the schedule": (torch, "save", 7, "half way"),
+    "before the random numbers": (torch, "save", 8, "before"),
+    "in the random numbers": (torch, "save", 8, "half way"),
+    "before the state": (TrainerState, "save_to_json", 2, "before"),
+    "in the state": (TrainerState, "save_to_json", 2, "half way"),
+    "before it is declared complete": (trainer, "finish_checkpoint", 2, "before"),
+    "when it is complete": (trainer, "finish_checkpoint", 2, "after"),
+    "while the one before is removed": (checkpoints.shutil, "rmtree", 1, "before"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_inside_a_save_resumes_and_ends_with_the_same_weights(moment, whole, tmp_path):
+    def train_until_killed():
+        die_in(*MOMENTS[moment])
+        make_trainer(tmp_path, **SAVING).train()
+
+    assert in_child(train_until_killed) == -signal.SIGKILL
+    complete = moment in ("when it is complete", "while the one before is removed")
+    with CaptureLogger(checkpoints.logger) as log:
+        last = last_complete_checkpoint(tmp_path)
+    assert last.name == ("checkpoint-6" if complete else "checkpoint-3")
+    left_incomplete = not complete and moment != "before the folder"
+    assert (f"{tmp_path / 'checkpoint-6'} is incomplete" in log.out) == left_incomplete
+    resumed = make_trainer(tmp_path, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert_bit_for_bit(weights(resumed), whole)
+    # Nothing is left of what the kill left behind.
+    names = {path.name for path in tmp_path.iterdir() if "checkpoint" in path.name}
+    assert names == {f"checkpoint-{STEPS}"}
+
+
+def test_a_run_killed_between_saves_resumes_and_ends_with_the_same_weights(whole, tmp_path):
+    def train_until_killed():
+        die_in(VaswaniTrainer, "training_step", 11, "after")
+        make_trainer(tmp_path, **SAVING).train()
+
+    assert in_child(train_until_killed) == -signal.SIGKILL
+    resumed = make_trainer(tmp_path, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._initial_global_step == 9
+    assert_bit_for_bit(weights(resumed), whole)
+
+
+@pytest.mark.parametrize("steps", [7, 10])  # at the end of an epoch, and inside one
+def test_a_run_killed_after_its_last_save_takes_no_further_step(steps, tmp_path):
+    whole = make_trainer(tmp_path, **SAVING, max_steps=steps)
+    whole.train()
+    resumed = make_trainer(tmp_path, **SAVING, max_steps=steps)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == steps
+    assert_bit_for_bit(weights(resumed), weights(whole))
+
+
+def test_a_run_killed_in_its_first_save_says_that_there_is_nothing_to_resume(whole, tmp_path):
+    def train_until_killed():
+        die_in(TrainerState, "save_to_json", 1, "before")
+        make_trainer(tmp_path, **SAVING).train()
+
+    assert in_child(train_until_killed) == -signal.SIGKILL
+    again = make_trainer(tmp_path, **SAVING)
+    with pytest.raises(ValueError, match=f"no complete checkpoint in {tmp_path} to resume from"):
+        again.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="checkpoint-3 is incomplete: it was being saved when"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    again = make_trainer(tmp_path, **SAVING)
+    again.train()
+    assert_bit_for_bit(weights(again), whole)
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_at_random_ends_with_the_same_weights(whole, tmp_path):
+    changes = SAVING | {"save_steps": 1}
+    started = time.monotonic()
+    make_trainer(tmp_path / "timed", **changes).train()
+    seconds = time.monotonic() - started
+    output, kills, tries = tmp_path / "run", 0, 0
+    while True:
+        tries += 1
+        assert tries < 100
+        if not (pid := os.fork()):
+            try:
+                resumable = last_complete_checkpoint(output) is not None
+                make_trainer(output, **changes).train(resume_from_checkpoint=resumable or None)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        if kills < 12:
+            time.sleep(random.SystemRandom().uniform(0.1, 0.6) * seconds)
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, -signal.SIGKILL)
+        if code == 0:
+            break
+        kills += 1
+    assert kills
+    model = load_file(last_complete_checkpoint(output) / "model.safetensors")
+    assert last_complete_checkpoint(output).name == f"checkpoint-{STEPS}"
+    assert_bit_for_bit({name: whole[name] for name in model}, model)
+
+
+def finished_run(folder, **changes):
+    run = make_trainer(folder, **(SAVING | {"save_total_limit": None} | changes))
+    run.train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def five_checkpoints(tmp_path_factory):
+    return finished_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json"]
+)
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_a_checkpoint_that_lost_a_file_or_its_end_is_named_and_passed_over(
+    name, damage, five_checkpoints, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(five_checkpoints, run)
+    path = run / "checkpoint-14" / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 1)
+    with CaptureLogger(checkpoints.logger) as log:
+        assert last_complete_checkpoint(run) == run / "checkpoint-12"
+    flaw = f"{name} is missing" if damage == "missing" else f"{name} has"
+    assert f"{run / 'checkpoint-14'} is incomplete and passed over: {flaw}" in log.out
+
+
+def test_a_damaged_list_of_files_is_named_too(five_checkpoints, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(five_checkpoints, run)
+    (run / "checkpoint-14" / checkpoints._MANIFEST).write_text('{"model')
+    with CaptureLogger(checkpoints.logger) as log:
+        assert last_complete_checkpoint(run) == run / "checkpoint-12"
+    assert "checkpoint_files.json is damaged" in log.out
+
+
+@pytest.mark.parametrize(
+    ("name", "flaw"),
+    [
+        (None, None),
+        ("trainer_state.json", "trainer_state.json is cut off or broken"),
+        ("model.safetensors", "model.safetensors is cut off or broken"),
+        ("optimizer.pt", "optimizer.pt is cut off or broken"),
+        ("rng_state.pth", "rng_state.pth is cut off or broken"),
+    ],
+)
+def test_checkpoints_of_transformers_own_trainer_are_judged_by_their_files(tmp_path, name, flaw):
+    changes = {"trainer_class": Seq2SeqTrainer, "max_steps": 4, "save_steps": 2}
+    finished_run(tmp_path, **changes)
+    if name is not None:
+        path = tmp_path / "checkpoint-4" / name
+        os.truncate(path, path.stat().st_size // 2)
+    with CaptureLogger(checkpoints.logger) as log:
+        last = last_complete_checkpoint(tmp_path)
+    assert last.name == ("checkpoint-4" if name is None else "checkpoint-2")
+    assert log.out == "" if name is None else flaw in log.out
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    assert last_complete_checkpoint(tmp_path).name == "checkpoint-2"
+
+
+def test_checkpoints_of_no_run_are_none(tmp_path):
+    assert last_complete_checkpoint(tmp_path) is None
+    assert last_complete_checkpoint(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(1, [14]), (3, [9, 12, 14]), (None, [3, 6, 9, 12, 14])]
+)
+def test_as_many_checkpoints_stay_as_the_settings_say(tmp_path, limit, kept):
+    finished_run(tmp_path, save_total_limit=limit)
+    assert [path.name for path in checkpoints.run_checkpoints(tmp_path)] == [
+        f"checkpoint-{step}" for step in kept
+    ]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(five_checkpoints, tmp_path):
+    for limit, kept in ((1, [3, 14]), (2, [3, 14]), (3, [3, 12, 14])):
+        run = tmp_path / str(limit)
+        shutil.copytree(five_checkpoints, run)
+        best = str(run / "checkpoint-3")
+        checkpoints.limit_checkpoints(run / "checkpoint-14", limit, best)
+        names = [path.name for path in checkpoints.run_checkpoints(run)]
+        assert names == [f"checkpoint-{step}" for step in kept]
+
+
+def test_incomplete_checkpoints_do_not_count_as_kept_ones(five_checkpoints, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(five_checkpoints, run)
+    (run / "checkpoint-12" / "optimizer.pt").unlink()
+    checkpoints.limit_checkpoints(run / "checkpoint-14", 2)
+    names = [path.name for path in checkpoints.run_checkpoints(run)]
+    assert names == ["checkpoint-9", "checkpoint-14"]
+
+
+def test_a_checkpoint_of_an_earlier_run_does_not_complete_one_of_the_same_number(
+    five_checkpoints, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(five_checkpoints, run)
+    shutil.rmtree(run / "checkpoint-14")
+
+    def resume_until_killed():
+        die_in(TrainerState, "save_to_json", 1, "before")
+        make_trainer(run, **SAVING).train(resume_from_checkpoint=str(run / "checkpoint-9"))
+
+    assert in_child(resume_until_killed) == -signal.SIGKILL
+    assert last_complete_checkpoint(run) == run / "checkpoint-9"
+
+
+@pytest.mark.parametrize("file", ["weights", "optimizer", "list"])
+def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
+    file, whole, five_checkpoints, tmp_path
+):
+    """Files may grow to some size only: the system refuses to write on, as a full disk does."""
+    sizes = json.loads((five_checkpoints / "checkpoint-3" / checkpoints._MANIFEST).read_text())
+    assert sizes["model.safetensors"] < sizes["optimizer.pt"]
+    output, message = tmp_path / "run", tmp_path / "message"
+
+    def train_until_full():
+        run = make_trainer(output, **SAVING)
+        begin, limits = trainer.begin_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+        allowed = {
+            "weights": sizes["model.safetensors"] // 2,
+            "optimizer": sizes["model.safetensors"] + 2000,
+            "list": limits[0],
+        }
+
+        def refuse(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def fill_disk(folder):
+            begin(folder)
+            if folder.name == "checkpoint-6":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (allowed[file], limits[1]))
+                if file == "list":
+                    checkpoints._flush = refuse
+
+        trainer.begin_checkpoint = fill_disk
+        try:
+            run.train()
+        except OSError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            message.write_text(str(error))
+
+    assert in_child(train_until_full) == 0
+    assert f"{output / 'checkpoint-6'} could not be saved" in message.read_text()
+    assert f"{output / 'checkpoint-3'} is complete" in message.read_text()
+    assert "MiB are free" in message.read_text()
+    assert [path.name for path in checkpoints.run_checkpoints(output)] == ["checkpoint-3"]
+    resumed = make_trainer(output, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert_bit_for_bit(weights(resumed), whole)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_number_that_is_not_finite_ends_training_before_it_reaches_the_weights(
+    what, accumulate, tmp_path
+):
+    changes = SAVING | {"gradient_accumulation_steps": accumulate}
+    whole = make_trainer(tmp_path / "whole", **changes)
+    whole.train()
+    run, calls = make_trainer(tmp_path / "run", **changes), []
+    compute_loss = run.compute_loss
+
+    def diverging(model, *args, **kwargs):
+        loss = compute_loss(model, *args, **kwargs)
+        calls.append(loss)
+        if len(calls) == 5 * accumulate:
+            # The square root is 0, a number; its derivative is not.
+            zero = 0 * next(model.parameters()).sum()
+            return loss * float("nan") if what == "loss" else loss + zero.sqrt()
+        return loss
+
+    run.compute_loss = diverging
+    message = f"{what} is nan in update 5.*checkpoint-3 is complete.*lower learning rate"
+    with pytest.raises(FloatingPointError, match=message):
+        run.train()
+    assert run.state.global_step == 4
+    assert all(value.isfinite().all() for value in weights(run).values())
+    resumed = make_trainer(tmp_path / "run", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert_bit_for_bit(weights(resumed), weights(whole))
+
+
+def launch(*arguments):
+    """Run `main` below in two processes on the CPU; return how it ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", __file__, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def main(job, output):
+    """Train as one of two processes."""
+    run = make_trainer(output, **SAVING)
+    assert run.accelerator.num_processes == 2
+    if job == "killed" and run.args.process_index == 1:
+        # This process saves nothing but its random numbers.
+        die_in(torch, "save", 2, "before")
+    run.train(resume_from_checkpoint=True if job == "resumed" else None)
+    run.save_model()
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_killed_before_its_part_of_a_save_costs_nothing(tmp_path):
+    for job, folder, fails in (
+        ("whole", "whole", False),
+        ("killed", "run", True),
+        ("resumed", "run", False),
+    ):
+        done = launch(job, tmp_path / folder)
+        assert (done.returncode != 0) == fails, done.stderr
+        if fails:
+            assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
+    resumed, whole = (load_file(tmp_path / run / "model.safetensors") for run in ("run", "whole"))
+    assert_bit_for_bit(resumed, whole)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,342 @@
+"""The translation pipeline: how it is reached, what goes in and out, and how much it holds."""
+
+import itertools
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+from num2words import num2words
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
+from transformers.pipelines.pt_utils import KeyDataset
+from vaswani.tokenization import pipeline_vaswani
+from vaswani.tokenization.pipeline_vaswani import batches_by_length
+
+from vaswani import VaswaniTranslationPipeline
+
+FROZEN = Path(__file__).resolve().parent / "frozen" / "0.1"
+NUMBERS = [999, 3, 342, 80, 17, 1, 700, 25, 4, 111]
+ENGLISH = [num2words(number) for number in NUMBERS]
+GERMAN = [num2words(number, lang="de") for number in NUMBERS]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """A model of number words and its tokenizer."""
+    return AutoModelForSeq2SeqLM.from_pretrained(FROZEN), AutoTokenizer.from_pretrained(FROZEN)
+
+
+@pytest.fixture
+def translator(parts):
+    return VaswaniTranslationPipeline(*parts, device="cpu")
+
+
+@pytest.fixture
+def batches(parts, monkeypatch):
+    """The shapes of all batches that go to `generate` while a test runs, and its settings."""
+    model, _ = parts
+    seen, generate = [], model.generate
+
+    def recording(input_ids, **settings):
+        seen.append((tuple(input_ids.shape), settings))
+        return generate(input_ids=input_ids, **settings)
+
+    monkeypatch.setattr(model, "generate", recording)
+    return seen
+
+
+def texts(results):
+    return [result["translation_text"] for result in results]
+
+
+# The ways to it
+
+
+def test_a_folder_is_enough_with_the_class(batches):
+    for arguments in (("translation",), ()):
+        translator = pipeline(
+            *arguments, model=str(FROZEN), pipeline_class=VaswaniTranslationPipeline, device="cpu"
+        )
+        assert type(translator) is VaswaniTranslationPipeline
+        assert texts(translator(ENGLISH[:2])) == GERMAN[:2]
+
+
+def test_a_model_in_memory_needs_its_config_for_the_name_of_the_task(parts):
+    model, tokenizer = parts
+    for _ in range(2):  # transformers writes into the custom_pipelines that it finds
+        translator = pipeline(
+            model=model,
+            config=model.config,
+            tokenizer=tokenizer,
+            pipeline_class=VaswaniTranslationPipeline,
+            device="cpu",
+        )
+        assert (translator.task, translator.model) == ("translation", model)
+        assert texts(translator(ENGLISH[:2])) == GERMAN[:2]
+    json.dumps(model.config.to_dict()["custom_pipelines"])
+
+
+def test_a_saved_folder_translates_without_the_package_in_every_generation(parts, tmp_path):
+    for part in parts:
+        part.save_pretrained(tmp_path / "1")
+    config = json.loads((tmp_path / "1" / "config.json").read_text())
+    reference = config["custom_pipelines"]["translation"]["impl"]
+    assert reference == "pipeline_vaswani.VaswaniTranslationPipeline"
+    program = f"""
+import sys
+sys.modules["vaswani"] = None
+from transformers import pipeline
+for generation in (1, 2):
+    translator = pipeline(
+        "translation", model=str(generation), trust_remote_code=True, device="cpu"
+    )
+    print(type(translator).__module__.split(".")[0])
+    print([result["translation_text"] for result in translator({ENGLISH[:3]!r}, num_beams=2)])
+    translator.save_pretrained(str(generation + 1))
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["transformers_modules", str(GERMAN[:3])] * 2
+    names = [{path.name for path in (tmp_path / g).iterdir()} for g in ("1", "2", "3")]
+    assert names[0] == names[1] == names[2]
+    for generation in ("2", "3"):
+        saved = json.loads((tmp_path / generation / "config.json").read_text())
+        assert saved["custom_pipelines"] == config["custom_pipelines"]
+
+
+def test_the_users_own_pipelines_are_kept_beside_ours(parts, tmp_path):
+    config = type(parts[0].config).from_pretrained(FROZEN)
+    config.custom_pipelines = {"mine": {"impl": "mine.Mine", "pt": ["AutoModelForSeq2SeqLM"]}}
+    config.save_pretrained(tmp_path)
+    again = type(config).from_pretrained(tmp_path)
+    assert set(again.custom_pipelines) == {"mine", "translation"}
+
+
+def test_a_pipeline_without_a_tokenizer_is_refused(parts):
+    with pytest.raises(ValueError, match="VaswaniTranslationPipeline needs the tokenizer"):
+        VaswaniTranslationPipeline(parts[0], device="cpu")
+
+
+# What goes in and comes out
+
+
+def test_a_string_a_list_and_a_stream_have_the_shapes_of_transformers_4(translator):
+    assert translator(ENGLISH[0]) == [{"translation_text": GERMAN[0]}]
+    expected = [{"translation_text": german} for german in GERMAN]
+    assert translator(ENGLISH) == translator(tuple(ENGLISH)) == expected
+    records = [{"en": english} for english in ENGLISH]
+    streams = (iter(ENGLISH), (line for line in ENGLISH), KeyDataset(records, "en"))
+    for stream in streams:
+        results = translator(stream)
+        assert iter(results) is results
+        assert list(results) == [[result] for result in expected]
+    assert translator([]) == []
+    assert list(translator(iter([]))) == []
+
+
+def test_n_best_translations_and_scores_are_those_of_beam_search(parts, translator):
+    model, tokenizer = parts
+    settings = {"num_beams": 4, "num_return_sequences": 3}
+    results = translator(ENGLISH[:3], return_scores=True, **settings)
+    for english, translations in zip(ENGLISH, results, strict=False):
+        output = model.generate(
+            **tokenizer([english], return_tensors="pt"),
+            **settings,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        expected = tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
+        assert texts(translations) == expected
+        scores = [translation["score"] for translation in translations]
+        assert scores == pytest.approx(output.sequences_scores.tolist(), abs=1e-5)
+        assert scores == sorted(scores, reverse=True)
+    (single,) = translator(ENGLISH[0], **settings, generation_config=None)[:1]
+    assert set(single) == {"translation_text"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 1, "length_penalty": 1.3},
+        {"generation_config": GenerationConfig(length_penalty=1.3, length_penalty_type="gnmt")},
+        {"do_sample": True, "num_return_sequences": 2, "length_penalty": 1.3},
+    ],
+)
+def test_without_a_beam_scores_come_from_forced_decoding(parts, translator, settings):
+    model, tokenizer = parts
+    results = translator(ENGLISH[:2], return_scores=True, **settings)
+    for english, translations in zip(ENGLISH, results, strict=False):
+        for result in [translations] if isinstance(translations, dict) else translations:
+            forced = model.score(
+                [english], [result["translation_text"]], tokenizer, length_penalty=1.3
+            )
+            assert result["score"] == pytest.approx(forced.sequences_scores.item(), abs=1e-4)
+
+
+def test_generation_settings_are_the_checkpoints_then_the_pipelines_then_the_calls(parts, batches):
+    model, tokenizer = parts
+    english = ENGLISH[:2]
+    VaswaniTranslationPipeline(model, tokenizer, device="cpu")(english)
+    translator = VaswaniTranslationPipeline(model, tokenizer, device="cpu", num_beams=3)
+    translator(english)
+    translator(english, num_beams=2)
+    given = [
+        {name: value for name, value in settings.items() if name != "attention_mask"}
+        for _, settings in batches
+    ]
+    returns = {"return_dict_in_generate": True}
+    assert given == [returns, {"num_beams": 3, **returns}, {"num_beams": 2, **returns}]
+
+
+def test_blank_lines_have_blank_translations_beside_others(translator):
+    assert translator("") == [{"translation_text": ""}]
+    lines = ["", ENGLISH[0], " \t", ENGLISH[1], "\n"]
+    assert texts(translator(lines)) == ["", GERMAN[0], "", GERMAN[1], ""]
+    settings = {"num_beams": 2, "num_return_sequences": 2, "return_scores": True}
+    assert translator(["", " "], **settings) == [[{"translation_text": "", "score": 0.0}] * 2] * 2
+    nbest = translator(
+        lines, generation_config=GenerationConfig(**settings | {"return_scores": None})
+    )
+    assert [len(translations) for translations in nbest] == [2] * 5
+
+
+def test_a_model_in_training_translates_without_dropout_and_trains_on(parts, translator):
+    model, _ = parts
+    model.train()
+    try:
+        results = [texts(translator(ENGLISH)) for _ in range(2)]
+        assert model.training
+    finally:
+        model.eval()
+    assert results == [GERMAN, GERMAN]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "complaint"),
+    [
+        ([*ENGLISH[:2], None], "Line 3 is None, not a string"),
+        ([{"en": "seven"}], r"Line 1 is \{'en': 'seven'\}, not a string; of records, choose"),
+        (7, "not int"),
+        (b"seven", "not bytes"),
+        ({"text": "seven"}, "not dict"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_line(translator, inputs, complaint):
+    with pytest.raises(TypeError, match=complaint):
+        translator(inputs)
+
+
+def test_the_line_of_a_stream_that_is_no_text_is_counted_from_its_start(translator):
+    stream = translator(iter(["", " ", "", "", 5]), window=2)
+    assert len(list(itertools.islice(stream, 4))) == 4
+    with pytest.raises(TypeError, match="Line 5 is 5"):
+        next(stream)
+
+
+def test_a_line_too_long_for_learned_positions_is_named(parts, tiny_model):
+    _, tokenizer = parts
+    model = tiny_model(
+        position_encoding="learned", max_position_embeddings=8, vocab_size=len(tokenizer)
+    )
+    translator = VaswaniTranslationPipeline(model, tokenizer, device="cpu", window=2)
+    with pytest.raises(ValueError, match=r"Line 4 has \d+ tokens, more than the 8 learned"):
+        translator(["seven", "", "six", "three hundred and forty-two"])
+    assert len(translator(["seven", "six"])) == 2
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "batch_size", "window"])
+def test_settings_below_1_are_refused(translator, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        translator(ENGLISH, **{name: 0})
+
+
+def test_settings_that_nobody_knows_are_refused(translator):
+    with pytest.raises((ValueError, TypeError), match="max_tokenz"):
+        translator(ENGLISH, max_tokenz=3)
+
+
+# Batches, order, memory
+
+
+@pytest.mark.parametrize(("max_tokens", "batch_size"), [(1, None), (30, None), (200, 3)])
+def test_batches_stay_within_their_bounds_and_the_order_is_kept(
+    translator, batches, max_tokens, batch_size
+):
+    results = translator(ENGLISH, max_tokens=max_tokens, batch_size=batch_size)
+    assert texts(results) == GERMAN
+    assert sum(rows for (rows, _), _ in batches) == len(ENGLISH)
+    for (rows, width), _ in batches:
+        assert rows * width <= max_tokens or rows == 1
+        assert rows <= (batch_size or len(ENGLISH))
+    widths = [width for (_, width), _ in batches]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_sorting_by_length_leaves_little_padding():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 60, (2000,), generator=generator).tolist()
+    groups = list(batches_by_length(lengths, 1000))
+    assert sorted(index for group in groups for index in group) == list(range(2000))
+    padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
+    assert padded < 1.03 * sum(lengths)
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_translations_do_not_depend_on_the_window(translator, window):
+    stream = translator(iter(ENGLISH), window=window)
+    assert [translation["translation_text"] for (translation,) in stream] == GERMAN
+
+
+def test_an_endless_stream_is_read_one_window_ahead(translator):
+    pulled = 0
+
+    def endless():
+        nonlocal pulled
+        for english in itertools.cycle(["one", "", "two"]):
+            pulled += 1
+            yield english
+
+    stream = translator(endless(), window=8)
+    assert pulled == 0
+    for taken in range(1, 28):
+        next(stream)
+        assert taken <= pulled < taken + 8
+
+
+def test_memory_does_not_grow_with_a_stream(translator):
+    """Lines are blank here, so that there are many: what could pile up is theirs all the same."""
+
+    def peak(lines):
+        tracemalloc.start()
+        for _ in translator((" " * (n % 50 + 1) for n in range(lines)), window=200):
+            pass
+        _, highest = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return highest
+
+    peak(400)
+    short, long = peak(1_000), peak(8_000)
+    assert long < 1.2 * short
+
+
+# The progress bar
+
+
+def test_a_progress_bar_is_drawn_for_long_work_or_on_request(translator, capfd, monkeypatch):
+    def drawn(inputs, **settings):
+        for _ in translator(inputs, **settings):
+            pass
+        return capfd.readouterr().err
+
+    lines = ["", *ENGLISH[:2]]
+    assert drawn(lines) == ""
+    assert "3/3" in drawn(lines, progress=True)
+    assert "3 lines" in drawn(iter(lines), progress=True)
+    monkeypatch.setattr(pipeline_vaswani, "_PROGRESS_AFTER", 0)
+    assert "3/3" in drawn(lines)
+    assert drawn(lines, progress=False) == drawn("one") == ""

@@ -1,0 +1,189 @@
+"""Two processes on a CPU, which talk through gloo, train the model that one process would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SIZES
+from num2words import num2words
+from safetensors.torch import load_file
+from test_batching import BUDGET, collator, training_data
+from torch import distributed
+from torch.distributed.checkpoint import state_dict as full
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, set_seed
+from vaswani.training.batching import TokenBatchSampler
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["d_model=32", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=4"]
+SMALL += ["decoder_attention_heads=4", "encoder_ffn_dim=64", "decoder_ffn_dim=64"]
+
+
+def launch(processes, script, *arguments):
+    """Run a script in so many processes."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc_per_node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    run = subprocess.run(
+        [*command, script, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def assert_equal_weights(one, two, tolerance):
+    one, two = (load_file(Path(folder) / "model.safetensors") for folder in (one, two))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=tolerance, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def number_words(tmp_path_factory):
+    """Parallel files of English and German number words."""
+    folder = tmp_path_factory.mktemp("data")
+    for language in ("en", "de"):
+        lines = [num2words(n, lang=language) + "\n" for n in range(100, 220)]
+        (folder / f"train.{language}").write_text("".join(lines), encoding="utf-8")
+    return [folder / f"train.{language}" for language in ("en", "de")]
+
+
+LOOP = ["--vocab-size", 340, "--steps", 12, "--warmup", 4, "--tokens", 300, "--set", *SMALL]
+
+
+def test_the_accelerate_loop_trains_a_model_that_auto_classes_load(number_words, tmp_path):
+    launch(1, ROOT / "examples" / "accelerate_loop.py", *number_words, "--output", tmp_path, *LOOP)
+    model, tokenizer = (
+        auto.from_pretrained(tmp_path) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    assert model.config.d_model == 32
+    batch = tokenizer(["one hundred"], text_target=["einhundert"], return_tensors="pt")
+    fresh = VaswaniForConditionalGeneration(model.config).eval()
+    with torch.no_grad():
+        assert model(**batch).loss < fresh(**batch).loss - 0.5
+
+
+@pytest.mark.slow
+def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_words, tmp_path):
+    for processes, accumulate in ((1, 2), (2, 1)):
+        launch(
+            processes, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP,
+            "dropout=0.0", "--accumulate", accumulate, "--output", tmp_path / str(processes),
+        )  # fmt: skip
+    assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
+
+
+@pytest.mark.slow
+def test_train_translation_gives_the_same_weights_with_two_processes(number_words, tmp_path):
+    for processes, accumulate in ((1, 2), (2, 1)):
+        launch(
+            processes, ROOT / "examples" / "train_translation.py", "--train", *number_words,
+            "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
+            "--steps", 6, "--eval-steps", 3, "--warmup", 4, "--max-source-tokens", 300,
+            "--average", 2, "--accumulate", accumulate, "--output", tmp_path / str(processes),
+            "--set", *SMALL, "dropout=0.0",
+        )  # fmt: skip
+    assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
+    one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))
+    for scores in (one, two):
+        del scores["test"]["seconds"], scores["valid"]["seconds"]
+        assert scores["averaged"] == ["checkpoint-3", "checkpoint-6"]
+        assert [entry["step"] for entry in scores["log"] if "eval_bleu" in entry] == [3, 6]
+    assert one["test"] == two["test"]
+    assert one["valid"] == pytest.approx(two["valid"], rel=1e-5)
+    assert (tmp_path / "2" / "learning_curve.png").exists()
+
+
+# What follows runs in the processes that `launch` starts.
+
+STEPS, HALF = 8, 5
+
+
+def update(model, optimizer, batches):
+    """One update of this process's batches; their gradients are averaged over processes."""
+    tokens = sum((batch["labels"] != -100).sum() for batch in batches)
+    processes = 1
+    if distributed.is_initialized():
+        distributed.all_reduce(tokens)
+        processes = distributed.get_world_size()
+    for batch in batches:
+        (model(**batch, num_items_in_batch=tokens).loss * processes).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fresh_model():
+    set_seed(3)
+    model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES, dropout=0.0)).train()
+    data = training_data().to_list()
+    lengths = [(len(row["input_ids"]), len(row["labels"])) for row in data]
+    sampler = TokenBatchSampler(lengths, BUDGET, batches_per_update=2)
+    batches = [*DataLoader(data, batch_sampler=sampler, collate_fn=collator)]
+    return model, [batches[2 * n % len(batches) :][:2] for n in range(STEPS)]
+
+
+def sharded(output, checkpoint=None):
+    """Train a model sharded by FSDP2; with a checkpoint, from there to the end."""
+    distributed.init_process_group("gloo")
+    model, batches = fresh_model()
+    for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert any(p.to_local().numel() < p.numel() for p in model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    whole = full.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    first = 0
+    if checkpoint:
+        saved = VaswaniForConditionalGeneration.from_pretrained(checkpoint).state_dict()
+        full.set_model_state_dict(model, saved, options=whole)
+        moments = torch.load(Path(checkpoint) / "optimizer.pt")
+        full.set_optimizer_state_dict(model, optimizer, moments, options=whole)
+        first = HALF
+    for step in range(first, STEPS):
+        update(model, optimizer, [batches[step][distributed.get_rank()]])
+        if step + 1 in (HALF, STEPS):
+            folder = Path(output) / f"step-{step + 1}"
+            weights = full.get_model_state_dict(model, options=whole)
+            moments = full.get_optimizer_state_dict(model, optimizer, options=whole)
+            if distributed.get_rank() == 0:
+                model.save_pretrained(folder, state_dict=weights)
+                torch.save(moments, folder / "optimizer.pt")
+            distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_like_one_process_saves_whole_models_and_resumes(tmp_path):
+    launch(2, __file__, tmp_path / "whole")
+    model, batches = fresh_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for batch in batches:
+        update(model, optimizer, batch)
+    saved = VaswaniForConditionalGeneration.from_pretrained(tmp_path / "whole" / f"step-{STEPS}")
+    assert saved.lm_head.weight is saved.model.encoder.embed_tokens.weight
+    for name, value in saved.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], atol=1e-6, rtol=0)
+    launch(2, __file__, tmp_path / "resumed", tmp_path / "whole" / f"step-{HALF}")
+    resumed, whole = (tmp_path / run / f"step-{STEPS}" for run in ("resumed", "whole"))
+    assert_equal_weights(resumed, whole, 0)
+
+
+if __name__ == "__main__":
+    sharded(*sys.argv[1:])

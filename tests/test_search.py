@@ -1,0 +1,480 @@
+"""Our own searches: exact, equal to transformers', the same whatever shares the batch."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.generation import MaxTimeCriteria, TemperatureLogitsWarper
+from vaswani.modeling import generation_vaswani, incremental_vaswani
+from vaswani.modeling.incremental_vaswani import IncrementalDecoder, packed_linears
+from vaswani.modeling.search_vaswani import best_continuations
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+
+
+@pytest.fixture
+def source(padded_batch):
+    input_ids, attention_mask = padded_batch([7, 4, 2, 5])
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Count the calls of our two searches and of transformers'."""
+    calls = dict.fromkeys(("beam_search", "greedy_search", "_beam_search", "_sample"), 0)
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+
+        def count(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for name in ("beam_search", "greedy_search"):
+        counted(generation_vaswani, name)
+    for name in ("_beam_search", "_sample"):
+        counted(GenerationMixin, name)
+    return calls
+
+
+def log_probabilities_of(model, source, tokens):
+    """The sum of log P(token | source, tokens before), by one forward pass per sentence."""
+    decoder_input_ids = torch.tensor([[2, *tokens[:-1]]])
+    logits = model(**source, decoder_input_ids=decoder_input_ids).logits[0]
+    return logits.log_softmax(dim=-1)[range(len(tokens)), list(tokens)].sum().item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("penalty_type", ["gnmt", "hf"])
+@pytest.mark.parametrize("alpha", [0.6, 1.0, 0.0, -0.5])
+def test_a_wide_beam_finds_the_best_of_all_sentences(tiny_model, seed, penalty_type, alpha):
+    model = tiny_model(seed=seed, vocab_size=4, pad_token_id=0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    source = {"input_ids": torch.tensor([[3, 1, 2]])}
+    longest = 3
+    ranking = []
+    with torch.no_grad():
+        for length in range(1, longest + 1):
+            for words in itertools.product((0, 1, 3), repeat=length - 1):
+                for last in (2,) if length < longest else (0, 1, 2, 3):
+                    tokens = (*words, last)
+                    penalty = {"gnmt": ((5 + length) / 6) ** alpha, "hf": length**alpha}
+                    score = log_probabilities_of(model, source, tokens) / penalty[penalty_type]
+                    ranking.append((score, tokens))
+    ranking.sort(reverse=True)
+    beams = 36  # more than there are sentences of 3 words
+    output = model.generate(
+        **source,
+        num_beams=beams,
+        num_return_sequences=5,
+        max_new_tokens=longest,
+        length_penalty=alpha,
+        length_penalty_type=penalty_type,
+        return_dict_in_generate=True,
+    )
+    for row, score, (best_score, best) in zip(
+        output.sequences.tolist(), output.sequences_scores.tolist(), ranking, strict=False
+    ):
+        assert tuple(row[1 : 1 + len(best)]) == best
+        assert score == pytest.approx(best_score, abs=1e-10)
+
+
+CALLS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10_000),
+        "vocab_size": st.sampled_from([20, 60, 2_100]),
+        "lengths": st.lists(st.integers(1, 8), min_size=1, max_size=5),
+        "num_beams": st.integers(2, 8),
+        "returned": st.integers(1, 8),
+        "early_stopping": st.sampled_from([True, False, "never"]),
+        "length_penalty": st.sampled_from([0.0, 0.6, 1.0, 2.0, -0.5]),
+        "length_penalty_type": st.sampled_from(["hf", "gnmt"]),
+        "limit": st.sampled_from([("max_new_tokens", 9), ("max_length_offset", 4)]),
+        "ends": st.sampled_from([2, [2, 5], [2, 7, 9]]),
+        "prefix": st.sampled_from([0, 3]),
+    }
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(call=CALLS)
+def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, searches, call):
+    searches.update(dict.fromkeys(searches, 0))
+    model = tiny_model(seed=call["seed"], vocab_size=call["vocab_size"], decoder_layers=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # clearer decisions, and ends that come in time
+    input_ids, mask = padded_batch(call["lengths"], call["seed"], call["vocab_size"])
+    kwargs = {
+        name: call[name]
+        for name in ("num_beams", "early_stopping", "length_penalty", "length_penalty_type")
+    }
+    kwargs[call["limit"][0]] = call["limit"][1]
+    if call["prefix"]:
+        kwargs["decoder_input_ids"] = torch.full((len(mask), call["prefix"]), 3)
+    kwargs |= {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "num_return_sequences": min(call["returned"], call["num_beams"]),
+        "eos_token_id": call["ends"],
+        "return_dict_in_generate": True,
+    }
+    ours, theirs = model.generate(**kwargs), model.generate(**kwargs, output_scores=True)
+    assert (searches["beam_search"], searches["_beam_search"]) == (1, 1)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours.beam_indices, theirs.beam_indices.long())
+    # transformers adds up in float32
+    torch.testing.assert_close(
+        ours.sequences_scores.float(), theirs.sequences_scores, rtol=2e-6, atol=2e-6
+    )
+
+
+def test_greedy_search_equals_transformers(tiny_model, source, searches):
+    for seed in range(8):
+        model = tiny_model(seed=seed)
+        ours = model.generate(**source)
+        theirs = model.generate(**source, return_dict_in_generate=True).sequences
+        assert torch.equal(ours, theirs)
+    assert (searches["greedy_search"], searches["_sample"]) == (8, 8)
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beams": 4, "num_return_sequences": 2}])
+@pytest.mark.parametrize("penalty", [{}, {"early_stopping": False}, {"early_stopping": True}])
+def test_a_sentence_alone_is_decoded_as_in_any_batch(tiny_model, padded_batch, search, penalty):
+    lengths = [7, 1, 4, 9, 2, 5]
+    input_ids, mask = padded_batch(lengths, seed=3)
+    scored = {"return_dict_in_generate": True} if search else {}
+    for seed in range(3):
+        model = tiny_model(seed=seed)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        order = torch.randperm(len(lengths))
+        wide = torch.nn.functional.pad(input_ids, (0, 3)), torch.nn.functional.pad(mask, (0, 3))
+        together = model.generate(
+            wide[0][order], attention_mask=wide[1][order], **search, **penalty, **scored
+        )
+        returned = search.get("num_return_sequences", 1)
+        for place, number in enumerate(order.tolist()):
+            alone = model.generate(
+                input_ids[number : number + 1, : lengths[number]], **search, **penalty, **scored
+            )
+            rows = slice(place * returned, (place + 1) * returned)
+            if search:
+                torch.testing.assert_close(
+                    together.sequences_scores[rows], alone.sequences_scores, rtol=0, atol=1e-10
+                )
+            tokens = (together.sequences if search else together)[rows]
+            expected = alone.sequences if search else alone
+            width = max(tokens.shape[1], expected.shape[1])
+            tokens, expected = (
+                torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (tokens, expected)
+            )
+            assert torch.equal(tokens, expected)
+
+
+def allow_all(batch, tokens):
+    return list(range(19))
+
+
+def empty_cache(model):
+    return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+
+
+FALLBACKS = {
+    "scores": {"output_scores": True},
+    "logits": {"output_logits": True},
+    "attentions": {"output_attentions": True},
+    "hidden states": {"output_hidden_states": True},
+    "a cache": {"past_key_values": empty_cache},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "n-grams": {"no_repeat_ngram_size": 200},
+    "bad words": {"bad_words_ids": [[18, 18, 18, 18, 18]]},
+    "allowed tokens": {"prefix_allowed_tokens_fn": allow_all},
+    "shortest": {"min_new_tokens": 1, "eos_token_id": 2},
+    "processor": {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(1.0)])},
+    "criterion": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1000.0)])},
+    "target mask": {"decoder_attention_mask": torch.ones(4, 1, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("why", FALLBACKS)
+def test_what_our_search_does_not_cover_runs_transformers_search(
+    tiny_model, source, searches, num_beams, why
+):
+    model = tiny_model(seed=1)
+    expected = model.generate(**source, num_beams=num_beams)
+    own = "beam_search" if num_beams > 1 else "greedy_search"
+    fallback = "_beam_search" if num_beams > 1 else "_sample"
+    assert (searches[own], searches[fallback]) == (1, 0)
+    kwargs = {
+        name: value(model) if value is empty_cache else value
+        for name, value in FALLBACKS[why].items()
+    }
+    output = model.generate(**source, num_beams=num_beams, return_dict_in_generate=True, **kwargs)
+    assert (searches[own], searches[fallback]) == (1, 1)
+    if why != "shortest":
+        assert torch.equal(output.sequences, expected)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_processes_in_step_run_transformers_search(tiny_model, source, searches, num_beams):
+    with pytest.raises(ValueError, match="process group"):  # it asks the others, of which are none
+        tiny_model().generate(**source, num_beams=num_beams, synced_gpus=True)
+    assert (searches["beam_search"], searches["greedy_search"]) == (0, 0)
+
+
+def test_training_mode_and_sampling_run_transformers_search(tiny_model, source, searches):
+    model = tiny_model()
+    model.generate(**source, num_beams=2, do_sample=True)
+    model.train().generate(**source, num_beams=2)
+    model.generate(**source)
+    assert (searches["beam_search"], searches["greedy_search"]) == (0, 0)
+    assert searches["_beam_search"] == 2
+
+
+def test_a_subclass_that_prepares_its_own_inputs_is_asked_for_them(source, searches, tiny_model):
+    class Own(VaswaniForConditionalGeneration):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = tiny_model(Own)
+    model.generate(**source, num_beams=2)
+    assert (searches["beam_search"], searches["_beam_search"]) == (0, 1)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_finished_sentences_leave_the_batch(tiny_model, source, monkeypatch, num_beams):
+    model = tiny_model()
+    widths = []
+    step = IncrementalDecoder.step
+    monkeypatch.setattr(
+        IncrementalDecoder,
+        "step",
+        lambda self, tokens, *args: widths.append(len(tokens)) or step(self, tokens, *args),
+    )
+    # Sentences of 7, 4, 2 and 5 tokens that never end of themselves stop 3 tokens later.
+    model.generate(**source, num_beams=num_beams, max_length_offset=3, eos_token_id=None)
+    assert widths == [4] * 4 + [3] * 2 + [2] + [1] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, monkeypatch, seed):
+    model = tiny_model(seed=seed)
+    call = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 60, "eos_token_id": 5}
+    call |= {"return_dict_in_generate": True}
+    expected = model.generate(**source, **call)
+    monkeypatch.setattr(incremental_vaswani, "_FIRST_CAPACITY", 8)
+    dropped = []
+    drop = IncrementalDecoder._drop_dead_ends
+
+    def watched(self):
+        before = self.used
+        drop(self)
+        dropped.append(before - self.used)
+
+    monkeypatch.setattr(IncrementalDecoder, "_drop_dead_ends", watched)
+    output = model.generate(**source, **call)
+    assert sum(dropped) > 0
+    assert torch.equal(output.sequences, expected.sequences)
+    torch.testing.assert_close(output.sequences_scores, expected.sequences_scores)
+
+
+def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, source):
+    model = tiny_model()
+    decoder = IncrementalDecoder(model, model.get_encoder()(**source)[0], source["attention_mask"])
+    decoder.read(torch.full((4, 1), 2))
+    kept = [keys.data_ptr() for keys, _ in decoder.source]
+    decoder.step(torch.randint(3, 19, (4, 5)), torch.zeros(4, 5, dtype=torch.long))
+    decoder.step(torch.randint(3, 19, (4, 5)), torch.randint(0, 5, (4, 5)))
+    assert [keys.data_ptr() for keys, _ in decoder.source] == kept
+    assert all(len(keys) == 4 for keys, _ in decoder.source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocabulary", "sentences", "beams", "count"),
+    [(5, 2, 3, 6), (600, 3, 4, 8), (1024, 2, 8, 16), (5000, 3, 1, 8), (4097, 40, 4, 12)],
+)
+def test_best_continuations_are_the_best(vocabulary, sentences, beams, count, dtype):
+    logits = torch.randn(sentences * beams, vocabulary).mul(3).to(dtype)
+    logits[0, -1] = 20.0  # in what is left over behind the blocks
+    wide = torch.promote_types(dtype, torch.float32)
+    running = -torch.rand(sentences, beams, dtype=wide)
+    running[0, 0] = 0
+    everything = logits.to(wide).log_softmax(-1).view(sentences, beams, -1) + running[:, :, None]
+    expected = everything.flatten(1).topk(count).values
+    scores, hypotheses, tokens = best_continuations(logits, running, count)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(scores, expected, rtol=0, atol=tolerance)
+    places = hypotheses * vocabulary + tokens
+    torch.testing.assert_close(
+        everything.flatten(1).gather(1, places), scores, rtol=0, atol=tolerance
+    )
+    assert all(len(set(row)) == count for row in places.tolist())
+    if dtype != torch.bfloat16:  # the first row's last entry is the best of all
+        assert (hypotheses[0, 0], tokens[0, 0]) == (0, vocabulary - 1)
+
+
+@pytest.mark.parametrize("vocabulary", [30, 2100])
+def test_hypotheses_without_logits_have_no_continuations(vocabulary):
+    running = -torch.rand(3, 4, dtype=torch.float64)
+    open_rows = torch.tensor([0, 1, 5, 8, 9, 11])
+    logits = torch.randn(12, vocabulary, dtype=torch.float64)
+    closed = running.clone().flatten()
+    closed[[row for row in range(12) if row not in open_rows.tolist()]] = -torch.inf
+    expected = best_continuations(logits, closed.view(3, 4), 8)
+    given = best_continuations(logits[open_rows], running, 8, open_rows)
+    for ours, theirs in zip(given, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_hypotheses_that_cannot_win_are_forgotten(tiny_model, source, monkeypatch):
+    widths = []
+    step = IncrementalDecoder.step
+
+    def watched(self, tokens, parents, open_rows=None):
+        widths.append((tokens.numel(), None if open_rows is None else len(open_rows)))
+        return step(self, tokens, parents, open_rows)
+
+    monkeypatch.setattr(IncrementalDecoder, "step", watched)
+    for seed in range(4):
+        model = tiny_model(seed=seed)
+        call = {"num_beams": 4, "return_dict_in_generate": True, "eos_token_id": [2, 5, 6]}
+        ours = model.generate(**source, **call)
+        theirs = model.generate(**source, **call, output_scores=True)
+        assert torch.equal(ours.sequences, theirs.sequences)
+    narrowed = [(rows, kept) for rows, kept in widths if kept is not None]
+    assert narrowed
+    assert all(0 < kept < rows for rows, kept in narrowed)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_source_of_nothing_but_padding_gives_a_defined_sentence(tiny_model, source, num_beams):
+    model = tiny_model()
+    source["attention_mask"][1] = 0
+    ours = model.generate(**source, num_beams=num_beams)
+    theirs = model.generate(
+        **source, num_beams=num_beams, output_scores=True, return_dict_in_generate=True
+    )
+    assert torch.equal(ours, theirs.sequences)
+
+
+def test_d_k_and_d_v_may_differ_and_norms_come_first(tiny_model, source):
+    for overrides in ({"d_k": 3, "d_v": 5}, {"norm_position": "pre"}, {"attention_bias": True}):
+        model = tiny_model(**overrides)
+        call = {"num_beams": 3, "return_dict_in_generate": True}
+        ours = model.generate(**source, **call)
+        theirs = model.generate(**source, **call, output_scores=True)
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+
+def test_two_evaluations_of_the_trainer_come_out_whole(tiny_model, source):
+    model = tiny_model()
+    whole = model.generate(**source, eos_token_id=None)
+    model.generation_config.max_length = 20  # as Seq2SeqTrainer leaves it behind
+    assert torch.equal(model.generate(**source, eos_token_id=None), whole)
+    assert whole.shape[1] == 1 + 7 + 50
+
+
+class TestPackedWeights:
+    """`packed_linears`: the same products from copies that follow the weights."""
+
+    @pytest.fixture
+    def linear(self):
+        if not incremental_vaswani._packed_dtypes():
+            pytest.skip("this CPU's PyTorch has no oneDNN")
+        return torch.nn.Linear(160, 128)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @torch.no_grad()
+    def test_products_are_the_same(self, linear, dtype):
+        if dtype not in incremental_vaswani._packed_dtypes():
+            pytest.skip(f"oneDNN packs no {dtype} on this CPU")
+        linear.to(dtype)
+        states = torch.randn(3, 5, 160, dtype=dtype)
+        expected = linear(states)
+        with packed_linears(linear):
+            assert "forward" in vars(linear)
+            torch.testing.assert_close(linear(states), expected)
+        assert "forward" not in vars(linear)
+
+    @pytest.mark.parametrize(
+        "change", [lambda weight: weight.mul_(2), lambda weight: weight.data.add_(0.5)]
+    )
+    @torch.no_grad()
+    def test_changed_weights_are_packed_anew(self, linear, change):
+        states = torch.randn(2, 160)
+        with packed_linears(linear):
+            before = linear(states)
+        change(linear.weight)
+        with packed_linears(linear):
+            after = linear(states)
+        torch.testing.assert_close(after, linear(states))
+        assert not torch.allclose(after, before)
+
+    @torch.no_grad()
+    def test_a_changed_row_of_a_vocabulary_is_seen(self, linear):
+        linear, states = torch.nn.Linear(64, 500, bias=False), torch.randn(2, 64)
+        with packed_linears(linear):
+            linear(states)
+        linear.weight.data[7].zero_()
+        with packed_linears(linear):
+            assert (linear(states)[:, 7] == 0).all()
+
+    @torch.no_grad()
+    def test_replaced_weights_and_biases_are_seen(self, linear):
+        states = torch.randn(2, 160)
+        with packed_linears(linear):
+            linear(states)
+        linear.weight = torch.nn.Parameter(torch.randn(128, 160))
+        linear.bias = torch.nn.Parameter(torch.randn(128))
+        with packed_linears(linear):
+            torch.testing.assert_close(linear(states), torch.nn.Linear.forward(linear, states))
+
+    def test_an_error_leaves_the_modules_as_they_were(self, linear):
+        with pytest.raises(KeyError), packed_linears(linear):
+            raise KeyError
+        assert "forward" not in vars(linear)
+
+    def test_a_model_can_be_copied_and_pickled_after_generating(self):
+        model = VaswaniForConditionalGeneration(
+            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=1)
+        ).eval()
+        source = torch.tensor([[5, 6, 2]])
+        expected = model.generate(source, max_new_tokens=4)
+        assert model in incremental_vaswani._packed
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other.generate(source, max_new_tokens=4), expected)
+
+    def test_training_between_two_calls_is_seen(self):
+        model = VaswaniForConditionalGeneration(
+            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=1, dropout=0)
+        )
+        source = torch.tensor([[5, 6, 2]])
+        model.eval().generate(source, max_new_tokens=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(60):
+            model.train()(input_ids=source, labels=torch.tensor([[9, 8, 7, 2]])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.eval().generate(source).tolist() == [[2, 9, 8, 7, 2]]
