@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
     args = parser.parse_args(argv)
 
-    accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
+    # Unless told that the CPU is meant, Accelerate takes several processes without a GPU for one.
+    on_cpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if args.bf16 else "no")
     set_seed(1)
     sources, targets = ([text for _, text in read_lines(p)] for p in (args.source, args.target))
 

@@ -548,9 +548,10 @@ def main() -> None:
     references = [target for _, target in valid_pairs]
 
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
+        # Several processes repeat sentences at the end, so that each has as many batches.
+        rows = prediction.predictions[: len(references)].tolist()
         hypotheses = tokenizer.batch_decode(
-            [[token for token in row if token >= 0] for row in prediction.predictions.tolist()],
-            skip_special_tokens=True,
+            [[token for token in row if token >= 0] for row in rows], skip_special_tokens=True
         )
         scores = metric.compute(predictions=hypotheses, references=references)
         return {name: scores[name] for name in {"bleu", "chrf", args.score}}

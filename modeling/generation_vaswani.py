@@ -1,6 +1,7 @@
-"""Decoding as the paper decodes (section 6.1): length penalty, output limit, stopping rule.
+"""`generate` as the paper decodes (section 6.1): length penalty, output limit, stopping rule.
 
-Everything else of `generate` is transformers' own: greedy search, sampling, beam search, streamers.
+Beam and greedy search are those of `search_vaswani.py`, as far as they cover a call; all the rest
+of `generate` is transformers' own.
 """
 
 import contextlib
@@ -22,6 +23,10 @@ from .incremental_vaswani import IncrementalDecoder, packed_linears
 from .search_vaswani import FILL, beam_search, greedy_search, length_penalty
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
+# Implementations of the same attention, between which our searches need not choose.
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+# transformers records attentions and hidden states by hooks that it leaves in place.
+_RECORDING = "transformers.utils.output_capturing"
 
 
 def checked_offset(offset: Any) -> int:
@@ -75,6 +80,11 @@ class VaswaniGenerationConfig(GenerationConfig):
             )
         if self.max_length_offset is not None:
             checked_offset(self.max_length_offset)
+        alpha = self.length_penalty
+        if alpha is not None and not isinstance(alpha, int | float):
+            raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
+        if self.num_beams is not None and self.num_beams < 1:
+            raise ValueError(f"num_beams must be at least 1, got {self.num_beams}.")
         # transformers refuses to save a length penalty beside num_beams=1; here it is a default
         # that waits for the call that asks for beams.
         waiting = {}
@@ -103,10 +113,14 @@ class SourceLengthCriteria(StoppingCriteria):
 
     Args:
         max_lengths: (B,) longest output of each source sentence, decoder prompt included.
+        padded: there is a pad token to fill up with.
     """
 
-    def __init__(self, max_lengths: torch.Tensor) -> None:
+    def __init__(self, max_lengths: torch.Tensor, padded: bool = False) -> None:
         self.max_lengths = max_lengths
+        if padded:
+            # By this name transformers knows that what goes on behind an end is to be padded.
+            self.eos_token_id = torch.empty(0, dtype=torch.long)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Mark the rows of `input_ids` (B * hypotheses, T) that have reached their limit."""
@@ -147,11 +161,14 @@ class VaswaniGenerationMixin(GenerationMixin):
                 # Merging will take max_new_tokens from the model's config, where it must not count.
                 limited._limited_by_source = True
                 generation_config = limited
+            own = vars(self.generation_config)
+            settings = (kwargs, vars(generation_config or self.generation_config), own)
+            padded = any(values.get("pad_token_id") is not None for values in settings)
             stopping_criteria = StoppingCriteriaList(
-                [*(stopping_criteria or []), SourceLengthCriteria(limits)]
+                [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
         model: Any = self
-        with packed_linears(model):
+        with torch.no_grad(), packed_linears(model):
             return super().generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
@@ -172,8 +189,6 @@ class VaswaniGenerationMixin(GenerationMixin):
 
     def _source_lengths(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
         """Count the real source tokens of every sentence: (B,)."""
-        if (attention_mask := kwargs.get("attention_mask")) is not None:
-            return attention_mask.sum(dim=-1)
         source = next(
             (
                 tensor
@@ -189,6 +204,13 @@ class VaswaniGenerationMixin(GenerationMixin):
                 "generate needs at least one source sentence: pass input_ids, inputs_embeds or "
                 "encoder_outputs."
             )
+        if source.dim() < 2:
+            raise ValueError(
+                f"The source must be a batch of sentences, (B, S), got the shape "
+                f"{tuple(source.shape)}: put a single sentence into a batch of one."
+            )
+        if (attention_mask := kwargs.get("attention_mask")) is not None:
+            return attention_mask.sum(dim=-1)
         return torch.full((source.shape[0],), source.shape[1], device=source.device)
 
     def _prompt_length(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
@@ -249,6 +271,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             unexpected
             or len(logits_processor)
             or config.do_sample
+            or config.low_memory
             or not config.use_cache
             or config._cache_given
             or config.cache_implementation is not None
@@ -256,20 +279,55 @@ class VaswaniGenerationMixin(GenerationMixin):
             or config.output_logits
             or config.output_attentions
             or config.output_hidden_states
-            or self.training
-            or len(set(getattr(self, "hf_device_map", {}).values())) > 1
-            or type(self).prepare_inputs_for_generation
-            is not GenerationMixin.prepare_inputs_for_generation
+            or not self._runs_as_written()
         ):
             return None
         device = model_kwargs["encoder_outputs"][0].device
-        limits = torch.full((len(prompt),), config.max_length, device=device)
+        longest = [
+            criterion.max_length
+            for criterion in stopping_criteria
+            if type(criterion) is MaxLengthCriteria
+        ]
+        limits = torch.full((len(prompt),), min(longest, default=config.max_length), device=device)
         for criterion in stopping_criteria:
             if type(criterion) is SourceLengthCriteria:
                 limits = limits.minimum(criterion.max_lengths.to(device))
-            elif type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
+            elif type(criterion) is EosTokenCriteria:
+                if criterion.eos_token_id is not config._eos_token_tensor:
+                    return None
+            elif type(criterion) is not MaxLengthCriteria:
                 return None
         return limits - prompt.shape[1]
+
+    def _runs_as_written(self) -> bool:
+        """Tell whether what our searches leave out of `forward` would have changed nothing.
+
+        They call the layers' parts, not the layers: what somebody has put over, before or behind
+        these must be run by transformers' searches.
+        """
+        model: Any = self
+        decoder = model.model.decoder
+        passed_by = [model, model.model, decoder, *decoder.layers]
+        for layer in decoder.layers:
+            passed_by += [layer.self_attn, layer.encoder_attn]
+        written = __name__.replace("generation_vaswani", "modeling_vaswani")
+        prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+        return (
+            prepare is GenerationMixin.prepare_inputs_for_generation
+            and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
+            and self.config._attn_implementation in _ATTENTION
+            and not any(
+                "forward" in vars(module)
+                or type(module).forward.__module__ != written
+                or module.training
+                for module in passed_by
+            )
+            and not any(
+                module._forward_pre_hooks
+                or any(hook.__module__ != _RECORDING for hook in module._forward_hooks.values())
+                for module in (model, model.model, model.lm_head, *decoder.modules())
+            )
+        )
 
     def _beam_search(
         self,
@@ -282,6 +340,8 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> Any:
         """Search with a beam (6.1): our own search where it applies, else transformers'."""
         config: Any = generation_config
+        if config.length_penalty is None:
+            config.length_penalty = 1.0  # as transformers documents it
         prompt = input_ids[:: config.num_beams]
         limits = self._fast_search_limits(
             prompt, logits_processor, stopping_criteria, config, model_kwargs
@@ -320,7 +380,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Run transformers' beam search, its length penalty replaced by the paper's (6.1)."""
         if getattr(generation_config, "length_penalty_type", None) == "gnmt":
             alpha = generation_config.length_penalty
-            generation_config.length_penalty = GnmtLengthPenalty(0.0 if alpha is None else alpha)
+            generation_config.length_penalty = GnmtLengthPenalty(alpha)
         pad = generation_config._pad_token_tensor
         if pad is not None:
             # transformers fills finished rows with `pad or eos`, and takes a pad id of 0 for none.

@@ -6,6 +6,7 @@ H heads, D = d_model, V entries of the target vocabulary.
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,6 @@ from torch.nn import functional as F  # noqa: N812
 
 _FIRST_CAPACITY = 64  # positions in the cache: a beam of 4 fills them in 16 steps
 _WORTH_PACKING = 2**14  # weights; a smaller matrix gains nothing
-_TALL = 4  # a matrix with this many times more rows than columns is a vocabulary's
 
 
 _Fingerprint = tuple[list[tuple], list[torch.Tensor]]
@@ -215,6 +215,11 @@ def _spread(states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None) 
 _packed: weakref.WeakKeyDictionary[nn.Module, tuple[_Fingerprint, list[Callable]]] = (
     weakref.WeakKeyDictionary()
 )
+# Of every model at work: by how many threads, and the layers that run on packed weights.
+_at_work: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[nn.Linear]]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -222,33 +227,58 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
     """Run the model's linear layers on packed weights, on CPUs where oneDNN has them.
 
     PyTorch packs a weight anew in each call, which takes longer than the product itself when a few
-    hypotheses are multiplied. The packed copies live as long as the model.
+    hypotheses are multiplied. The packed copies live as long as the model, or until a call finds
+    that its layers cannot be packed any more.
     """
-    compiled = "forward" in vars(model) or model._compiled_call_impl is not None
-    linears: list[Any] = []
-    if not compiled:
-        linears = [module for module in model.modules() if _can_pack(module)]
-    if linears:
-        fingerprint = _fingerprint(linears)
-        if model not in _packed or not _same(_packed[model][0], fingerprint):
-            _packed.pop(model, None)  # the old copies make room before the new ones are made
-            _packed[model] = fingerprint, [_packed_forward(linear) for linear in linears]
+    with _lock:
+        users, linears = _at_work.get(model, (0, []))
+        if not users:
+            linears = _pack(model)
+        _at_work[model] = users + 1, linears
     try:
-        for index, linear in enumerate(linears):
-            linear.forward = _packed[model][1][index]
         yield
     finally:
-        for linear in linears:
-            vars(linear).pop("forward", None)
+        with _lock:
+            users = _at_work[model][0] - 1
+            _at_work[model] = users, linears
+            if not users:
+                for linear in linears:
+                    vars(linear).pop("forward", None)
+                del _at_work[model]
+
+
+def _pack(model: nn.Module) -> list[nn.Linear]:
+    """Put packed weights into the layers that can take them, and return these layers."""
+    compiled = "forward" in vars(model) or model._compiled_call_impl is not None
+    linears: list[Any] = []
+    if not compiled and not _needs_torch():
+        linears = [module for module in model.modules() if _can_pack(module)]
+    if not linears:
+        _packed.pop(model, None)
+        return []
+    fingerprint = _fingerprint(linears)
+    if model not in _packed or not _same(_packed[model][0], fingerprint):
+        _packed.pop(model, None)  # the old copies make room before the new ones are made
+        _packed[model] = fingerprint, [_packed_forward(linear) for linear in linears]
+    for linear, forward in zip(linears, _packed[model][1], strict=True):
+        linear.forward = forward
+    return linears
+
+
+def _needs_torch() -> bool:
+    """Tell whether this thread casts or records what layers do, which packed ones cannot."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
 
 
 def _packed_forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make what may stand in for a linear layer's `forward` as long as its weights stay."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-    bias = None if linear.bias is None else linear.bias.detach()
+    weight, bias = linear.weight, linear.bias
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
     def forward(states: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+        if _needs_torch():
+            return F.linear(states, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
 
     return forward
 
@@ -265,11 +295,9 @@ def _fingerprint(linears: list[nn.Linear]) -> _Fingerprint:
         version = None if weight.is_inference() else linear.weight._version
         address = None if bias is None else bias.data_ptr()
         identities.append((weight.data_ptr(), address, version, weight.dtype, weight.shape))
-        rows, columns = weight.shape
-        # Rows of a vocabulary are changed one at a time, other matrices as a whole.
-        tall = rows > _TALL * columns
-        sample = weight[:, columns // 2] if tall else weight.reshape(-1)[:: columns * 8 + 5]
-        samples.setdefault(weight.dtype, []).append(sample)
+        columns = weight.shape[1]
+        # A value of every row, and of every column of a matrix that is not far taller than wide.
+        samples.setdefault(weight.dtype, []).append(weight.reshape(-1)[:: columns + 1])
     return identities, [torch.cat(some) for some in samples.values()]
 
 
@@ -279,8 +307,8 @@ def _same(one: _Fingerprint, other: _Fingerprint) -> bool:
 
 def _can_pack(module: nn.Module) -> bool:
     """Tell whether a module is a plain linear layer on a CPU, of a type oneDNN packs."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
+    if type(module) is not nn.Linear or "forward" in vars(module) or module._forward_pre_hooks:
+        return False  # a hook may make the weight anew
     weight = module.weight
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         return False

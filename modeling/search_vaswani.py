@@ -72,7 +72,7 @@ def beam_search(
         the batch (B * n, T); both filled up with -1. Scores (B * n,), best first.
     """
     beams, returned, stopping = config.num_beams, config.num_return_sequences, config.early_stopping
-    alpha = 1.0 if config.length_penalty is None else float(config.length_penalty)
+    alpha = float(config.length_penalty)
     kind = getattr(config, "length_penalty_type", None)
     ends = config._eos_token_tensor
     # As many candidates as leave K to go on with where each hypothesis could end.
@@ -133,7 +133,7 @@ def beam_search(
         open_rows = _open_rows(can_win & ~done[:, None]) if exact else None
         logits = decoder.step(going_tokens, going_parents, open_rows)
     sequences, indices = _traced_back(steps, result_endings[:, :returned])
-    return sequences, indices, result_scores[:, :returned].flatten()
+    return sequences, indices.int(), result_scores[:, :returned].flatten()
 
 
 def best_continuations(

@@ -5,7 +5,13 @@ import json
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
 
 from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
 
@@ -175,6 +181,16 @@ def test_a_plain_generation_config_on_the_model_still_knows_our_settings(tiny_mo
         ({}, "at least one source sentence"),
         ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, "at least one source sentence"),
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "sequences of no tokens"),
+        (
+            {
+                "input_ids": torch.zeros(0, 3, dtype=torch.long),
+                "attention_mask": torch.zeros(0, 3, dtype=torch.long),
+            },
+            "at least one source sentence",
+        ),
+        ({"input_ids": torch.tensor([3, 4])}, r"batch of sentences, \(B, S\).*\(2,\)"),
+        ({"input_ids": torch.tensor([[3]]), "num_beams": 0}, "num_beams must be at least 1, got 0"),
+        ({"input_ids": torch.tensor([[3]]), "length_penalty": "x"}, "a number, got 'x'"),
         ({"input_ids": torch.tensor([[3]]), "max_length_offset": "5"}, "got '5'"),
         ({"input_ids": torch.tensor([[3]]), "max_length_offset": -1}, "got -1"),
         ({"input_ids": torch.tensor([[3]]), "length_penalty_type": "paper"}, "got 'paper'"),
@@ -183,3 +199,27 @@ def test_a_plain_generation_config_on_the_model_still_knows_our_settings(tiny_mo
 def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complaint):
     with pytest.raises(ValueError, match=complaint):
         tiny_model().generate(**call)
+
+
+def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path):
+    model = never_ending(tiny_model(dtype=torch.float32))
+    source = torch.randint(3, 19, (4, 6))
+    rows = [
+        {"input_ids": ids, "attention_mask": [1] * 6, "labels": [5, 6, 2]}
+        for ids in source.tolist()
+    ]
+    trainer = Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(
+            tmp_path,
+            predict_with_generate=True,
+            per_device_eval_batch_size=2,
+            use_cpu=True,
+            report_to=[],
+        ),
+        eval_dataset=rows,
+    )
+    for _ in range(2):  # the first evaluation leaves max_length=20 in the generation config
+        predictions = trainer.predict(rows).predictions
+        assert predictions.shape == (4, 1 + 6 + 50)
+        assert (predictions == model.generate(source).numpy()).all()

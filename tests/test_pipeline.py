@@ -189,7 +189,7 @@ def test_generation_settings_are_the_checkpoints_then_the_pipelines_then_the_cal
         {name: value for name, value in settings.items() if name != "attention_mask"}
         for _, settings in batches
     ]
-    returns = {"return_dict_in_generate": True}
+    returns = {"return_dict_in_generate": False}
     assert given == [returns, {"num_beams": 3, **returns}, {"num_beams": 2, **returns}]
 
 

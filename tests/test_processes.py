@@ -64,11 +64,16 @@ def number_words(tmp_path_factory):
     return [folder / f"train.{language}" for language in ("en", "de")]
 
 
-LOOP = ["--vocab-size", 340, "--steps", 12, "--warmup", 4, "--tokens", 300, "--set", *SMALL]
+LOOP = ["--vocab-size", 340, "--steps", 12, "--tokens", 300]
+# Adam multiplies what differs in the last digit; at small learning rates it stays there.
+SLOW = ["--warmup", 400]
 
 
 def test_the_accelerate_loop_trains_a_model_that_auto_classes_load(number_words, tmp_path):
-    launch(1, ROOT / "examples" / "accelerate_loop.py", *number_words, "--output", tmp_path, *LOOP)
+    launch(
+        1, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP, "--warmup", 4,
+        "--set", *SMALL, "--output", tmp_path,
+    )  # fmt: skip
     model, tokenizer = (
         auto.from_pretrained(tmp_path) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
     )
@@ -83,8 +88,9 @@ def test_the_accelerate_loop_trains_a_model_that_auto_classes_load(number_words,
 def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_words, tmp_path):
     for processes, accumulate in ((1, 2), (2, 1)):
         launch(
-            processes, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP,
-            "dropout=0.0", "--accumulate", accumulate, "--output", tmp_path / str(processes),
+            processes, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP, *SLOW,
+            "--set", *SMALL, "dropout=0.0", "--accumulate", accumulate,
+            "--output", tmp_path / str(processes),
         )  # fmt: skip
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
 
@@ -95,14 +101,14 @@ def test_train_translation_gives_the_same_weights_with_two_processes(number_word
         launch(
             processes, ROOT / "examples" / "train_translation.py", "--train", *number_words,
             "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
-            "--steps", 6, "--eval-steps", 3, "--warmup", 4, "--max-source-tokens", 300,
+            "--steps", 6, "--eval-steps", 3, *SLOW, "--max-source-tokens", 300,
             "--average", 2, "--accumulate", accumulate, "--output", tmp_path / str(processes),
             "--set", *SMALL, "dropout=0.0",
         )  # fmt: skip
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
     one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))
     for scores in (one, two):
-        del scores["test"]["seconds"], scores["valid"]["seconds"]
+        del scores["test"]["seconds"], scores["valid"]["seconds"], scores["valid"]["signature"]
         assert scores["averaged"] == ["checkpoint-3", "checkpoint-6"]
         assert [entry["step"] for entry in scores["log"] if "eval_bleu" in entry] == [3, 6]
     assert one["test"] == two["test"]

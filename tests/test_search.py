@@ -3,19 +3,28 @@
 import copy
 import itertools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import prune
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
     StoppingCriteriaList,
 )
-from transformers.generation import MaxTimeCriteria, TemperatureLogitsWarper
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    TemperatureLogitsWarper,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.modeling import generation_vaswani, incremental_vaswani
 from vaswani.modeling.incremental_vaswani import IncrementalDecoder, packed_linears
 from vaswani.modeling.search_vaswani import best_continuations
@@ -140,7 +149,7 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     ours, theirs = model.generate(**kwargs), model.generate(**kwargs, output_scores=True)
     assert (searches["beam_search"], searches["_beam_search"]) == (1, 1)
     assert torch.equal(ours.sequences, theirs.sequences)
-    assert torch.equal(ours.beam_indices, theirs.beam_indices.long())
+    assert torch.equal(ours.beam_indices, theirs.beam_indices)
     # transformers adds up in float32
     torch.testing.assert_close(
         ours.sequences_scores.float(), theirs.sequences_scores, rtol=2e-6, atol=2e-6
@@ -241,6 +250,152 @@ def test_processes_in_step_run_transformers_search(tiny_model, source, searches,
     with pytest.raises(ValueError, match="process group"):  # it asks the others, of which are none
         tiny_model().generate(**source, num_beams=num_beams, synced_gpus=True)
     assert (searches["beam_search"], searches["greedy_search"]) == (0, 0)
+
+
+class Collector:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, tokens):
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+def test_a_streamer_gets_every_token_from_transformers_search(tiny_model, source, searches):
+    model, one = tiny_model(), source["input_ids"][:1]
+    expected = model.generate(one)[0].tolist()
+    streamer = Collector()
+    model.generate(one, streamer=streamer)
+    assert streamer.tokens == [*expected, "end"]
+    assert (searches["greedy_search"], searches["_sample"]) == (1, 1)
+
+
+class Plain(VaswaniForConditionalGeneration):
+    """The network under transformers' own `generate`, whole and untouched."""
+
+    generate = GenerationMixin.generate
+    _beam_search = GenerationMixin._beam_search
+    _sample = GenerationMixin._sample
+    _prepare_generation_config = GenerationMixin._prepare_generation_config
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[8], [9], [10], [12], [15], [11, 13]]},
+        {"min_new_tokens": 9},
+        {"prefix_allowed_tokens_fn": lambda batch, tokens: [2, 3 + len(tokens) % 5, 9, 12]},
+        {"decoder_input_ids": torch.full((4, 3), 5), "min_new_tokens": 4},
+        {},
+    ],
+)
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_constraints_that_bind_give_what_transformers_generate_gives(
+    tiny_model, source, num_beams, constraint
+):
+    # A pad id of 0 is none to transformers' beam search.
+    settings = {"max_new_tokens": 14, "num_beams": num_beams, "early_stopping": False}
+    settings |= {"eos_token_id": [2, 5, 6, 7], "pad_token_id": 1}
+    if num_beams > 1:
+        settings["length_penalty"] = 1.0
+    bound = False
+    for seed in range(4):
+        model, plain = tiny_model(seed=seed), tiny_model(Plain, seed=seed)
+        plain.generation_config = GenerationConfig(
+            pad_token_id=0, eos_token_id=2, decoder_start_token_id=2
+        )
+        ours = model.generate(**source, **settings, **constraint, length_penalty_type="hf")
+        theirs = plain.generate(**source, **settings, **constraint)
+        assert torch.equal(ours, theirs)
+        free = model.generate(**source, **settings, length_penalty_type="hf")
+        bound |= ours.shape != free.shape or not torch.equal(ours, free)
+    assert bound == bool(constraint)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_criteria_of_the_call_replace_those_of_the_settings(tiny_model, source, num_beams):
+    model = tiny_model()
+    for criterion in (MaxLengthCriteria(6), EosTokenCriteria([2, 5, 6, 7, 8, 11])):
+        call = {"num_beams": num_beams, "stopping_criteria": StoppingCriteriaList([criterion])}
+        ours = model.generate(**source, **call)
+        theirs = model.generate(
+            **source, **call, output_scores=True, return_dict_in_generate=True
+        ).sequences
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, model.generate(**source, num_beams=num_beams))
+
+
+@pytest.mark.parametrize("search", [{}, {"do_sample": True}, {"num_beams": 3}])
+def test_transformers_searches_too_keep_each_sentence_to_its_own_limit(tiny_model, source, search):
+    output = tiny_model().generate(
+        **source, **search, eos_token_id=None, output_scores=True, return_dict_in_generate=True,
+        bad_words_ids=[[0]],
+    )  # fmt: skip
+    lengths = (output.sequences[:, 1:] != 0).sum(dim=1)
+    assert lengths.tolist() == [57, 54, 52, 55]
+
+
+@pytest.mark.parametrize("penalty_type", ["gnmt", "hf"])
+def test_no_length_penalty_means_the_same_to_both_searches(tiny_model, source, penalty_type):
+    model = tiny_model()
+    model.generation_config.length_penalty = None
+    call = {"num_beams": 3, "return_dict_in_generate": True, "length_penalty_type": penalty_type}
+    ours = model.generate(**source, **call)
+    theirs = model.generate(**source, **call, output_scores=True)
+    torch.testing.assert_close(
+        ours.sequences_scores.float(), theirs.sequences_scores, rtol=1e-5, atol=1e-5
+    )
+
+
+def doubled(module, args, output):
+    return output * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.decoder.layers[0].register_forward_hook(doubled),
+        lambda model: model.lm_head.register_forward_pre_hook(lambda module, args: None),
+        lambda model: setattr(model, "forward", model.forward),
+        lambda model: model.model.decoder.train(),
+        lambda model: setattr(model.config, "_attn_implementation_internal", "of_ones_own"),
+        lambda model: setattr(
+            model, "prepare_inputs_for_generation", lambda *a, **k: model.__class__
+            .prepare_inputs_for_generation(model, *a, **k)
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_put_over_or_beside_a_layer_is_run(tiny_model, source, searches, change):
+    model = tiny_model()
+    ALL_ATTENTION_FUNCTIONS.register("of_ones_own", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    change(model)
+    for num_beams in (1, 3):
+        model.generate(**source, num_beams=num_beams, max_new_tokens=3)
+    assert (searches["beam_search"], searches["greedy_search"]) == (0, 0)
+    assert (searches["_beam_search"], searches["_sample"]) == (1, 1)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_run(tiny_model, source, searches):
+    class Biased(VaswaniForConditionalGeneration):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits[..., 7] += 100
+            return output
+
+    assert (tiny_model(Biased).generate(**source, num_beams=2, max_new_tokens=3)[:, 1:] == 7).all()
+    assert searches["beam_search"] == 0
+
+
+def test_recorded_attentions_leave_the_fast_search_usable(tiny_model, source, searches):
+    model = tiny_model()
+    model.generate(**source, output_attentions=True, return_dict_in_generate=True)
+    model.generate(**source)
+    assert searches["greedy_search"] == 1
 
 
 def test_training_mode_and_sampling_run_transformers_search(tiny_model, source, searches):
@@ -405,6 +560,13 @@ class TestPackedWeights:
             pytest.skip("this CPU's PyTorch has no oneDNN")
         return torch.nn.Linear(160, 128)
 
+    @torch.no_grad()
+    def test_copies_go_when_the_layers_cannot_be_packed_any_more(self, linear):
+        with packed_linears(linear):
+            assert linear in incremental_vaswani._packed
+        with packed_linears(linear.double()):
+            assert linear not in incremental_vaswani._packed
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @torch.no_grad()
     def test_products_are_the_same(self, linear, dtype):
@@ -450,6 +612,47 @@ class TestPackedWeights:
         linear.bias = torch.nn.Parameter(torch.randn(128))
         with packed_linears(linear):
             torch.testing.assert_close(linear(states), torch.nn.Linear.forward(linear, states))
+
+    def test_several_threads_may_generate_with_one_model(self):
+        model = VaswaniForConditionalGeneration(
+            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=2)
+        ).eval()
+        sources = [torch.randint(3, 50, (1, length)) for length in range(2, 10)]
+        expected = [model.generate(source, num_beams=2, max_new_tokens=6) for source in sources]
+        with ThreadPoolExecutor(4) as pool:
+            outputs = pool.map(
+                lambda source: model.generate(source, num_beams=2, max_new_tokens=6), sources * 5
+            )
+            for output, wanted in zip(outputs, expected * 5, strict=True):
+                assert torch.equal(output, wanted)
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_autocast_and_gradients_run_the_layers_own_weights(self, linear):
+        states = torch.randn(2, 160, requires_grad=True)
+        with torch.no_grad(), packed_linears(linear):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert linear(states).dtype == torch.bfloat16
+            with torch.enable_grad():
+                linear(states).sum().backward()
+        assert linear.weight.grad.abs().sum() > 0
+
+    def test_a_model_generates_under_autocast(self):
+        model = VaswaniForConditionalGeneration(
+            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=1)
+        ).eval()
+        source = torch.randint(3, 50, (3, 5))
+        with torch.autocast("cpu", torch.bfloat16):
+            for num_beams in (1, 3):
+                ours = model.generate(
+                    source, num_beams=num_beams, max_new_tokens=4, eos_token_id=None
+                )
+                assert ours.shape == (3, 5)
+
+    @torch.no_grad()
+    def test_weights_that_a_hook_makes_are_not_packed(self, linear):
+        prune.l1_unstructured(linear, "weight", amount=0.5)
+        with packed_linears(linear):
+            assert "forward" not in vars(linear)
 
     def test_an_error_leaves_the_modules_as_they_were(self, linear):
         with pytest.raises(KeyError), packed_linears(linear):

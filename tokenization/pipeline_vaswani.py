@@ -212,9 +212,11 @@ class VaswaniTranslationPipeline(Pipeline):
 
     def _hypotheses(self, generating: dict[str, Any]) -> int:
         """How many translations a sentence gets."""
+        config = generating.get("generation_config")
         given = (
             generating,
-            vars(generating.get("generation_config") or self.model.generation_config),
+            {} if config is None else vars(config),
+            vars(self.model.generation_config),
         )
         counts = (settings.get("num_return_sequences") for settings in given)
         return next((count for count in counts if count is not None), 1)
