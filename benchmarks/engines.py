@@ -9,13 +9,24 @@ import copy
 import ctypes
 import functools
 import gc
+import multiprocessing
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from base_model import padded
-from transformers import GenerationConfig, MarianConfig, MarianMTModel, PreTrainedModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+import vaswani  # noqa: F401  (registers the model with the Auto classes)
 
 try:
     import ctranslate2
@@ -367,15 +378,111 @@ class Workshop:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+class EngineProcess:
+    """An engine in a process of its own: peers' threads and memory do not come near it.
+
+    In one process, CTranslate2's OpenMP threads leave PyTorch's about one core of two.
+
+    Args:
+        model: folder of the float32 model.
+        name, precision: as `Workshop.build` takes them.
+        device, folder, threads: as `Workshop` takes them.
+
+    Raises:
+        RuntimeError: this machine cannot run it, with the reason.
+    """
+
+    def __init__(
+        self, model: Path, name: str, precision: str, device: str, folder: Path, threads: int
+    ) -> None:
+        self.label, self.precision = name, precision
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, other = spawn.Pipe()
+        arguments = (other, model, name, precision, device, folder, threads)
+        self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        other.close()
+        self._receive()
+
+    def translate(
+        self, batches: Sequence[list[list[int]]], beams: int, forced: int | None = None
+    ) -> tuple[float, list[list[int]]]:
+        """Translate batches one after the other: seconds of `run`, and all translations."""
+        self._pipe.send((batches, beams, forced))
+        return self._receive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+    def _receive(self) -> Any:
+        try:
+            error, answer = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            error = f"its process ended with exit code {self._process.exitcode}"
+        if error is not None:
+            raise RuntimeError(error)
+        return answer
+
+
+def _serve(
+    pipe: Any, folder: Path, name: str, precision: str, device: str, scratch: Path, threads: int
+) -> None:
+    """Build an engine and translate what comes through the pipe, until it is closed."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    workshop = Workshop(model, device, scratch, threads)
+    try:
+        engine = workshop.build(name, precision)
+    except (RuntimeError, ValueError) as error:
+        pipe.send((str(error), None))
+        return
+    del model
+    workshop.release()
+    pipe.send((None, None))
+    with contextlib.suppress(EOFError):
+        while True:
+            batches, beams, forced = pipe.recv()
+            prepared = [engine.prepare(batch) for batch in batches]
+            seconds, raw = timed(engine, prepared, beams, forced)
+            pipe.send((None, (seconds, [row for out in raw for row in engine.ids(out, forced)])))
+
+
+def timed(
+    engine: Engine, batches: list[Any], beams: int, forced: int | None = None
+) -> tuple[float, list[Any]]:
+    """Translate prepared batches; return seconds and what the engine gave back."""
+    seconds, outputs = 0.0, []
+    for batch in batches:
+        synchronize()
+        start = time.perf_counter()
+        outputs.append(engine.run(batch, beams, forced))
+        synchronize()
+        seconds += time.perf_counter() - start
+    return seconds, outputs
+
+
+def synchronize() -> None:
+    """Wait for a GPU's queue; nothing elsewhere."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 __all__ = [
     "MAX_LENGTH_OFFSET",
     "CTranslate2Engine",
     "Engine",
+    "EngineProcess",
     "TorchEngine",
     "Workshop",
     "distance_to_ctranslate2",
     "distance_to_marian",
     "marian_twin",
     "save_for_ctranslate2",
+    "synchronize",
+    "timed",
     "token_scores",
 ]

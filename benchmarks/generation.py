@@ -21,6 +21,7 @@ median over rounds of the peer's time over ours; times are medians over rounds.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import random
@@ -37,12 +38,12 @@ import torch
 from base_model import VOCAB_SIZE, read_lines, train
 from circumstances import circumstances
 from engines import (
-    CTranslate2Engine,
-    Engine,
+    EngineProcess,
     Workshop,
     distance_to_ctranslate2,
     distance_to_marian,
     marian_twin,
+    synchronize,
 )
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
@@ -53,7 +54,7 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniToken
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "runs" / "benchmark-base"
 EARLY = "ours, stop early"
 BLEU_BATCH = 128
-# CTranslate2's threads stay awake for a moment after their last job, on cores that others need.
+# Threads stay awake for a moment after their last job, on cores that the next engine needs.
 PAUSE = 0.3
 # Points of the curves.
 BEAMS = (1, 2, 4, 8)
@@ -170,26 +171,30 @@ def engine_names(device: str) -> list[tuple[str, str]]:
     return [*ours, *marian, *(("CTranslate2", kind) for kind in kinds)]
 
 
-def build_all(workshop: Workshop) -> tuple[list[Engine], list[dict[str, str]]]:
-    """Build every engine this machine can run; say why the others are missing."""
+def start_all(
+    model: Path, device: str, folder: Path
+) -> tuple[list[EngineProcess], list[dict[str, str]]]:
+    """Start every engine this machine can run; say why the others are missing."""
     engines, missing = [], []
-    for name, precision in engine_names(workshop.device):
+    for name, precision in engine_names(device):
         try:
-            engines.append(workshop.build(name, precision))
-        except (RuntimeError, ValueError) as error:
+            engines.append(
+                EngineProcess(model, name, precision, device, folder, torch.get_num_threads())
+            )
+        except RuntimeError as error:
             missing.append({"engine": name, "precision": precision, "reason": str(error)})
     return engines, missing
 
 
-def check_twins(model: PreTrainedModel, engines: list[Engine], text: Text) -> dict[str, float]:
+def check_twins(model: PreTrainedModel, folder: Path, text: Text) -> dict[str, float]:
     """Hold the peers' outputs against ours on real targets; exit where they differ."""
     indices = text.chosen(12)
     sources, targets = ([side[i] for i in indices] for side in (text.sources, text.targets))
     ended = [[*target, model.config.eos_token_id] for target in targets]
     distances = {"MarianMT": distance_to_marian(model, marian_twin(model), sources, ended)}
-    for engine in engines:
-        if isinstance(engine, CTranslate2Engine) and engine.precision == "float32":
-            distances["CTranslate2"] = distance_to_ctranslate2(model, engine, sources, targets)
+    with contextlib.suppress(RuntimeError):
+        engine = Workshop(model, "cpu", folder, 1).build("CTranslate2", "float32")
+        distances["CTranslate2"] = distance_to_ctranslate2(model, engine, sources, targets)
     limits = {"MarianMT": 1e-4, "CTranslate2": 1e-3}
     for name, distance in distances.items():
         if not distance <= limits[name]:
@@ -197,28 +202,8 @@ def check_twins(model: PreTrainedModel, engines: list[Engine], text: Text) -> di
     return distances
 
 
-def timed(
-    engine: Engine, batches: list[Any], beams: int, forced: int | None = None
-) -> tuple[float, list[Any]]:
-    """Translate prepared batches; return seconds and what the engine gave back."""
-    seconds, outputs = 0.0, []
-    for batch in batches:
-        synchronize()
-        start = time.perf_counter()
-        outputs.append(engine.run(batch, beams, forced))
-        synchronize()
-        seconds += time.perf_counter() - start
-    return seconds, outputs
-
-
-def synchronize() -> None:
-    """Wait for a GPU's queue; nothing elsewhere."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def take_turns(
-    engines: list[Engine],
+    engines: list[EngineProcess],
     sentences: Tokens,
     size: int,
     beams: int,
@@ -226,19 +211,18 @@ def take_turns(
     forced: int | None = None,
 ) -> list[dict[str, Any]]:
     """Time all engines on the same batches, in turn, after a first batch that does not count."""
-    prepared = [[e.prepare(batch) for batch in batched(sentences, size)] for e in engines]
+    batches = list(batched(sentences, size))
     seconds: list[list[float]] = [[] for _ in engines]
     outputs: list[Tokens] = [[] for _ in engines]
-    for engine, batches in zip(engines, prepared, strict=True):
-        timed(engine, batches[:1], beams, forced)
+    for engine in engines:
+        engine.translate(batches[:1], beams, forced)
     for turn in range(rounds):
         for place in range(len(engines)):
             # Another engine is first in every round: nobody always follows the same neighbour.
             number = (place + turn) % len(engines)
             time.sleep(PAUSE)
-            taken, raw = timed(engines[number], prepared[number], beams, forced)
+            taken, outputs[number] = engines[number].translate(batches, beams, forced)
             seconds[number].append(taken)
-            outputs[number] = [row for output in raw for row in engines[number].ids(output, forced)]
     rows = []
     for engine, taken, tokens in zip(engines, seconds, outputs, strict=True):
         median = statistics.median(taken)
@@ -260,7 +244,7 @@ def take_turns(
 
 
 def measure_speed(
-    args: argparse.Namespace, engines: list[Engine], text: Text
+    args: argparse.Namespace, engines: list[EngineProcess], text: Text
 ) -> list[dict[str, Any]]:
     """Rows of speed and BLEU for every engine, number of beams and batch size."""
     rows = []
@@ -271,9 +255,8 @@ def measure_speed(
         if not args.quick and text.tokenizer is not None:
             indices = text.chosen(args.sentences or len(text.sources))
             for engine in taking_part:
-                batches = batched([text.sources[i] for i in indices], BLEU_BATCH)
-                _, raw = timed(engine, [engine.prepare(batch) for batch in batches], beams)
-                outputs = [row for output in raw for row in engine.ids(output)]
+                batches = list(batched([text.sources[i] for i in indices], BLEU_BATCH))
+                _, outputs = engine.translate(batches, beams)
                 scores[engine.label, engine.precision] = text.bleu(indices, outputs)
         for size in args.batches:
             alone, together = (8, 64) if args.quick else (64, 256)
@@ -381,7 +364,7 @@ def print_judgement(ratios: list[dict[str, Any]], aims: list[dict[str, Any]]) ->
 
 
 def measure_curves(
-    args: argparse.Namespace, engines: list[Engine], text: Text
+    args: argparse.Namespace, engines: list[EngineProcess], text: Text
 ) -> list[dict[str, Any]]:
     """How the time of a sentence grows with beams, source length and output length."""
     engines = [engine for engine in engines if engine.label != EARLY]
@@ -505,11 +488,10 @@ def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[d
     return rows
 
 
-def print_profile(engines: list[Engine], text: Text, beams: int) -> None:
+def print_profile(workshop: Workshop, text: Text, beams: int) -> None:
     """Print the operators that take most of our search's time, at batch 1 and 32."""
-    for engine in engines:
-        if engine.label != "ours":
-            continue
+    for precision in ("float32", "bfloat16"):
+        engine = workshop.build("ours", precision)
         for size in (1, 32):
             indices = text.chosen(200)
             middle = (len(indices) - size) // 2
@@ -563,11 +545,16 @@ def main(argv: list[str] | None = None) -> None:
         return
     model, text = load(args)
     with tempfile.TemporaryDirectory() as scratch:
-        workshop = Workshop(model, args.device, Path(scratch), torch.get_num_threads())
-        engines, missing = build_all(workshop)
+        folder, trained = Path(scratch), args.model
         if args.profile:
-            print_profile(engines, text, args.beams[0])
+            print_profile(
+                Workshop(model, args.device, folder, torch.get_num_threads()), text, args.beams[0]
+            )
             return
+        if text.tokenizer is None:
+            trained = folder / "random"
+            model.save_pretrained(trained)
+        engines, missing = start_all(trained, args.device, folder)
         results: dict[str, Any] = {
             **circumstances(),
             "device": args.device,
@@ -575,7 +562,7 @@ def main(argv: list[str] | None = None) -> None:
             "parameters": model.num_parameters(),
             "rounds": args.rounds,
             "missing": missing,
-            "distance_of_twins": check_twins(model, engines, text),
+            "distance_of_twins": check_twins(model, folder, text),
         }
         for one in missing:
             print(f"{one['engine']} {one['precision']} is missing: {one['reason']}")
@@ -589,6 +576,8 @@ def main(argv: list[str] | None = None) -> None:
             write(args.json, results)  # the curves take long: nothing measured is lost
         if "curves" in args.parts:
             results["curves"] = measure_curves(args, engines, text)
+        for engine in engines:
+            engine.close()
     write(args.json, results)
 
 

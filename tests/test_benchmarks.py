@@ -65,6 +65,15 @@ def model():
     return model
 
 
+def build_all(workshop):
+    """Every engine of this machine, in this process."""
+    return [
+        workshop.build(name, precision)
+        for name, precision in generation.engine_names("cpu")
+        if name != "CTranslate2" or engines.ctranslate2 is not None
+    ]
+
+
 def random_pairs(lengths, vocab_size=330):
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(3, vocab_size, (n,), generator=generator).tolist()  # noqa: E731
@@ -97,7 +106,7 @@ def test_every_engine_can_be_made_to_write_a_given_number_of_tokens(model, tmp_p
         # The end of sentence is what this model would write at once.
         model.lm_head.weight[2] = 3 * model.model.decoder.layers[-1].final_layer_norm.bias
     workshop = engines.Workshop(model, "cpu", tmp_path, threads=1)
-    built, _ = generation.build_all(workshop)
+    built = build_all(workshop)
     sources, _ = random_pairs([4, 9])
     for engine in built:
         batch = engine.prepare(sources)
@@ -109,13 +118,13 @@ def test_every_engine_can_be_made_to_write_a_given_number_of_tokens(model, tmp_p
 
 def test_building_engines_leaves_our_weights_alone(model, tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generation.build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
+    build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
 def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
-    built, _ = generation.build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
+    built = build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
     sources, _ = random_pairs([3, 8, 8, 12])
     outputs = {
         engine.label: engine.ids(engine.run(engine.prepare(sources), 1, forced=12), forced=12)
@@ -125,6 +134,7 @@ def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
     assert len({str(output) for output in outputs.values()}) == 1
 
 
+@pytest.mark.slow
 def test_quick_report_is_whole(model, corpus, tmp_path, monkeypatch, capsys):
     lines = ENGLISH + GERMAN
     tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
@@ -175,7 +185,7 @@ def test_a_twin_that_computes_something_else_ends_the_run(model, tmp_path, monke
     monkeypatch.setattr(generation, "distance_to_marian", lambda *_: float("nan"))
     text = generation.Text(None, 330)
     with pytest.raises(SystemExit, match="MarianMT computes something else"):
-        generation.check_twins(model, [], text)
+        generation.check_twins(model, tmp_path, text)
 
 
 def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_path, monkeypatch):
