@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vaswani.training.batching import TokenBatchSampler
+from vaswani.training.circumstances import circumstances
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 

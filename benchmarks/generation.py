@@ -36,7 +36,6 @@ from typing import Any
 import sacrebleu
 import torch
 from base_model import VOCAB_SIZE, read_lines, train
-from circumstances import circumstances
 from engines import (
     EngineProcess,
     Workshop,
@@ -48,6 +47,7 @@ from engines import (
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import logging
+from vaswani.training.circumstances import circumstances
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 

@@ -35,6 +35,7 @@ import argparse
 import copy
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -456,6 +457,8 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
 
 def average(args: argparse.Namespace, model: PreTrainedModel) -> list[str]:
     """Make the saved model the mean of the last checkpoints (6.1); return their names."""
+    for left_over in Path(args.output).glob(".averaged-*"):  # by a kill
+        shutil.rmtree(left_over)
     names = [folder.name for folder in run_checkpoints(Path(args.output))][-args.average :]
     with tempfile.TemporaryDirectory(dir=args.output, prefix=".averaged-") as folder:
         mean = average_checkpoints(args.output, Path(folder) / "mean", last=len(names))

@@ -28,6 +28,7 @@ from vaswani.training.metrics import (
     evaluate_generation,
     evaluate_perplexity,
     generate_texts,
+    nbest_accuracy,
     split_compounds,
 )
 
@@ -442,6 +443,26 @@ def test_settings_without_meaning_are_refused(translator):
     for settings in ({"window": 0}, {"batch_tokens": 0}, {"num_return_sequences": 2}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             list(generate_texts(model, tokenizer, sources, **settings))
+
+
+# --- nbest_accuracy ---
+
+
+def test_nbest_accuracy_counts_references_among_the_first_candidates():
+    candidates = [["a", "b", "c"], ["x", "a", "x"], ["b", "c", "d"], ["c", "c", "a"]]
+    assert nbest_accuracy(iter(candidates), iter(["a", "a", "a", "a"])) == [25, 50, 75]
+    assert nbest_accuracy([["a"], ["b"]], ["a", "a"]) == [50]
+    # Lists of unequal length: as far as all of them reach.
+    assert nbest_accuracy([["b", "a"], ["b", "c", "a"]], ["a", "c"]) == [0, 100]
+    assert nbest_accuracy([["b", "c", "a"], ["b", "a"]], ["a", "a"]) == [0, 50]
+
+
+def test_nbest_accuracy_refuses_what_does_not_match():
+    for candidates, references in (([["a"]], ["a", "b"]), ([["a"], ["b"]], ["a"])):
+        with pytest.raises(ValueError, match="one ends after 1"):
+            nbest_accuracy(candidates, references)
+    with pytest.raises(ValueError, match="nothing to count"):
+        nbest_accuracy([], [])
 
 
 # --- evaluate_perplexity ---

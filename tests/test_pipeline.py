@@ -12,6 +12,7 @@ import torch
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
+from transformers.utils import logging
 from vaswani.tokenization import pipeline_vaswani
 from vaswani.tokenization.pipeline_vaswani import batches_by_length
 
@@ -333,6 +334,7 @@ def test_a_progress_bar_is_drawn_for_long_work_or_on_request(translator, capfd, 
             pass
         return capfd.readouterr().err
 
+    logging.enable_progress_bar()  # another test may have switched all bars of transformers off
     lines = ["", *ENGLISH[:2]]
     assert drawn(lines) == ""
     assert "3/3" in drawn(lines, progress=True)

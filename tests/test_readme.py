@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
 from loopback_hub import LoopbackHub
 from num2words import num2words
 
@@ -88,6 +90,48 @@ def test_scores_alignments_and_bulk_translations_are_as_printed(quickstart):
     assert printed_by(code) == expected
 
 
+def test_the_adapter_block_adapts_every_linear_layer(quickstart):
+    pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
+    code, _ = python_block("untie_embeddings")
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, "README.md", "exec"), names)
+    assert "trainable params" in output.getvalue()
+    plain = {
+        name
+        for name, module in names["model"].named_modules()
+        if type(module) is torch.nn.Linear and ".lora_" not in name and "base_layer" not in name
+    }
+    assert plain == set()
+
+
+def test_shell_commands_are_understood_by_accelerate_and_by_the_script(monkeypatch):
+    """The flags are accelerate's, what follows the script train_translation.py's."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(ROOT)
+    import train_translation
+
+    lines = [
+        line
+        for language, body in BLOCKS
+        if language == "sh"
+        for line in body.replace("\\\n", "").splitlines()
+        if not line.startswith("#")
+    ]
+    launched = [line for line in lines if line.startswith("accelerate launch ")]
+    assert len(launched) == 4
+    for command in launched:
+        words = launch_command_parser().parse_args(shlex.split(command)[2:])
+        assert words.training_script == "examples/train_translation.py"
+        args = train_translation.parse_args(words.training_script_args)
+        assert abs(args.max_source_tokens * words.num_processes - 25_000) < 10
+    for command in {*lines} - {*launched}:
+        before, script, arguments = command.partition(" examples/train_translation.py ")
+        assert script, command
+        assert before.startswith("python")
+        assert train_translation.parse_args(shlex.split(arguments)).train
+
+
 def test_sharing_pushes_a_repository_that_loads_without_the_package(quickstart):
     push, _ = python_block("push_to_hub")
     pull, _ = python_block("trust_remote_code=True")
@@ -126,6 +170,7 @@ def test_every_python_block_is_run_by_a_test_above():
         "three hundred and forty-two",
         "presets()",
         "VaswaniTranslationPipeline",
+        "untie_embeddings",
         "push_to_hub",
         "trust_remote_code=True",
     )

@@ -1,5 +1,6 @@
 """What a reader needs to repeat a run: command, commit, machine, versions, date."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -13,31 +14,52 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "datasets", "sacrebleu")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "datasets",
+    "sacrebleu",
+    "ctranslate2",
+)
+# What a CPU needs for fast products in bfloat16 and int8.
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 
 
 def circumstances() -> dict[str, Any]:
     """Describe this run in JSON's types; `commit` is that of the folder the command lies in."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(
-            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu
-        )
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commit": _commit(Path(sys.argv[0]).resolve().parent),
-        "hardware": {
-            "cpu": cpu,
-            "cores": os.cpu_count(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
-        },
+        "hardware": _hardware(),
+        "versions": {"python": platform.python_version(), **_versions()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _hardware() -> dict[str, Any]:
+    fields = {}
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text().splitlines()
+        fields = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", "").split()
+    return {
+        "cpu": fields.get("model name", platform.processor() or platform.machine()).strip(),
+        "flags": [flag for flag in _FLAGS if flag in flags],
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _commit(folder: Path) -> str:

@@ -1,0 +1,375 @@
+"""Recipes say every setting of a published result, and train_translation.py does what they say."""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+from num2words import num2words
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, TrainerState
+from transformers.testing_utils import CaptureLogger
+from vaswani.training import checkpoints
+from vaswani.training.checkpoints import last_complete_checkpoint
+from vaswani.training.trainer import VaswaniTrainer
+
+from vaswani import VaswaniConfig, VaswaniTokenizer, VaswaniTranslationPipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "examples" / "recipes"
+NAMES = ("multi30k-tiny", "g2p-eng_us", "iwslt14", "wmt14-base", "wmt14-big")
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """examples/train_translation.py as a module; `train.run` runs it as a command line would."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train_translation
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [train_translation.__file__, *map(str, arguments)])
+        train_translation.main()
+
+    train_translation.run = run
+    return train_translation
+
+
+def recipe_of(train, name, *arguments):
+    return train.parse_args(["--recipe", str(RECIPES / f"{name}.yaml"), *arguments])
+
+
+def config_of(train, args):
+    return VaswaniConfig.preset(
+        args.preset, **{"vocab_size": args.vocab_size, **train.settings(args.set)}
+    )
+
+
+# Rows: Wu et al. (2021) and fairseq's logs as references of the recipes, the paper's Table 3 and
+# section 5 for WMT: sizes, dropout, epsilon, tokens an update, updates, warm-up, peak, Adam's
+# epsilon, clipping, checkpoints averaged, beams.
+PUBLISHED = {
+    "multi30k-tiny": (4, 128, 256, 4, 0.3, 0.1, 8192, 8000, 2000, 5e-3, 1e-8, 25, 10, 5),
+    "iwslt14": (6, 512, 1024, 4, 0.3, 0.1, 4096, 50_000, 4000, 5e-4, 1e-8, 0, 5, 5),
+    "wmt14-base": (6, 512, 2048, 8, 0.1, 0.1, 25_000, 100_000, 4000, None, 1e-9, 0, 5, 4),
+    "wmt14-big": (6, 1024, 4096, 16, 0.3, 0.1, 25_000, 300_000, 4000, None, 1e-9, 0, 20, 4),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipes_are_the_published_settings(train, name):
+    args = recipe_of(train, name)
+    config = config_of(train, args)
+    arguments = train.training_arguments(args, config.d_model)
+    assert config.encoder_layers == config.decoder_layers
+    assert config.encoder_ffn_dim == config.decoder_ffn_dim
+    assert config.encoder_attention_heads == config.decoder_attention_heads
+    assert (config.attention_dropout, config.activation_dropout) == (0, 0)
+    assert args.max_source_tokens == args.max_target_tokens
+    assert (arguments.adam_beta1, arguments.adam_beta2) == (0.9, 0.98)
+    assert PUBLISHED[name] == (
+        config.encoder_layers,
+        config.d_model,
+        config.encoder_ffn_dim,
+        config.encoder_attention_heads,
+        config.dropout,
+        config.label_smoothing,
+        args.max_source_tokens * args.accumulate,
+        args.steps,
+        args.warmup,
+        args.learning_rate,
+        arguments.adam_epsilon,
+        arguments.max_grad_norm,
+        args.average,
+        args.beams,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_of_a_run_stands_in_its_recipe(train, name):
+    """A field of the preset that differs from the default has to be visible in the file."""
+    args = recipe_of(train, name)
+    fields = train.settings(args.set)
+    preset, default = (VaswaniConfig.preset(row).to_dict() for row in (args.preset, "base"))
+    assert {key for key in preset if preset[key] != default[key]} <= set(fields)
+    sizes = {"d_model", "dropout", "attention_dropout", "activation_dropout", "label_smoothing"}
+    sizes |= {f"{s}_{size}" for s in ("encoder", "decoder") for size in ("layers", "ffn_dim")}
+    assert sizes <= set(fields)
+    assert {"adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"} <= set(
+        train.settings(args.trainer)
+    )
+    settings = {"length_penalty_type", "length_penalty", "max_length_offset"}
+    assert settings == set(train.settings(args.generation))
+    text = (RECIPES / f"{name}.yaml").read_text()
+    stated = set(re.findall(r"^([\w-]+):", text, re.M))
+    assert {"train", "valid", "test", "output", "steps", "warmup", "scheduler", "beams"} <= stated
+    assert {"tokenizer-kind", "vocab-size", "preset", "max-source-tokens", "accumulate"} <= stated
+    assert {"bf16", "seed", "save-steps", "eval-steps", "average", "bleu-tokenize"} <= stated
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_in_a_recipe_reads_that_recipe(train, name):
+    comments = re.findall(r"^# ?(.*)$", (RECIPES / f"{name}.yaml").read_text(), re.M)
+    text = "\n".join(comments)
+    (command,) = re.findall(r"^ +((?:python|accelerate launch)(?:.*\\\n)*.*)$", text, re.M)
+    words = shlex.split(command.replace("\\\n", " "))
+    script = words.index("examples/train_translation.py")
+    arguments = words[script + 1 :]
+    assert arguments[:2] == ["--recipe", f"examples/recipes/{name}.yaml"]
+    assert train.parse_args(["--recipe", str(RECIPES / f"{name}.yaml"), *arguments[2:]])
+    if "--num_processes" in words:
+        processes = int(words[words.index("--num_processes") + 1])
+        args = recipe_of(train, name, *arguments[2:])
+        assert args.max_source_tokens * processes == recipe_of(train, name).max_source_tokens
+
+
+def test_the_command_line_comes_after_the_recipe(train):
+    args = recipe_of(train, "multi30k-tiny", "--set", "dropout=0.2", "--steps", "7", "--bf16")
+    assert (args.steps, args.bf16, args.warmup) == (7, True, 2000)
+    assert train.settings(args.set)["dropout"] == 0.2
+    assert train.settings(args.set)["d_model"] == 128
+    args = recipe_of(train, "multi30k-tiny", "--no-bf16", "--generation", "length_penalty=0.6")
+    assert args.bf16 is False
+    assert train.settings(args.generation)["length_penalty"] == 0.6
+    assert train.settings(args.trainer)["adam_epsilon"] == 1e-8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "complaint"),
+    [
+        ("stepz: 7", "unrecognized arguments: --stepz=7"),
+        ("steps: many", "invalid int value: 'many'"),
+        ("- steps", "holds no settings"),
+        ("steps: [7", "recipe.yaml"),
+        (None, "No such file"),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(train, tmp_path, capsys, recipe, complaint):
+    path = tmp_path / "recipe.yaml"
+    if recipe is not None:
+        path.write_text(recipe)
+    with pytest.raises(SystemExit) as error:
+        train.parse_args(["--recipe", str(path), "--train", "x.tsv", "--output", "unused"])
+    assert complaint in capsys.readouterr().err + str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--max-target-tokens", "8"], "--max-target-tokens needs --max-source-tokens"),
+        (["--patience", "3"], "--patience needs --valid"),
+        (["--nbest", "5"], "--nbest 5 needs as many --beams, got 4"),
+        (["--average", "0"], "--average must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_need_others_are_refused_without(train, capsys, arguments, complaint):
+    with pytest.raises(SystemExit):
+        train.parse_args(["--train", "x.tsv", "--output", "unused", *arguments])
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe of a small run on number words; 80 pairs."""
+    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in range(100, 180)]
+    (tmp_path / "pairs.tsv").write_text("".join(rows), encoding="utf-8")
+    settings = {
+        **{name: [str(tmp_path / "pairs.tsv")] for name in ("train", "valid", "test")},
+        "output": str(tmp_path / "run"),
+        "vocab-size": 340,
+        "set": {
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+        },
+        "max-source-tokens": 200,
+        "max-target-tokens": 150,
+        "accumulate": 2,
+        "steps": 12,
+        "warmup": 4,
+        "save-steps": 3,
+        "eval-steps": 6,
+        "average": 3,
+        "beams": 3,
+        "nbest": 3,
+        "score": "exact_match",
+        "generation": {"length_penalty_type": "hf", "length_penalty": 1.5},
+        "trainer": {"max_grad_norm": 1.0, "logging_steps": 4},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(settings))  # JSON is YAML
+    return path
+
+
+def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, tmp_path):
+    train.run("--recipe", recipe)
+    output = tmp_path / "run"
+    model, tokenizer = (
+        auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    settings = model.generation_config
+    assert (settings.num_beams, settings.length_penalty_type) == (3, "hf")
+    assert settings.length_penalty == 1.5
+    results = json.loads((output / "results.json").read_text())
+    # The model is the mean of the last three checkpoints.
+    assert results["averaged"] == ["checkpoint-6", "checkpoint-9", "checkpoint-12"]
+    parts = [load_file(output / name / "model.safetensors") for name in results["averaged"]]
+    for name, value in load_file(output / "model.safetensors").items():
+        mean = torch.stack([part[name].double() for part in parts]).mean(dim=0)
+        torch.testing.assert_close(value.double(), mean, atol=1e-7, rtol=1e-6)
+    # The scores are those of the saved model with its saved settings.
+    rows = (tmp_path / "pairs.tsv").read_text(encoding="utf-8").splitlines()
+    sources, references = zip(*(row.split("\t") for row in rows), strict=True)
+    nbest = VaswaniTranslationPipeline(model.eval(), tokenizer)(
+        list(sources), num_return_sequences=3
+    )
+    candidates = [[candidate["translation_text"] for candidate in best] for best in nbest]
+    translations = (output / "test.txt").read_text(encoding="utf-8").splitlines()
+    assert translations == [best for best, *_ in candidates]
+    score = sacrebleu.corpus_bleu(translations, [references])
+    assert results["test"]["bleu"] == round(score.score, 2)
+    for k, accuracy in enumerate(results["test"]["nbest_accuracy"], start=1):
+        found = sum(r in best[:k] for r, best in zip(references, candidates, strict=True))
+        assert accuracy == round(100 * found / 80, 2)
+    # Losses, validation scores and their picture.
+    log = results["log"]
+    assert [entry["step"] for entry in log if "loss" in entry] == [4, 8, 12]
+    assert [entry["step"] for entry in log if "eval_exact_match" in entry] == [6, 12]
+    assert results["settings"]["max_target_tokens"] == 150
+    assert (output / "learning_curve.png").stat().st_size > 1000
+    assert list((output / "runs").rglob("events.out.tfevents.*"))
+    # Equation 3 with the first update as step 1: what is logged is the rate of the next update.
+    for entry in log:
+        if "learning_rate" in entry:
+            step = entry["step"]
+            expected = 32**-0.5 * min(step**-0.5, step * 4**-1.5)
+            assert entry["learning_rate"] == pytest.approx(expected)
+
+
+def in_child(function):
+    """Run a function in a process of its own and return its exit code, -9 if it was killed."""
+    if not (pid := os.fork()):
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("save", [1, 2])
+def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_path, save):
+    train.run("--recipe", recipe, "--output", tmp_path / "whole")
+
+    def train_until_killed():
+        to_json, saves = TrainerState.save_to_json, []
+
+        def deadly(*args):
+            saves.append(args)
+            if len(saves) == save:
+                os.kill(os.getpid(), signal.SIGKILL)
+            to_json(*args)
+
+        TrainerState.save_to_json = deadly
+        train.run("--recipe", recipe)
+
+    assert in_child(train_until_killed) == -signal.SIGKILL
+    with CaptureLogger(checkpoints.logger) as log:
+        last = last_complete_checkpoint(tmp_path / "run")
+    assert (last and last.name) == (None if save == 1 else "checkpoint-3")
+    assert f"checkpoint-{3 * save} is incomplete" in log.out
+    with pytest.raises(SystemExit, match="is from an earlier run: pass --resume"):
+        train.run("--recipe", recipe)
+    train.run("--recipe", recipe, "--resume")
+    whole, resumed = (
+        (tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "run")
+    )
+    assert whole == resumed
+    scores = [
+        json.loads((tmp_path / run / "results.json").read_text())["test"]["nbest_accuracy"]
+        for run in ("whole", "run")
+    ]
+    assert scores[0] == scores[1]
+
+
+def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(
+    train, recipe, tmp_path, monkeypatch
+):
+    compute_loss = VaswaniTrainer.compute_loss
+
+    def diverging(self, *args, **kwargs):
+        loss = compute_loss(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 4 else loss
+
+    monkeypatch.setattr(VaswaniTrainer, "compute_loss", diverging)
+    with pytest.raises(SystemExit, match=r"loss is nan in update 5.*checkpoint-3 is complete"):
+        train.run("--recipe", recipe)
+    assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
+
+
+def test_training_stops_when_the_score_no_longer_rises(train, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "TranslationMetric", lambda *args: Falling())
+
+    class Falling:
+        scores = iter(range(100, 0, -1))
+
+        def compute(self, **kwargs):
+            names = ("chrf", "bleu", "exact_match", "compound_split_bleu", "brevity_penalty")
+            return dict.fromkeys(names, next(self.scores)) | {"bleu_signature": "none"}
+
+    train.run(
+        "--recipe", recipe, "--patience", 2, "--eval-steps", 3, "--steps", 100,
+        "--average", 1,
+    )  # fmt: skip
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["steps"] == 9
+
+
+@pytest.mark.parametrize("value", ["null", "7", '["eins"]'])
+def test_a_record_that_is_no_text_is_refused_by_file_and_record(train, tmp_path, value):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(f'{{"en": "two", "de": "zwei"}}\n{{"en": "one", "de": {value}}}\n')
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl, record 2: 'de' is .*, not text"):
+        train.read_pairs([str(path)], ("en", "de"), "train")
+
+
+def test_an_empty_file_beside_a_full_one_is_refused_with_both_names(train, tmp_path):
+    for name, text in (("empty", ""), ("full", "a\nb\n")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match=r"full has 2 lines, .*empty has 0.*line 1 has no partner"):
+        train.read_pairs([str(tmp_path / "full"), str(tmp_path / "empty")], ("a", "b"), "train")
+
+
+def test_the_g2p_pattern_makes_a_token_of_every_letter_and_every_phone(train):
+    if "VASWANI_DATA" not in os.environ:
+        pytest.skip("VASWANI_DATA, a folder that holds g2p-eng_us/, is not set")
+    data = Path(os.environ["VASWANI_DATA"]) / "g2p-eng_us" / "train.tsv.gz"
+    with gzip.open(data, "rt", encoding="utf-8") as file:
+        pairs = [line.rstrip("\n").split("\t") for line in file]
+    args = recipe_of(train, "g2p-eng_us")
+    tokenizer = VaswaniTokenizer.train_from_iterator(
+        [text for pair in pairs for text in pair],
+        args.tokenizer_kind,
+        args.vocab_size,
+        pattern=args.pattern,
+        show_progress=False,
+    )
+    assert len(tokenizer) < args.vocab_size
+    for word, phones in pairs:
+        letters, sounds = tokenizer([word, phones])["input_ids"]
+        assert tokenizer.decode(sounds, skip_special_tokens=True) == phones
+        assert len(letters) == len(word) + 1
+        # A length mark that stands before its phone, a slip of the data, is a token of its own.
+        assert len(sounds) - 1 - len(phones.split()) == sum(p[0] in "ːˑ" for p in phones.split())
