@@ -249,7 +249,7 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
     assert results["settings"]["max_target_tokens"] == 150
     assert (output / "learning_curve.png").stat().st_size > 1000
     assert list((output / "runs").rglob("events.out.tfevents.*"))
-    # Equation 3 with the first update as step 1: what is logged is the rate of the next update.
+    # Equation 3, the first update being step 1.
     for entry in log:
         if "learning_rate" in entry:
             step = entry["step"]
