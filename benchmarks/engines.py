@@ -273,20 +273,6 @@ def save_for_ctranslate2(
 
 
 @torch.no_grad()
-def token_scores(
-    model: PreTrainedModel, sources: list[list[int]], targets: list[list[int]]
-) -> list[list[float]]:
-    """Log-probability that `model` gives to every target token, by forced decoding."""
-    batch = padded(sources, targets, pad=model.config.pad_token_id)
-    labels = batch.pop("labels").to(model.device)
-    inputs = model.prepare_decoder_input_ids_from_labels(labels)
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    logits = model(**batch, decoder_input_ids=inputs).logits.float()
-    scores = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-    return [row[: len(target)].tolist() for row, target in zip(scores, targets, strict=True)]
-
-
-@torch.no_grad()
 def distance_to_marian(
     model: PreTrainedModel,
     twin: PreTrainedModel,
@@ -310,12 +296,11 @@ def distance_to_ctranslate2(
 ) -> float:
     """Largest difference of a target token's log-probability; targets end without `</s>`."""
     ended = [[*target, int(engine.eos)] for target in targets]
-    ours = token_scores(model, sources, ended)
+    ours: Any = model.score(sources, ended).log_probs
     theirs = engine.score(sources, targets)
     return max(
-        abs(a - b)
+        (mine - torch.tensor(other)).abs().max().item()
         for mine, other in zip(ours, theirs, strict=True)
-        for a, b in zip(mine, other, strict=True)
     )
 
 
@@ -484,5 +469,4 @@ __all__ = [
     "save_for_ctranslate2",
     "synchronize",
     "timed",
-    "token_scores",
 ]

@@ -7,7 +7,7 @@ of `generate` is transformers' own.
 import contextlib
 import copy
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -68,7 +68,9 @@ class VaswaniGenerationConfig(GenerationConfig):
         )
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        """Validate as transformers does, and the two settings of this class.
+        """Validate as transformers does, and what the searches here cannot do without.
+
+        These are the two settings of this class, a penalty that is a number, and a beam.
 
         Raises:
             ValueError: a setting has no meaning, with the values that have one.
@@ -133,7 +135,6 @@ class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
 
     config: Any
-    training: bool
 
     @functools.wraps(GenerationMixin.generate)
     def generate(
@@ -161,9 +162,7 @@ class VaswaniGenerationMixin(GenerationMixin):
                 # Merging will take max_new_tokens from the model's config, where it must not count.
                 limited._limited_by_source = True
                 generation_config = limited
-            own = vars(self.generation_config)
-            settings = (kwargs, vars(generation_config or self.generation_config), own)
-            padded = any(values.get("pad_token_id") is not None for values in settings)
+            padded = self._first_set(generation_config, kwargs, "pad_token_id") is not None
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
@@ -218,15 +217,17 @@ class VaswaniGenerationMixin(GenerationMixin):
         prompt = kwargs.get("decoder_input_ids")
         if prompt is None:
             return 1
-        settings = (kwargs, vars(given or self.generation_config), vars(self.generation_config))
-        starts = [
-            values.get(name)
-            for name in ("decoder_start_token_id", "bos_token_id")
-            for values in settings
-        ]
-        start = next((start for start in starts if start is not None), -1)
-        first = torch.as_tensor(start, device=prompt.device).flatten()
+        start = self._first_set(given, kwargs, "decoder_start_token_id", "bos_token_id")
+        first = torch.as_tensor(-1 if start is None else start, device=prompt.device).flatten()
         return prompt.shape[1] + int((prompt[:, 0] != first).all())
+
+    def _first_set(
+        self, given: GenerationConfig | None, kwargs: dict[str, Any], *names: str
+    ) -> Any:
+        """Look up what a call sets: in itself, in the config it gives, in the model's own."""
+        settings = (kwargs, vars(given or self.generation_config), vars(self.generation_config))
+        values = (setting.get(name) for name in names for setting in settings)
+        return next((value for value in values if value is not None), None)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
@@ -362,11 +363,15 @@ class VaswaniGenerationMixin(GenerationMixin):
         if fill is not None:
             tokens = tokens.masked_fill(beams == FILL, int(fill))
         prompt = prompt.repeat_interleave(config.num_return_sequences, dim=0)
-        sequences = torch.cat((prompt, tokens), dim=1)
+        sequences: Any = torch.cat((prompt, tokens), dim=1)
         if not config.return_dict_in_generate:
             return sequences
-        found: Any = {"sequences": sequences, "sequences_scores": scores, "beam_indices": beams}
-        return GenerateBeamEncoderDecoderOutput(**{key: found[key].clone() for key in found})
+        return GenerateBeamEncoderDecoderOutput(
+            sequences=sequences,
+            # Copies: the search made its own in inference mode, which autograd would refuse.
+            sequences_scores=cast(Any, scores.clone()),
+            beam_indices=cast(Any, beams.clone()),
+        )
 
     def _beam_search_of_transformers(
         self,

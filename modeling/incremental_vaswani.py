@@ -1,4 +1,4 @@
-"""The decoder, one token at a time, for the searches of `generation_vaswani.py` (section 3.1).
+"""The decoder, one token at a time, for the searches of `search_vaswani.py` (section 3.1).
 
 Shapes: B sentences, K hypotheses of each (the beam), S source tokens, N positions in the cache,
 H heads, D = d_model, V entries of the target vocabulary.
@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 _FIRST_CAPACITY = 64  # positions in the cache: a beam of 4 fills them in 16 steps
-_WORTH_PACKING = 2**14  # weights; a smaller matrix gains nothing
-
+_WORTH_PACKING = 2**14  # weights; packing is for matrices that take time to read
 
 _Fingerprint = tuple[list[tuple], list[torch.Tensor]]
 _Place = tuple[torch.Size, torch.Tensor | None]  # (B, K), and which of these rows are at hand
@@ -154,7 +153,8 @@ class IncrementalDecoder:
         if self.past is None:
             self.past = like.new_full((sentences, beams, self._capacity), -torch.inf)
             self.past[:, :, : self.used] = 0
-        elif parents is not None:
+        else:
+            assert parents is not None  # of whom else would there be a past?
             self.past = self.past.gather(1, parents[:, :, None].expand_as(self.past))
         self._make_room(beams)
         end = self.used + beams

@@ -14,7 +14,7 @@ import torch
 
 from .incremental_vaswani import IncrementalDecoder
 
-OUT = -1e9  # transformers' score of what must not be chosen
+_OUT = -1e9  # transformers' score of what must not be chosen
 FILL = -1  # no token and no hypothesis has this number
 _BLOCK = 512  # entries of the vocabulary looked at together
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
@@ -42,7 +42,9 @@ def greedy_search(
     done = torch.zeros_like(rows, dtype=torch.bool)
     columns = []
     logits = decoder.read(prompt)
-    for length in itertools.count(1):
+    length = 0
+    while True:
+        length += 1
         tokens = logits.argmax(dim=-1).masked_fill(done, pad)  # (B,)
         columns.append(prompt.new_full((len(prompt),), pad).index_copy(0, rows, tokens))
         done = done | _ends(tokens, limits, length, config)
@@ -52,7 +54,6 @@ def greedy_search(
             decoder.keep(staying)
             rows, done, limits, tokens = (x[staying] for x in (rows, done, limits, tokens))
         logits = decoder.step(tokens[:, None])
-    raise AssertionError("unreachable")
 
 
 @torch.inference_mode()
@@ -80,15 +81,15 @@ def beam_search(
 
     logits = decoder.read(prompt)  # (B, V)
     sentences = len(prompt)
-    running = logits.new_zeros(sentences, 1, dtype=_score_dtype(logits))
+    running = logits.new_zeros(sentences, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
     if logits.shape[1] < candidates:  # one hypothesis does not make so many
         logits = logits.repeat_interleave(beams, dim=0)
-        running = torch.nn.functional.pad(running, (0, beams - 1), value=OUT)
+        running = torch.nn.functional.pad(running, (0, beams - 1), value=_OUT)
 
     rows = torch.arange(sentences, device=prompt.device)  # where the decoder's sentences belong
     done = torch.zeros_like(rows, dtype=torch.bool)
     # The K best hypotheses that have ended: their scores, and length, parent and token of the end.
-    ended = running.new_full((sentences, beams), OUT)
+    ended = running.new_full((sentences, beams), _OUT)
     ending = prompt.new_zeros(sentences, beams, 3)
     result_scores, result_endings = ended.clone(), ending.clone()
     steps = []
@@ -98,14 +99,14 @@ def beam_search(
         at_end = _ends(tokens, limits[:, None], length, config)
 
         # The best K that do not end go on ...
-        running, chosen = (scores + at_end * OUT).topk(beams)
+        running, chosen = (scores + at_end * _OUT).topk(beams)
         going_parents, going_tokens = parents.gather(1, chosen), tokens.gather(1, chosen)
         steps.append((rows, going_parents, going_tokens))
 
         # ... and of the best K, those that end compete with the ones that ended before.
         eligible = at_end[:, :beams] & ~done[:, None]
         penalised = scores[:, :beams] / length_penalty(length, alpha, kind)
-        penalised = penalised.masked_fill(~eligible, OUT)
+        penalised = penalised.masked_fill(~eligible, _OUT)
         new = torch.stack((eligible * length, parents[:, :beams], tokens[:, :beams]), dim=2)
         ended, chosen = torch.cat((ended, penalised), dim=1).topk(beams)
         ending = torch.cat((ending, new), dim=1).gather(1, chosen[:, :, None].expand(-1, -1, 3))
@@ -210,10 +211,6 @@ def _normaliser_and_maxima(
         highest = x.amax(dim=1, keepdim=True)
         normaliser[part] = x.sub_(highest).exp_().sum(dim=1).log_() + highest[:, 0]
     return normaliser, maxima
-
-
-def _score_dtype(logits: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _ends(tokens: torch.Tensor, limits: torch.Tensor, length: int, config: Any) -> torch.Tensor:

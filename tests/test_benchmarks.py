@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
@@ -42,27 +41,17 @@ def corpus(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def model():
-    """A small model whose biases and LayerNorms are all in use."""
-    torch.manual_seed(0)
-    config = VaswaniConfig(
+def model(tiny_model):
+    """A small model in float32, each of its sizes another."""
+    return tiny_model(
+        dtype=torch.float32,
         vocab_size=330,
         d_model=32,
-        encoder_layers=2,
         decoder_layers=3,
-        encoder_attention_heads=4,
         decoder_attention_heads=2,
         encoder_ffn_dim=48,
         decoder_ffn_dim=40,
     )
-    model = VaswaniForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.weight.uniform_(0.5, 1.5)
-            if getattr(module, "bias", None) is not None:
-                module.bias.normal_(0, 0.3)
-    return model
 
 
 def build_all(workshop):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from child_process import in_child
 from safetensors.torch import load_file
 from test_batching import STEPS, assert_bit_for_bit, make_trainer, needs_resume_on_cpus, weights
 from transformers import Seq2SeqTrainer, TrainerState, modeling_utils
@@ -34,18 +35,6 @@ def whole(tmp_path_factory):
     run.train()
     assert run.state.global_step == STEPS
     return weights(run)
-
-
-def in_child(function):
-    """Run a function in a process of its own and return its exit code, -9 if it was killed."""
-    if not (pid := os.fork()):
-        try:
-            function()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def die():

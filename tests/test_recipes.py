@@ -7,12 +7,12 @@ import re
 import shlex
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import sacrebleu
 import torch
+from child_process import in_child
 from num2words import num2words
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, TrainerState
@@ -255,18 +255,6 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
             step = entry["step"]
             expected = 32**-0.5 * min(step**-0.5, step * 4**-1.5)
             assert entry["learning_rate"] == pytest.approx(expected)
-
-
-def in_child(function):
-    """Run a function in a process of its own and return its exit code, -9 if it was killed."""
-    if not (pid := os.fork()):
-        try:
-            function()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize("save", [1, 2])
