@@ -372,9 +372,6 @@ class EngineProcess:
         model: folder of the float32 model.
         name, precision: as `Workshop.build` takes them.
         device, folder, threads: as `Workshop` takes them.
-
-    Raises:
-        RuntimeError: this machine cannot run it, with the reason.
     """
 
     def __init__(
@@ -387,6 +384,13 @@ class EngineProcess:
         self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         other.close()
+
+    def wait(self) -> None:
+        """Wait until the engine is built.
+
+        Raises:
+            RuntimeError: this machine cannot run it, with the reason.
+        """
         self._receive()
 
     def translate(

@@ -5,7 +5,7 @@ r"""Decoding speed against MarianMTModel and CTranslate2, on the same weights in
     python benchmarks/generation.py --json results.json --device cuda
     python benchmarks/generation.py --train             only make the model that is measured
 
-The model is the paper's base size with 37,000 tokens, trained for half an hour on Multi30k so that
+The model is the paper's base size with 37,000 tokens, trained on Multi30k so that
 it stops by itself; the sentences are the test set's, the same in the same batches for all engines,
 sorted by length as every toolkit does. Token ids go in and out: nobody's tokenizer is timed.
 
@@ -175,14 +175,20 @@ def start_all(
     model: Path, device: str, folder: Path
 ) -> tuple[list[EngineProcess], list[dict[str, str]]]:
     """Start every engine this machine can run; say why the others are missing."""
+    threads = torch.get_num_threads()
+    started = [
+        EngineProcess(model, name, precision, device, folder, threads)
+        for name, precision in engine_names(device)
+    ]
     engines, missing = [], []
-    for name, precision in engine_names(device):
+    for engine in started:
         try:
-            engines.append(
-                EngineProcess(model, name, precision, device, folder, torch.get_num_threads())
-            )
+            engine.wait()
         except RuntimeError as error:
-            missing.append({"engine": name, "precision": precision, "reason": str(error)})
+            reason = {"engine": engine.label, "precision": engine.precision, "reason": str(error)}
+            missing.append(reason)
+        else:
+            engines.append(engine)
     return engines, missing
 
 
@@ -259,7 +265,7 @@ def measure_speed(
                 _, outputs = engine.translate(batches, beams)
                 scores[engine.label, engine.precision] = text.bleu(indices, outputs)
         for size in args.batches:
-            alone, together = (8, 64) if args.quick else (64, 256)
+            alone, together = (4, 32) if args.quick else (64, 256)
             number = alone if size == 1 else max(together, size)
             indices = text.chosen(min(number, args.sentences or number))
             sentences = [text.sources[i] for i in indices]
