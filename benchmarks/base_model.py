@@ -52,7 +52,7 @@ def train(folder: Path, steps: int = _STEPS) -> None:
     Writes the float32 model, its tokenizer and training.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer(folder)
+    tokenizer = vocabulary(folder)
     sources, targets = (tokenizer(read_lines("train", side))["input_ids"] for side in ("en", "de"))
     valid = [tokenizer(read_lines("val", side)[:256])["input_ids"] for side in ("en", "de")]
     torch.manual_seed(0)
@@ -130,7 +130,8 @@ def _rectangle(rows: Sequence[list[int]], fill: int) -> torch.Tensor:
     return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def vocabulary(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `folder`, or train it there on Multi30k (5.1: shared byte pairs)."""
     if (folder / "tokenizer.json").exists():
         return VaswaniTokenizer.from_pretrained(folder)
     lines = [line for side in ("en", "de") for line in read_lines("train", side)]
@@ -164,4 +165,4 @@ def _loss(model: PreTrainedModel, sources: list[list[int]], targets: list[list[i
     return loss
 
 
-__all__ = ["VOCAB_SIZE", "padded", "read_lines", "train"]
+__all__ = ["VOCAB_SIZE", "padded", "read_lines", "train", "vocabulary"]

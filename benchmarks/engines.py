@@ -4,14 +4,9 @@ MarianMTModel and CTranslate2 get our weights exactly: the table of positions, t
 biases in attention. Each twin is checked against us before it is timed.
 """
 
-import contextlib
 import copy
-import ctypes
-import functools
 import gc
-import multiprocessing
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging
+from worker import Worker, timed
 
 import vaswani  # noqa: F401  (registers the model with the Auto classes)
 
@@ -332,7 +328,6 @@ class Workshop:
         early = name != "ours"
         return TorchEngine(name, precision, model, search if early else None, limited=True)
 
-    @functools.cache  # noqa: B019  (a workshop lives as long as the program)
     def _torch_model(self, name: str, precision: str) -> PreTrainedModel:
         model = marian_twin(self.model) if name == "MarianMT" else copy.deepcopy(self.model)
         return model.to(device=self.device, dtype=getattr(torch, precision)).eval()
@@ -354,17 +349,9 @@ class Workshop:
         eos = self.model.config.eos_token_id
         return CTranslate2Engine(folder, precision, self.device, self.threads, eos)
 
-    def release(self) -> None:
-        """Forget the float32 original, for a measurement of memory."""
-        self.model = None
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            # glibc keeps what is freed; other C libraries lack this function.
-            ctypes.CDLL(None).malloc_trim(0)
 
-
-class EngineProcess:
-    """An engine in a process of its own: peers' threads and memory do not come near it.
+class EngineProcess(Worker):
+    """An engine in a process of its own.
 
     In one process, CTranslate2's OpenMP threads leave PyTorch's about one core of two.
 
@@ -378,86 +365,51 @@ class EngineProcess:
         self, model: Path, name: str, precision: str, device: str, folder: Path, threads: int
     ) -> None:
         self.label, self.precision = name, precision
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, other = spawn.Pipe()
-        arguments = (other, model, name, precision, device, folder, threads)
-        self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        other.close()
-
-    def wait(self) -> None:
-        """Wait until the engine is built.
-
-        Raises:
-            RuntimeError: this machine cannot run it, with the reason.
-        """
-        self._receive()
+        super().__init__(_translator, model, name, precision, device, folder, threads)
 
     def translate(
         self, batches: Sequence[list[list[int]]], beams: int, forced: int | None = None
     ) -> tuple[float, list[list[int]]]:
         """Translate batches one after the other: seconds of `run`, and all translations."""
-        self._pipe.send((batches, beams, forced))
-        return self._receive()
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join()
-
-    def _receive(self) -> Any:
-        try:
-            error, answer = self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            error = f"its process ended with exit code {self._process.exitcode}"
-        if error is not None:
-            raise RuntimeError(error)
-        return answer
+        return self(batches, beams, forced)
 
 
-def _serve(
-    pipe: Any, folder: Path, name: str, precision: str, device: str, scratch: Path, threads: int
-) -> None:
-    """Build an engine and translate what comes through the pipe, until it is closed."""
+def build_alone(
+    model: Path, name: str, precision: str, device: str, folder: Path, threads: int
+) -> Engine:
+    """Build one engine and leave nothing else in the process; arguments as of EngineProcess."""
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.set_num_threads(threads)
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    workshop = Workshop(model, device, scratch, threads)
-    try:
-        engine = workshop.build(name, precision)
-    except (RuntimeError, ValueError) as error:
-        pipe.send((str(error), None))
-        return
-    del model
-    workshop.release()
-    pipe.send((None, None))
-    with contextlib.suppress(EOFError):
-        while True:
-            batches, beams, forced = pipe.recv()
-            prepared = [engine.prepare(batch) for batch in batches]
-            seconds, raw = timed(engine, prepared, beams, forced)
-            pipe.send((None, (seconds, [row for out in raw for row in engine.ids(out, forced)])))
+    original = AutoModelForSeq2SeqLM.from_pretrained(model).eval()
+    return Workshop(original, device, folder, threads).build(name, precision)
 
 
-def timed(
+def _translator(*arguments: Any) -> Callable:
+    """Build an engine and return what translates batches with it."""
+    engine = build_alone(*arguments)
+    gc.collect()
+
+    def translate(
+        batches: Sequence[list[list[int]]], beams: int, forced: int | None
+    ) -> tuple[float, list[list[int]]]:
+        prepared = [engine.prepare(batch) for batch in batches]
+        seconds, raw = translate_timed(engine, prepared, beams, forced)
+        return seconds, [row for output in raw for row in engine.ids(output, forced)]
+
+    return translate
+
+
+def translate_timed(
     engine: Engine, batches: list[Any], beams: int, forced: int | None = None
 ) -> tuple[float, list[Any]]:
     """Translate prepared batches; return seconds and what the engine gave back."""
-    seconds, outputs = 0.0, []
-    for batch in batches:
-        synchronize()
-        start = time.perf_counter()
-        outputs.append(engine.run(batch, beams, forced))
-        synchronize()
-        seconds += time.perf_counter() - start
+    outputs: list[Any] = []
+    seconds = sum(
+        timed(lambda batch=batch: outputs.append(engine.run(batch, beams, forced)))
+        for batch in batches
+    )
     return seconds, outputs
-
-
-def synchronize() -> None:
-    """Wait for a GPU's queue; nothing elsewhere."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 __all__ = [
@@ -467,10 +419,10 @@ __all__ = [
     "EngineProcess",
     "TorchEngine",
     "Workshop",
+    "build_alone",
     "distance_to_ctranslate2",
     "distance_to_marian",
     "marian_twin",
     "save_for_ctranslate2",
-    "synchronize",
-    "timed",
+    "translate_timed",
 ]

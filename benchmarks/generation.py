@@ -23,13 +23,12 @@ median over rounds of the peer's time over ours; times are medians over rounds.
 import argparse
 import contextlib
 import json
-import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,16 @@ from base_model import VOCAB_SIZE, read_lines, train
 from engines import (
     EngineProcess,
     Workshop,
+    build_alone,
     distance_to_ctranslate2,
     distance_to_marian,
     marian_twin,
-    synchronize,
 )
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import logging
 from vaswani.training.circumstances import circumstances
+from worker import PeakMemory, Worker, synchronize
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
@@ -410,54 +410,34 @@ def measure_curves(
     return rows
 
 
-def resident(field: str) -> float:
-    """This process's memory in MB: "VmRSS" now, "VmHWM" its peak since it was last reset.
+def memory_of(model: Path, name: str, precision: str, device: str, *arguments: Any) -> Callable:
+    """Build one engine and return what measures its memory; arguments as of EngineProcess."""
+    memory, before = PeakMemory(device), 0.0
+    outside_torch = device == "cuda" and name == "CTranslate2"
+    if outside_torch:
+        free = torch.cuda.mem_get_info()[0]
+    elif device == "cpu":
+        before = memory.now()
+    engine = build_alone(model, name, precision, device, *arguments)
 
-    Not `ru_maxrss`: that of a child begins at its parent's.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def memory_in_child(
-    queue: Any, model: Path, folder: Path, device: str, threads: int, engine: Any, work: Any
-) -> None:
-    """Measure one engine alone in its process: of weights, and of weights and translating."""
-    quieten()
-    torch.set_num_threads(threads)
-    (name, precision), (sentences, beams, forced) = engine, work
-    on_gpu = device == "cuda"
-    free = torch.cuda.mem_get_info()[0] if on_gpu else 0
-    before = resident("VmRSS")
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(model).eval()
-    workshop = Workshop(loaded, device, folder, threads)
-    built = workshop.build(name, precision)
-    del loaded
-    workshop.release()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-    weights = resident("VmRSS") - before
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        weights = torch.cuda.memory_allocated() / 2**20
-        if name == "CTranslate2":
+    def translate(sentences: Tokens, beams: int, forced: int | None) -> dict[str, float]:
+        """Translate one batch: memory of the weights, and of weights and translating."""
+        weights = memory.now() - before
+        memory.forget()
+        if outside_torch:
             weights = (free - torch.cuda.mem_get_info()[0]) / 2**20
-    built.run(built.prepare(sentences), beams, forced)
-    peak = resident("VmHWM") - before
-    if on_gpu:
-        synchronize()
-        peak = torch.cuda.max_memory_allocated() / 2**20
-        if name == "CTranslate2":
+        engine.run(engine.prepare(sentences), beams, forced)
+        peak = memory.peak() - before
+        if outside_torch:
             peak = (free - torch.cuda.mem_get_info()[0]) / 2**20
-    queue.put({"weights_mb": weights, "peak_mb": peak})
+        return {"weights_mb": weights, "peak_mb": peak}
+
+    return translate
 
 
 def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[dict[str, Any]]:
     """Peak memory of each engine on the longest sentences, less that of the bare libraries."""
     rows = []
-    spawn = multiprocessing.get_context("spawn")
     kind = "GPU" if args.device == "cuda" else "resident"
     print(f"\npeak {kind} memory, beam 4, longest sentences (MB, without the libraries' own)")
     print(f"{'engine':18}{'precision':14}{'batch':>6}{'weights':>10}{'peak':>10}")
@@ -466,26 +446,16 @@ def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[d
             continue
         for size in sorted({min(args.batches), 32, max(args.batches)}):
             sentences = sorted(text.sources, key=len)[-size:]
-            queue = spawn.SimpleQueue()
-            work = (sentences, 4, text.forced)
-            child = spawn.Process(
-                target=memory_in_child,
-                args=(
-                    queue,
-                    args.model,
-                    folder,
-                    args.device,
-                    torch.get_num_threads(),
-                    (name, precision),
-                    work,
-                ),
-            )
-            child.start()
-            child.join()
-            if child.exitcode:
-                print(f"{name:18}{precision:14}  not measured: its process ended early")
+            arguments = (args.model, name, precision, args.device, folder)
+            worker = Worker(memory_of, *arguments, torch.get_num_threads())
+            try:
+                worker.wait()
+                measured = worker(sentences, 4, text.forced)
+            except RuntimeError as error:
+                print(f"{name:18}{precision:14}  not measured: {error}")
                 continue
-            row = {"engine": name, "precision": precision, "beams": 4, "batch": size, **queue.get()}
+            worker.close()
+            row = {"engine": name, "precision": precision, "beams": 4, "batch": size, **measured}
             rows.append(row)
             print(
                 f"{name:18}{precision:14}{size:6}{row['weights_mb']:10.0f}{row['peak_mb']:10.0f}",

@@ -1,6 +1,6 @@
 """Label-smoothed cross-entropy from hidden states (section 5.4), without the logits of a batch.
 
-Shapes: N target tokens, D = d_model, V entries of the target vocabulary.
+Shapes: N target tokens, D = d_model, V entries of the target vocabulary, C tokens of a chunk.
 """
 
 from typing import Any
@@ -8,15 +8,19 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-# Logits of one chunk: few enough for a processor's cache, enough to keep an accelerator busy.
-_CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**21, 2**26
+# Logits of a chunk. Each chunk adds to the gradient of the whole vocabulary matrix, so that a chunk
+# of fewer tokens than D would spend more on this than on its own product.
+_CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**24, 2**26
+# Logits that fit the cache of a CPU core, for all that is done to them between the products.
+_IN_CACHE = 2**18
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum over tokens of (1 - eps) * nll(target) + eps * mean over the vocabulary of nll.
 
     Logits live for one chunk of tokens at a time: the gradients, softmax(logits) minus the smoothed
-    target, are taken while they are at hand, so that the backward pass only scales them.
+    target, are taken while they are at hand, so that the backward pass only scales them. Products
+    are computed in the type of autocast or of the hidden states, sums at least in float32.
     """
 
     @staticmethod
@@ -28,26 +32,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         epsilon: float,
     ) -> torch.Tensor:
         """Compute the loss of `hidden_states` (N, D) and `targets` (N,) under `weight` (V, D)."""
-        vocab_size = weight.shape[0]
-        on_cpu = hidden_states.device.type == "cpu"
-        rows = max((_CHUNK_ON_CPU if on_cpu else _CHUNK_ELSEWHERE) // vocab_size, 1)
-        exact = torch.promote_types(hidden_states.dtype, torch.float32)
-        total = torch.zeros((), dtype=exact, device=hidden_states.device)
+        device, dtype = hidden_states.device, hidden_states.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        total = torch.zeros((), dtype=exact, device=device)
         hidden_gradient = torch.empty_like(hidden_states)
-        weight_gradient = torch.zeros(weight.shape, dtype=exact, device=weight.device)
-        for start in range(0, len(targets), rows):
-            states, gold = hidden_states[start : start + rows], targets[start : start + rows, None]
-            logits = (states @ weight.t()).to(exact)  # (rows, V)
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)  # (rows, 1)
-            at_target = logits.gather(1, gold)
-            at_average = logits.mean(dim=-1, keepdim=True)
-            total += (log_sum - (1 - epsilon) * at_target - epsilon * at_average).sum()
-            # From here on the same memory holds the gradient of the logits.
-            gradient = logits.sub_(log_sum).exp_().sub_(epsilon / vocab_size)
-            gradient.scatter_add_(1, gold, gradient.new_full(gold.shape, epsilon - 1))
-            gradient = gradient.to(states.dtype)
-            hidden_gradient[start : start + rows] = gradient @ weight.to(states.dtype)
-            weight_gradient += gradient.t() @ states
+        weight_gradient = torch.zeros(weight.shape, dtype=exact, device=device)
+        with torch.autocast(device.type, enabled=False):
+            states, matrix = hidden_states.to(dtype), weight.to(dtype)  # once, not in every chunk
+            size = (_CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE) // len(weight)
+            for chunk in _slices(len(targets), size):
+                logits = states[chunk] @ matrix.t()  # (C, V)
+                total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
+                hidden_gradient[chunk] = logits @ matrix
+                if dtype == exact:
+                    weight_gradient.addmm_(logits.t(), states[chunk])
+                else:
+                    weight_gradient += logits.t() @ states[chunk]
+                del logits  # before the next are made
         ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
         return total
 
@@ -62,3 +65,27 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, epsilon: float, exact: torch.dtype
+) -> torch.Tensor:
+    """Sum the loss of `logits` (C, V), `targets` (C, 1); put its gradient in the logits' place."""
+    total = torch.zeros((), dtype=exact, device=logits.device)
+    tokens, vocab_size = logits.shape
+    for part in _slices(tokens, _IN_CACHE // vocab_size if logits.is_cpu else tokens):
+        values, gold = logits[part].to(exact), targets[part]  # the logits themselves, or a copy
+        at_target, at_average = values.gather(1, gold), values.mean(dim=-1, keepdim=True)
+        highest = values.amax(dim=-1, keepdim=True)
+        sums = values.sub_(highest).exp_().sum(dim=-1, keepdim=True)
+        total += (highest + sums.log() - (1 - epsilon) * at_target - epsilon * at_average).sum()
+        values.div_(sums).sub_(epsilon / vocab_size)
+        values.scatter_add_(1, gold, values.new_full(gold.shape, epsilon - 1))
+        if values.dtype != logits.dtype:
+            logits[part] = values
+    return total
+
+
+def _slices(number: int, size: int) -> list[slice]:
+    """Cut `number` rows into pieces of `size`, of one where this is less."""
+    return [slice(start, start + max(size, 1)) for start in range(0, number, max(size, 1))]

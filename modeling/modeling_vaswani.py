@@ -11,6 +11,7 @@ Shapes: B sentences, S source tokens, T target tokens, Q queries, K keys, H head
 V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from .dropout_vaswani import drop_out
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
 from .loss_vaswani import ChunkedCrossEntropy
 from .scoring_vaswani import VaswaniScoringMixin
@@ -112,7 +114,7 @@ def eager_attention_forward(
         # A query that may look nowhere (a source of padding alone) gets zeros, as from SDPA.
         nowhere = attention_mask.amax(dim=-1, keepdim=True) <= torch.finfo(scores.dtype).min
         weights = weights.masked_fill(nowhere, 0.0)
-    weights = F.dropout(weights, p=dropout, training=module.training)
+    weights = drop_out(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights  # (B, Q, H, d_v), (B, H, Q, K)
 
 
@@ -154,14 +156,24 @@ class VaswaniAttention(nn.Module):
             key, value = self._self_keys_values(hidden_states, past_key_values)
         else:
             key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
+        implementation, dtype = self.config._attn_implementation, query.dtype
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            implementation, eager_attention_forward
         )
-        dropout = self.dropout if self.training else 0.0
-        output, weights = attention(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )  # (B, Q, H, d_v), (B, H, Q, K) or None
-        return self.out_proj(output.flatten(2)), weights  # (B, Q, D)
+        cast: Any = contextlib.nullcontext()
+        slow = dtype == torch.bfloat16 and query.is_cpu and query.requires_grad
+        if slow and implementation == "sdpa":
+            # On CPUs the backward pass of SDPA is several times slower in bfloat16.
+            query, key, value = query.float(), key.float(), value.float()
+            if attention_mask is not None and attention_mask.is_floating_point():
+                attention_mask = attention_mask.float()
+            cast = torch.autocast("cpu", enabled=False)
+        kwargs["dropout"] = self.dropout if self.training else 0.0
+        with cast:
+            output, weights = attention(
+                self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
+            )  # (B, Q, H, d_v), (B, H, Q, K) or None
+        return self.out_proj(output.flatten(2).to(dtype)), weights  # (B, Q, D)
 
     def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, Q or K, d)
@@ -213,13 +225,13 @@ class VaswaniLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))) (3.1, 5.4); pre-norm for imported checkpoints."""
         output = sublayer(norm(hidden_states) if self.norm_first else hidden_states)
-        output = hidden_states + F.dropout(output, p=self.dropout, training=self.training)
+        output = hidden_states + drop_out(output, self.dropout, self.training)
         return output if self.norm_first else norm(output)
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """FFN(x) = max(0, x W_1 + b_1) W_2 + b_2 (section 3.3, equation 2)."""
         inner = self.activation_fn(self.fc1(hidden_states))  # (B, T, d_ff)
-        return self.fc2(F.dropout(inner, p=self.activation_dropout, training=self.training))
+        return self.fc2(drop_out(inner, self.activation_dropout, self.training))
 
 
 class VaswaniEncoderLayer(VaswaniLayer):
@@ -393,7 +405,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
             )
         positions = self.embed_positions(start, length, device).to(inputs_embeds)
         hidden_states = inputs_embeds * self.embed_scale + positions
-        return F.dropout(hidden_states, p=self.dropout, training=self.training)
+        return drop_out(hidden_states, self.dropout, self.training)
 
     def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
         try:

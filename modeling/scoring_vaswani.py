@@ -97,7 +97,8 @@ class VaswaniScoringMixin:
 
         Args:
             sources: strings, or token ids as the tokenizer gives them, one sequence a sentence;
-                padding at the end (pad_token_id, -100) is left out.
+                padding at the end (pad_token_id, -100) is left out, as are pad tokens that a model
+                wrote there itself.
             targets: likewise, one for each source. Token ids are labels: without the decoder's
                 start token, so `sequences[:, 1:]` of what `generate` returns.
             tokenizer: for strings; it ends them by "</s>", which counts as a target token.

@@ -1,14 +1,15 @@
 """The benchmark compares like with like: peers compute what we compute, and the report is whole."""
 
 import gzip
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
@@ -18,6 +19,11 @@ sys.path.append(str(BENCHMARKS))
 import base_model  # noqa: E402
 import engines  # noqa: E402
 import generation  # noqa: E402
+
+# By its path: `training` is also a folder of the project.
+spec = importlib.util.spec_from_file_location("training_benchmark", BENCHMARKS / "training.py")
+training = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(training)
 
 ENGLISH = ["a man rides a red bike .", "two dogs run .", "a woman reads a book in the park ."] * 4
 GERMAN = ["ein mann fährt rad .", "zwei hunde rennen .", "eine frau liest im park ein buch ."] * 4
@@ -230,11 +236,88 @@ def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
     peaks = []
     for size in (1, 64):
         sources, _ = random_pairs([200] * size)
-        generation.memory_in_child(
-            SimpleNamespace(put=peaks.append),
-            *(tmp_path / "tiny", tmp_path, "cpu", 1),
-            ("ours", "float32"),
-            (sources, 4, 8),
-        )
+        measure = generation.memory_of(tmp_path / "tiny", "ours", "float32", "cpu", tmp_path, 1)
+        peaks.append(measure(sources, 4, 8))
     small, large = (peak["peak_mb"] - peak["weights_mb"] for peak in peaks)
     assert large > small + 5
+
+
+class InThisProcess:
+    """A worker without a process of its own."""
+
+    def __init__(self, make, *arguments):
+        self.work = make(*arguments)
+
+    def wait(self):
+        pass
+
+    def __call__(self, *job):
+        return self.work(*job)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def small_training(corpus, tmp_path, monkeypatch, model):
+    """The training benchmark with small models on the corpus of a dozen sentences."""
+    small = engines.marian_twin(model)
+    monkeypatch.setattr(training, "marian", lambda: small)
+    monkeypatch.setattr(training.VaswaniConfig, "preset", lambda *_, **__: model.config)
+    for module in (training, base_model):
+        monkeypatch.setattr(module, "VOCAB_SIZE", 330)
+    monkeypatch.setattr(training, "DEFAULT_MODEL", tmp_path / "vocabulary")
+    (tmp_path / "vocabulary").mkdir()
+    monkeypatch.setattr(training, "Worker", InThisProcess)
+    monkeypatch.setattr(training, "PAUSE", 0)
+
+
+def test_marian_and_we_are_trained_with_the_same_loss(model):
+    contenders = {}
+    for name, network in (("ours", model), ("MarianMT", engines.marian_twin(model))):
+        contenders[name] = training.Contender.__new__(training.Contender)
+        contenders[name].name, contenders[name].model = name, network.train()
+        for module in network.modules():
+            if isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+    sources, targets = random_pairs([3, 9, 14])
+    batch = base_model.padded(sources, targets)
+    losses = [contenders[name].loss(batch) for name in ("ours", "MarianMT")]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+
+
+@pytest.mark.usefixtures("small_training")
+def test_training_report_is_whole(tmp_path, capsys):
+    report = tmp_path / "out" / "training.json"
+    training.main(["--quick", "--tokens", "64", "--updates", "1", "--json", str(report)])
+    results = json.loads(report.read_text())
+    assert {"command", "commit", "hardware", "versions", "date", "aims"} < results.keys()
+    assert results["matrix_flops_per_second"]["float32"] > 0
+    for part, names in (
+        ("trainer", {"ours", "MarianMT"}),
+        ("network", {"ours", "MarianMT"}),
+        ("loss", {"ours", "plain", "torch"}),
+    ):
+        missing = set() if hasattr(nn.functional, "linear_cross_entropy") else {"torch"}
+        assert {row["name"] for row in results[part]} == names - missing
+        for row in results[part]:
+            assert row["tokens_per_second"] > 0
+    ours, theirs = results["network"]
+    assert ours["padding"] == theirs["padding"] < 0.5
+    assert ours["flops"] == pytest.approx(theirs["flops"], rel=0.3)
+    assert {ratio["peer"] for ratio in results["ratios"]["loss"]} >= {"plain"}
+    assert "ours over" in capsys.readouterr().out
+
+
+def test_training_ratios_are_medians_and_aims_are_judged():
+    row = {"precision": "float32", "tokens_per_batch": 4096}
+    rows = [
+        {"name": "ours", "rounds": [30.0, 20.0, 40.0], "peak_mb": 10.0, **row},
+        {"name": "MarianMT", "rounds": [10.0, 10.0, 10.0], "peak_mb": 40.0, **row},
+    ]
+    ratios = training.compare(rows, "MarianMT")
+    assert [(ratio["speed"], ratio["memory"]) for ratio in ratios] == [(3.0, 0.25)]
+    aims = training.judge({"trainer": ratios, "network": ratios})
+    assert [aim["met"] for aim in aims] == [True, True, True]
+    slower = [{**ratios[0], "speed": 1.3, "memory": 0.6}]
+    assert [aim["met"] for aim in training.judge({"trainer": slower})] == [False, False]

@@ -25,9 +25,14 @@ def inputs(tokens, width, vocab_size, dtype):
     return (*tensors, targets)
 
 
-@pytest.fixture(params=[1, 20, 10**9], ids=["a token a chunk", "three tokens", "one chunk"])
+@pytest.fixture(
+    params=[(1, 1), (20, 10**9), (10**9, 20), (10**9, 10**9)],
+    ids=["a token a chunk", "two tokens a chunk", "two tokens in the cache", "all at once"],
+)
 def _chunks(request, monkeypatch):
-    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", request.param)
+    chunk, in_cache = request.param
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", chunk)
+    monkeypatch.setattr(loss_vaswani, "_IN_CACHE", in_cache)
 
 
 @pytest.mark.usefixtures("_chunks")

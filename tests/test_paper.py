@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import get_scheduler
+from vaswani.modeling import modeling_vaswani
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniModel
 
@@ -512,13 +513,13 @@ def test_5_4_dropout_is_on_sublayer_outputs_and_embedding_sums_and_nowhere_else(
     source, target = torch.randint(3, 19, (1, 5)), torch.randint(3, 19, (1, 4))
     dropped, expected = [], []
 
-    def spy(states, p=0.5, training=True, inplace=False):
+    def spy(states, p, training):
         if training and p > 0:
             assert p == 0.25
             dropped.append(states)
         return states  # as in evaluation, so that the sums below can be restated
 
-    monkeypatch.setattr(F, "dropout", spy)
+    monkeypatch.setattr(modeling_vaswani, "drop_out", spy)
     for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
         sublayers = [layer.self_attn, getattr(layer, "encoder_attn", None), layer.fc2]
         for sublayer in filter(None, sublayers):

@@ -251,9 +251,11 @@ def test_a_line_too_long_for_learned_positions_is_named(parts, tiny_model):
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "batch_size", "window"])
-def test_settings_below_1_are_refused(translator, name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        translator(ENGLISH, **{name: 0})
+@pytest.mark.parametrize("value", [0, -3, 2.5, "9"])
+def test_settings_that_are_no_numbers_of_things_are_refused(translator, name, value):
+    complaint = f"{name} must be an integer of at least 1, got {value!r}"
+    with pytest.raises(ValueError, match=complaint):
+        translator(ENGLISH, **{name: value})
 
 
 def test_settings_that_nobody_knows_are_refused(translator):

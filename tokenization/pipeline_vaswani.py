@@ -63,8 +63,8 @@ class VaswaniTranslationPipeline(Pipeline):
 
     Raises:
         TypeError: the input or a line of it is no string; names the line.
-        ValueError: there is no tokenizer; a setting is below 1; a line is too long for learned
-            positions; names the line.
+        ValueError: there is no tokenizer; a setting is no integer or below 1; a line is too long
+            for learned positions; names the line.
     """
 
     model: Any
@@ -91,8 +91,8 @@ class VaswaniTranslationPipeline(Pipeline):
         batching = {name: settings.pop(name) for name in names if name in settings}
         for name in ("max_tokens", "batch_size", "window"):
             value = batching.get(name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
         return batching, settings, {}
 
     def __call__(self, inputs: Any, **settings: Any) -> Any:

@@ -1,0 +1,205 @@
+r"""A recipe's published score: the mean of several seeds, and what each ingredient is worth.
+
+    python benchmarks/score.py multi30k-tiny --seeds 1 2 3 --ingredients --json FILE
+
+Every seed is a run of examples/train_translation.py in a folder of its own under runs/; one that is
+there already is not repeated, and one that was killed goes on. The score of a seed is that of the
+model the recipe ends with: nothing is chosen by the test set.
+
+`--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
+model is decoded again. Label smoothing and batches by tokens: short runs of the first seed with and
+without it, whose length the results give.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.utils import logging
+from vaswani.training.checkpoints import run_checkpoints
+from vaswani.training.circumstances import circumstances
+from vaswani.training.metrics import TranslationMetric
+
+from vaswani import VaswaniTranslationPipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "examples"))
+
+from sentence_pairs import Pair, read_pairs  # noqa: E402
+
+RECIPES = ROOT / "examples" / "recipes"
+# What the report keeps of a run; the rest is in the run's own folder.
+KEPT = ("command", "commit", "date", "training_minutes", "steps", "parameters", "valid", "test")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    add("recipe", choices=names, help="one of examples/recipes/")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
+    add("--ingredients", action="store_true", help="measure what each ingredient is worth, too")
+    add("--short", type=int, default=2000, help="updates of an ingredient's runs (default: 2000)")
+    add("--json", type=Path, metavar="FILE", help="write all numbers here")
+    add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
+    return parser.parse_args(argv)
+
+
+def train(recipe: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Run a recipe to its end in `output`, unless that has been done, and return its results."""
+    results = output / "results.json"
+    if not results.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "recipe.yaml"
+            path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+            script = ROOT / "examples" / "train_translation.py"
+            command = [sys.executable, str(script), "--recipe", str(path), "--output", str(output)]
+            subprocess.run(
+                [*command, "--resume"] if output.is_dir() else command, check=True, cwd=ROOT
+            )
+    return json.loads(results.read_text(encoding="utf-8"))
+
+
+def main_score(recipe: dict[str, Any], scores: dict[str, Any]) -> float:
+    """The figure that the recipe's task is judged by."""
+    return scores[recipe.get("score", "bleu")]
+
+
+def curve(results: dict[str, Any], score: str) -> list[dict[str, float]]:
+    """Validation loss and score by update."""
+    keys = {"loss": "eval_loss", score: f"eval_{score}"}
+    return [
+        {"step": entry["step"], **{name: entry[key] for name, key in keys.items() if key in entry}}
+        for entry in results["log"]
+        if "eval_loss" in entry
+    ]
+
+
+def decode(
+    recipe: dict[str, Any], folder: Path, tokenizer: Path, pairs: list[Pair], **settings: Any
+) -> float:
+    """Translate with the model of `folder` as the recipe says, but for `settings`; score it."""
+    translator = VaswaniTranslationPipeline(
+        AutoModelForSeq2SeqLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(tokenizer),
+        device="cpu",
+    )
+    generation = {"num_beams": recipe["beams"], **recipe.get("generation", {}), **settings}
+    sources, references = zip(*pairs, strict=True)
+    outputs = [output["translation_text"] for output in translator(list(sources), **generation)]
+    metric = TranslationMetric(recipe.get("bleu-tokenize", "13a"))
+    return main_score(recipe, metric.compute(predictions=outputs, references=references))
+
+
+def pairs_of(recipe: dict[str, Any], split: str) -> list[Pair]:
+    """Read the sentence pairs of "train", "valid" or "test"."""
+    paths = [str(ROOT / path) for path in recipe[split]]
+    return read_pairs(paths, ("source", "target"), split)
+
+
+def ingredients(
+    recipe: dict[str, Any], args: argparse.Namespace, whole: Path, results: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Scores with and without each ingredient, on the validation and the test set."""
+    rows = []
+    pairs = {split: pairs_of(recipe, split) for split in ("valid", "test")}
+
+    def add(name: str, updates: int, given: dict[str, float], without: dict[str, float]) -> None:
+        rows.append({"ingredient": name, "updates": updates, "with": given, "without": without})
+        gains = ", ".join(f"{split} {given[split] - without[split]:+.2f}" for split in pairs)
+        print(f"{name} ({updates} updates): {gains}", flush=True)
+
+    def decoded(folder: Path, **settings: Any) -> dict[str, float]:
+        return {
+            split: decode(recipe, folder, whole, some, **settings) for split, some in pairs.items()
+        }
+
+    as_is = {split: main_score(recipe, results[split]) for split in pairs}
+    steps = results["steps"]
+    last = run_checkpoints(whole)[-1]
+    add(f"average of the last {recipe['average']}", steps, as_is, decoded(last))
+    gnmt = {"length_penalty_type": "gnmt", "length_penalty": 0.6}
+    none = {"length_penalty_type": "hf", "length_penalty": 0.0}
+    penalties = {name: decoded(whole, **settings) for name, settings in (("g", gnmt), ("n", none))}
+    add("length penalty ((5 + |Y|) / 6)^0.6", steps, penalties["g"], penalties["n"])
+    add(
+        "score / length in its place",
+        steps,
+        decoded(whole, **none | {"length_penalty": 1.0}),
+        penalties["n"],
+    )
+
+    short = {**recipe, "steps": args.short, "seed": args.seeds[0]}
+    epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
+    updates_per_epoch = epochs["step"] / epochs["epoch"]
+    sentences = len(pairs_of(recipe, "train"))
+    per_batch = round(sentences / updates_per_epoch / recipe.get("accumulate", 1))
+    by_sentences = {name: value for name, value in short.items() if not name.startswith("max-")} | {
+        "batch-size": per_batch,
+        "trainer": {**recipe.get("trainer", {}), "train_sampling_strategy": "random"},
+    }
+    variants = {
+        "short": short,
+        "no label smoothing": {**short, "set": {**recipe["set"], "label_smoothing": 0.0}},
+        "batches by sentences": by_sentences,
+    }
+    found = {}
+    for name, variant in variants.items():
+        run = train(variant, args.runs / f"{args.recipe}-{name.replace(' ', '-')}")
+        found[name] = run
+    reference = {split: main_score(recipe, found["short"][split]) for split in pairs}
+    for name, ingredient in (
+        ("no label smoothing", "label smoothing"),
+        ("batches by sentences", f"batches by tokens (against {per_batch} random sentences)"),
+    ):
+        without = {split: main_score(recipe, found[name][split]) for split in pairs}
+        add(ingredient, args.short, reference, without)
+        rows[-1]["minutes"] = {
+            "with": found["short"]["training_minutes"],
+            "without": found[name]["training_minutes"],
+        }
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    args = parse_args(argv)
+    logging.set_verbosity_error()
+    recipe = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
+    score = recipe.get("score", "bleu")
+    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score, "runs": []}
+    outputs = [args.runs / f"{args.recipe}-seed{seed}" for seed in args.seeds]
+    runs = []
+    for seed, output in zip(args.seeds, outputs, strict=True):
+        runs.append(train({**recipe, "seed": seed}, output))
+        kept = {name: runs[-1][name] for name in KEPT if name in runs[-1]}
+        report["runs"].append({"seed": seed, **kept, "curve": curve(runs[-1], score)})
+        print(f"seed {seed}: {score} {main_score(recipe, runs[-1]['test'])}", flush=True)
+    for split in ("valid", "test"):
+        figures = [main_score(recipe, run[split]) for run in runs]
+        report[split] = {
+            "mean": round(statistics.mean(figures), 2),
+            "standard_deviation": round(statistics.stdev(figures), 2) if len(figures) > 1 else None,
+            "seeds": figures,
+        }
+        print(f"{split}: {score} {report[split]['mean']} (of {figures})")
+    if args.ingredients:
+        report["ingredients"] = ingredients(recipe, args, outputs[0], runs[0])
+    report["log"] = runs[0]["log"]
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,514 @@
+r"""Training speed and memory against MarianMTModel with Seq2SeqTrainer, in one run.
+
+    python benchmarks/training.py                     all tables: most of an hour on two cores
+    python benchmarks/training.py --quick             small batches, float32 only, under a minute
+    python benchmarks/training.py --json results.json --device cuda
+
+Both train the paper's base size with 37,000 tokens from random weights on the sentences of Multi30k
+(English-German), with label smoothing 0.1 and dropout 0.1. Three measurements:
+
+"trainer": a run as a user starts it. Ours: VaswaniTrainer with a budget of padded tokens. MarianMT:
+Seq2SeqTrainer(label_smoothing_factor=0.1) with as many sentences in a batch as ours has on average,
+drawn at random as it does. Counted are real target tokens, not padding.
+
+"network": forward and backward pass on identical batches, ours: the network and the loss alone.
+
+"loss": the map to the vocabulary and the loss alone, forward and backward, of as many tokens: plain
+(logits, then torch's cross_entropy), ours, and torch's linear_cross_entropy, which has no label
+smoothing when it works by chunks and gets none.
+
+Every contender lives in a process of its own, and they take turns in every round: a slow minute of
+the machine hits all. A ratio is the median over rounds of the peer's time per token over ours;
+times are medians over rounds. Memory is the peak of the process less what it held before it had a
+model, so weights, gradients and (in "trainer") Adam's averages are in it.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from base_model import VOCAB_SIZE, padded, read_lines, vocabulary
+from generation import DEFAULT_MODEL
+from torch.nn import functional as F  # noqa: N812
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    DataCollatorForSeq2Seq,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.utils import logging
+from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
+from vaswani.training.batching import TokenBatchSampler
+from vaswani.training.circumstances import circumstances
+from vaswani.training.trainer import VaswaniTrainer
+from worker import PeakMemory, Worker, synchronize, timed
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+
+SMOOTHING = 0.1
+TOKENS = (1024, 2048, 4096, 8192)
+LOSSES = ("plain", "ours", "torch")
+# Threads stay awake for a moment after their last job, on cores that the next one needs.
+PAUSE = 0.3
+
+Pairs = tuple[list[list[int]], list[list[int]]]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write all numbers here")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--quick", action="store_true", help="batches of 1024 tokens, float32, one round")
+    add("--tokens", type=int, nargs="+", metavar="N", help=f"default: {TOKENS}")
+    add("--precisions", nargs="+", choices=("float32", "bfloat16"), help="default: both")
+    add("--rounds", type=int, help="turns of every contender (default: 3, 1 with --quick)")
+    add("--updates", type=int, help="in a turn (default: 4, 2 with --quick)")
+    add("--parts", nargs="+", choices=("trainer", "network", "loss"), help="default: all")
+    add("--profile", action="store_true", help="print where our network spends its time, no more")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here")
+    args.tokens = args.tokens or (TOKENS[:1] if args.quick else TOKENS)
+    args.precisions = args.precisions or (["float32"] if args.quick else ["float32", "bfloat16"])
+    args.rounds = args.rounds or (1 if args.quick else 3)
+    args.updates = args.updates or (2 if args.quick else 4)
+    args.parts = args.parts or ["trainer", "network", "loss"]
+    for name in ("rounds", "updates"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+def marian() -> PreTrainedModel:
+    """Build MarianMTModel in the size of the paper's base model."""
+    config = MarianConfig(
+        vocab_size=VOCAB_SIZE,
+        d_model=512,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+        activation_function="relu",
+        dropout=0.1,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        scale_embedding=True,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        forced_eos_token_id=None,
+    )
+    return MarianMTModel(config)
+
+
+class Tokens:
+    """How many real target tokens a collator has put into each batch, and what share is padding."""
+
+    def __init__(self, collator: Callable) -> None:
+        self.collator = collator
+        self.real: list[int] = []
+        self.all: list[int] = []
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Collate rows and count."""
+        batch = self.collator(rows)
+        self.real.append(int((batch["labels"] != -100).sum()))
+        self.all.append(batch["labels"].numel())
+        return batch
+
+
+class Clock(TrainerCallback):
+    """Seconds of the updates after the first two, which warm everything up.
+
+    Args:
+        updates: how many are timed.
+    """
+
+    WARM_UP = 2
+
+    def __init__(self, updates: int) -> None:
+        self.last = self.WARM_UP + updates
+        self.started = self.seconds = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start with the first update that counts."""
+        if state.global_step == self.WARM_UP:
+            synchronize()
+            self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop after the last."""
+        if state.global_step == self.last:
+            synchronize()
+            self.seconds = time.perf_counter() - self.started
+
+
+class Contender:
+    """One model in one process, and its three ways to be measured.
+
+    Args:
+        name: "ours" or "MarianMT".
+        precision: "float32", or "bfloat16" by autocast, the weights in float32.
+        pairs: token ids of sources and targets.
+    """
+
+    def __init__(self, name: str, precision: str, device: str, threads: int, pairs: Pairs) -> None:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        self.name, self.device, self.pairs = name, device, pairs
+        self.bf16 = precision == "bfloat16"
+        self.memory = PeakMemory(device)
+        self.before = self.memory.now()
+        if name == "ours":
+            config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
+            self.model: Any = VaswaniForConditionalGeneration(config)
+        else:
+            self.model = marian()
+        self.model.to(device).train()
+
+    def __call__(self, part: str, tokens: int, updates: int) -> dict[str, float]:
+        """Measure one part with batches of so many tokens."""
+        self.model.zero_grad(set_to_none=True)
+        self.memory.now()
+        self.memory.forget()
+        measured = {"trainer": self._trainer, "network": self._network}[part](tokens, updates)
+        return measured | {"peak_mb": self.memory.peak() - self.before}
+
+    def autocast(self) -> Any:
+        """bfloat16 where it is safe, if that is the precision."""
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.bf16)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Loss of a batch, MarianMT's as Seq2SeqTrainer computes it with label smoothing."""
+        if self.name == "ours":
+            return self.model(**batch).loss
+        inputs = {**batch, "decoder_input_ids": shifted(self.model, batch["labels"])}
+        labels = inputs.pop("labels")
+        outputs = self.model(**inputs)
+        return LabelSmoother(epsilon=SMOOTHING)(outputs, labels)
+
+    def _network(self, tokens: int, updates: int) -> dict[str, float]:
+        sources, targets = self.pairs
+        batches = []
+        for rows in list(sampler_of(self.pairs, tokens))[: updates + 1]:
+            batch = padded([sources[i] for i in rows], [targets[i] for i in rows])
+            batches.append({name: tensor.to(self.device) for name, tensor in batch.items()})
+
+        def work(some: list[dict[str, torch.Tensor]]) -> None:
+            for batch in some:
+                self.model.zero_grad(set_to_none=True)
+                with self.autocast():
+                    loss = self.loss(batch)
+                loss.backward()
+
+        work(batches[:1])
+        seconds = timed(lambda: work(batches[1:]))
+        labels = [batch["labels"] for batch in batches[1:]]
+        with FlopCounterMode(display=False) as counter:
+            work(batches[1:2])
+        first = labels[0].numel()
+        numbers = sum(label.numel() for label in labels)
+        return {
+            "seconds": seconds,
+            "tokens": sum(int((label != -100).sum()) for label in labels),
+            "padding": 1 - sum(int((label != -100).sum()) for label in labels) / numbers,
+            "flops": counter.get_total_flops() * numbers / first,
+        }
+
+    def _trainer(self, tokens: int, updates: int) -> dict[str, float]:
+        sources, targets = self.pairs
+        rows = [
+            {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        clock = Clock(updates)
+        sampler = sampler_of(self.pairs, tokens)
+        tokenizer = vocabulary(DEFAULT_MODEL)
+        collator = Tokens(DataCollatorForSeq2Seq(tokenizer, model=self.model))
+        settings: dict[str, Any] = {
+            "max_steps": clock.last,
+            "learning_rate": 1e-5,
+            "bf16": self.bf16,
+            "use_cpu": self.device == "cpu",
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+        }
+        own: dict[str, Any] = {"max_source_tokens": tokens}
+        trainer: Any = VaswaniTrainer
+        if self.name != "ours":
+            own, trainer = {}, Seq2SeqTrainer
+            settings["per_device_train_batch_size"] = round(len(rows) / len(sampler))
+            settings["label_smoothing_factor"] = SMOOTHING
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            trainer(
+                model=self.model,
+                args=Seq2SeqTrainingArguments(folder, **settings),
+                train_dataset=rows,
+                data_collator=collator,
+                callbacks=[clock],
+                **own,
+            ).train()
+        counted = slice(clock.WARM_UP, clock.last)
+        real, numbers = sum(collator.real[counted]), sum(collator.all[counted])
+        return {"seconds": clock.seconds, "tokens": real, "padding": 1 - real / numbers}
+
+
+class LossContender:
+    """The map to the vocabulary and the loss alone, in a process of its own.
+
+    Args:
+        name: "plain", "ours" or "torch".
+    """
+
+    def __init__(self, name: str, precision: str, device: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.name, self.device = name, device
+        self.bf16 = precision == "bfloat16"
+        self.memory = PeakMemory(device)
+        self.before = self.memory.now()
+        torch.manual_seed(0)
+        self.weight = torch.randn(VOCAB_SIZE, 512, device=device).mul_(0.04).requires_grad_()
+        if name == "torch" and not hasattr(F, "linear_cross_entropy"):
+            raise RuntimeError(f"torch {torch.__version__} has no linear_cross_entropy")
+
+    def __call__(self, tokens: int, updates: int) -> dict[str, float]:
+        """Measure forward and backward passes of so many tokens."""
+        states = torch.randn(tokens, 512, device=self.device, requires_grad=True)
+        targets = torch.randint(0, VOCAB_SIZE, (tokens,), device=self.device)
+
+        def work(times: int) -> None:
+            for _ in range(times):
+                states.grad = self.weight.grad = None
+                with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
+                    loss = self._loss(states, targets)
+                (loss / tokens).backward()
+
+        self.memory.now()
+        self.memory.forget()
+        work(1)
+        seconds = timed(lambda: work(updates))
+        return {
+            "seconds": seconds,
+            "tokens": tokens * updates,
+            "peak_mb": self.memory.peak() - self.before,
+        }
+
+    def _loss(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.name == "ours":
+            return ChunkedCrossEntropy.apply(states, self.weight, targets, SMOOTHING)
+        if self.name == "plain":
+            logits = F.linear(states, self.weight).float()
+            return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=SMOOTHING)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        return F.linear_cross_entropy(
+            states.to(dtype),
+            self.weight.to(dtype),
+            targets,
+            reduction="sum",
+            options=torch.nn.LinearCrossEntropyOptions(),
+        )
+
+
+def shifted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
+    """The decoder's input, as the collator makes it."""
+    return model.prepare_decoder_input_ids_from_labels(labels=labels)
+
+
+def sampler_of(pairs: Pairs, tokens: int) -> TokenBatchSampler:
+    """Batches of at most so many padded tokens on either side, in an order of their own."""
+    return TokenBatchSampler([tuple(map(len, pair)) for pair in zip(*pairs, strict=True)], tokens)
+
+
+def take_turns(
+    workers: dict[tuple[str, str], Worker], jobs: list[tuple[Any, ...]], rounds: int
+) -> list[dict[str, Any]]:
+    """Let every worker do every job in turn, round after round."""
+    rows = []
+    for job in jobs:
+        taken: dict[tuple[str, str], list[dict[str, float]]] = {who: [] for who in workers}
+        for turn in range(rounds):
+            # Another is first in every round: nobody always follows the same neighbour.
+            order = list(workers)[turn % len(workers) :] + list(workers)[: turn % len(workers)]
+            for who in order:
+                time.sleep(PAUSE)
+                taken[who].append(workers[who](*job))
+        for (name, precision), measured in taken.items():
+            speeds = [one["tokens"] / one["seconds"] for one in measured]
+            more = {key: measured[0][key] for key in ("padding", "flops") if key in measured[0]}
+            row = {
+                "name": name,
+                "precision": precision,
+                "tokens_per_batch": job[-2],
+                "tokens_per_second": statistics.median(speeds),
+                "rounds": speeds,
+                "peak_mb": max(one["peak_mb"] for one in measured),
+                **more,
+            }
+            if "flops" in row:
+                rates = [one["flops"] / one["seconds"] for one in measured]
+                row["flops_per_second"] = statistics.median(rates)
+            rows.append(row)
+            padding = f"{100 * row['padding']:9.1f}%" if "padding" in row else f"{'':10}"
+            print(
+                f"{name:10}{precision:10}{row['tokens_per_batch']:8}"
+                f"{row['tokens_per_second']:12.0f}{row['peak_mb']:10.0f}{padding}",
+                flush=True,
+            )
+    return rows
+
+
+def start(make: Any, names: tuple[str, ...], args: argparse.Namespace, *more: Any) -> dict:
+    """Start a worker for every name and precision; say which this machine cannot run."""
+    workers = {
+        (name, precision): Worker(make, name, precision, args.device, args.threads, *more)
+        for precision in args.precisions
+        for name in names
+    }
+    for who in list(workers):
+        try:
+            workers[who].wait()
+        except RuntimeError as error:
+            print(f"{' '.join(who)} is missing: {error}")
+            del workers[who]
+    return workers
+
+
+def compare(rows: list[dict[str, Any]], peer: str) -> list[dict[str, Any]]:
+    """How many times faster ours is, paired by round, and its memory over the peer's."""
+    found = {(row["name"], row["precision"], row["tokens_per_batch"]): row for row in rows}
+    ratios = []
+    for (name, precision, tokens), theirs in found.items():
+        ours = found["ours", precision, tokens]
+        if name != peer:
+            continue
+        pairs = zip(ours["rounds"], theirs["rounds"], strict=True)
+        ratios.append(
+            {
+                "peer": peer,
+                "precision": precision,
+                "tokens_per_batch": tokens,
+                "speed": statistics.median(mine / other for mine, other in pairs),
+                "memory": ours["peak_mb"] / theirs["peak_mb"],
+            }
+        )
+    return ratios
+
+
+def judge(ratios: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Lay the ratios to MarianMT beside what they should be."""
+    aims = []
+    for part, least in (("trainer", 2.5), ("network", 1.4)):
+        for ratio in ratios.get(part, []):
+            if ratio["tokens_per_batch"] != 4096:
+                continue
+            where = f"{part}, {ratio['precision']}, 4096 tokens"
+            speed, memory = ratio["speed"], ratio["memory"]
+            aims.append(
+                {"aim": f"speed, {where}", "least": least, "value": speed, "met": speed >= least}
+            )
+            if part == "trainer":
+                aims.append(
+                    {"aim": f"memory, {where}", "most": 0.5, "value": memory, "met": memory <= 0.5}
+                )
+    return aims
+
+
+def matrix_rate(device: str, precision: str) -> float:
+    """Operations per second of a large matrix product, the best of ten."""
+    size = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, precision)) for _ in "ab")
+    return 2 * size**3 / min(timed(lambda: a @ b) for _ in range(10))
+
+
+def print_profile(args: argparse.Namespace, pairs: Pairs) -> None:
+    """Print the operators that take most of the time of our network and loss."""
+    for precision in args.precisions:
+        contender = Contender("ours", precision, args.device, args.threads, pairs)
+        contender("network", args.tokens[-1], 1)
+        activities = [ProfilerActivity.CPU]
+        if args.device == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as recorded:
+            contender("network", args.tokens[-1], 1)
+        order = "self_cuda_time_total" if len(activities) > 1 else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=48)
+        print(f"\nours {precision}, {args.tokens[-1]} tokens\n{table}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    args = parse_args(argv)
+    args.threads = torch.get_num_threads()
+    tokenizer = vocabulary(DEFAULT_MODEL)
+    sources, targets = (tokenizer(read_lines("train", side))["input_ids"] for side in ("en", "de"))
+    if args.profile:
+        print_profile(args, (sources, targets))
+        return
+    results: dict[str, Any] = {
+        **circumstances(),
+        "device": args.device,
+        "rounds": args.rounds,
+        "updates": args.updates,
+        "matrix_flops_per_second": {
+            precision: matrix_rate(args.device, precision) for precision in args.precisions
+        },
+    }
+    ratios: dict[str, list[dict[str, Any]]] = {}
+    workers = start(Contender, ("ours", "MarianMT"), args, (sources, targets))
+    for part in ("trainer", "network", "loss"):
+        if part not in args.parts:
+            continue
+        if part == "loss":
+            for worker in workers.values():
+                worker.close()
+            workers = start(LossContender, LOSSES, args)
+        print(f"\n{part}\n{'name':10}{'precision':10}{'tokens':>8}{'tokens/s':>12}{'peak MB':>10}")
+        jobs = [(tokens, args.updates) for tokens in args.tokens]
+        if part != "loss":
+            jobs = [(part, *job) for job in jobs]
+        results[part] = take_turns(workers, jobs, args.rounds)
+        for peer in ("MarianMT", "plain", "torch"):
+            ratios.setdefault(part, []).extend(compare(results[part], peer))
+    for worker in workers.values():
+        worker.close()
+    results |= {"ratios": ratios, "aims": judge(ratios)}
+    print(f"\n{'ours over':22}{'precision':10}{'tokens':>8}{'speed':>8}{'memory':>8}")
+    for part, found in ratios.items():
+        for ratio in found:
+            print(
+                f"{part + ' ' + ratio['peer']:22}{ratio['precision']:10}"
+                f"{ratio['tokens_per_batch']:8}{ratio['speed']:8.2f}{ratio['memory']:8.2f}"
+            )
+    for aim in results["aims"]:
+        limit = f"at least {aim['least']}" if "least" in aim else f"at most {aim['most']}"
+        print(f"{'met   ' if aim['met'] else 'MISSED'} {aim['value']:6.2f} ({limit})  {aim['aim']}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
