@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-# Logits of a chunk. Each chunk adds to the gradient of the whole vocabulary matrix, so that a chunk
-# of fewer tokens than D would spend more on this than on its own product.
-_CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**24, 2**26
+# Bytes of a chunk's logits. Each chunk adds to the gradient of the whole vocabulary matrix, so that
+# one of fewer tokens than D would spend more on this than on its own product.
+_CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Logits that fit the cache of a CPU core, for all that is done to them between the products.
 _IN_CACHE = 2**18
 
@@ -41,8 +41,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros(weight.shape, dtype=exact, device=device)
         with torch.autocast(device.type, enabled=False):
             states, matrix = hidden_states.to(dtype), weight.to(dtype)  # once, not in every chunk
-            size = (_CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE) // len(weight)
-            for chunk in _slices(len(targets), size):
+            chunk_size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE
+            rows = chunk_size // (len(weight) * dtype.itemsize)
+            for chunk in _slices(len(targets), rows):
                 logits = states[chunk] @ matrix.t()  # (C, V)
                 total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
                 hidden_gradient[chunk] = logits @ matrix

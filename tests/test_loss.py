@@ -26,8 +26,8 @@ def inputs(tokens, width, vocab_size, dtype):
 
 
 @pytest.fixture(
-    params=[(1, 1), (20, 10**9), (10**9, 20), (10**9, 10**9)],
-    ids=["a token a chunk", "two tokens a chunk", "two tokens in the cache", "all at once"],
+    params=[(1, 1), (120, 10**9), (10**9, 20), (10**9, 10**9)],
+    ids=["a token a chunk", "some tokens a chunk", "two tokens in the cache", "all at once"],
 )
 def _chunks(request, monkeypatch):
     chunk, in_cache = request.param
@@ -84,7 +84,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_training_never_holds_the_logits_of_a_batch(tiny_model, monkeypatch):
-    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", 2**13)
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", 2**16)
     model = tiny_model(vocab_size=1000, dropout=0.0).train()
     labels = torch.randint(3, 1000, (8, 30))
     with LargestTensor() as largest:
