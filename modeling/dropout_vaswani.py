@@ -34,8 +34,9 @@ def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
 
     On a CPU `p` is rounded to a multiple of 2^-16; the scale is that of the rounded one.
     """
+    if not training:
+        return states
     kept = round((1 - p) * _CHANCES)
-    cheap = states.is_cpu and 0 < kept < _CHANCES and not torch.compiler.is_compiling()
-    if not training or not cheap:
-        return F.dropout(states, p, training)
+    if not states.is_cpu or kept in (0, _CHANCES) or torch.compiler.is_compiling():
+        return F.dropout(states, p)
     return _CheapDropout.apply(states, kept)

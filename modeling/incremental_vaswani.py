@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 _FIRST_CAPACITY = 64  # positions in the cache: a beam of 4 fills them in 16 steps
+_FEW_ROWS = 3  # that PyTorch multiplies by a float32 weight as it lies, without packing it anew
 _WORTH_PACKING = 2**14  # weights; packing is for matrices that take time to read
 
 _Fingerprint = tuple[list[tuple], list[torch.Tensor]]
@@ -275,8 +276,10 @@ def _packed_forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]
     weight, bias = linear.weight, linear.bias
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
+    few = _FEW_ROWS * weight.shape[1] if weight.dtype == torch.float32 else 0
+
     def forward(states: torch.Tensor) -> torch.Tensor:
-        if _needs_torch():
+        if states.numel() <= few or _needs_torch():
             return F.linear(states, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
 

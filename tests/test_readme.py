@@ -209,3 +209,19 @@ def test_results_table_comes_from_results_files():
 def test_local_links_lead_to_files():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_decoding_table_comes_from_its_results_file():
+    results = json.loads((ROOT / "benchmarks/results/generation.json").read_text(encoding="utf-8"))
+    assert {"command", "commit", "hardware", "versions", "date", "aims"} <= set(results)
+    found = {
+        (row["engine"], row["precision"], row["batch"]): row
+        for row in results["speed"]
+        if row["beams"] == 4
+    }
+    table = README[README.index("## Decode") : README.index("## Score, align")]
+    for engine, precision, _ in {key[:2]: key for key in found}.values():
+        speeds = [found[engine, precision, size] for size in (1, 8, 32, 128)]
+        figures = [f"{row['sentences_per_second']:.1f}" for row in speeds]
+        figures.append(f"{speeds[0]['bleu']:.2f}")
+        assert f"| {engine} | {precision} | {' | '.join(figures)} |" in table
