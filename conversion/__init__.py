@@ -1,0 +1,1 @@
+"""Checkpoints of other toolkits in, ours out; `python -m vaswani.conversion --help`."""

@@ -1,0 +1,159 @@
+"""Reversible renaming of weights: a converter is a table of these rules.
+
+A template is a name with placeholders, "decoder.layers.{i}.self_attn.k_proj.{kind}", that stand for
+the same text on both sides: {i} for a number, any other for letters. Tensors are named by dicts, as
+in `state_dict`. Both directions use every tensor exactly once, or say which are left over.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ConversionError(ValueError):
+    """A checkpoint that cannot be converted exactly; the message names all reasons at once."""
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A tensor that has another name there, and perhaps another layout.
+
+    Args:
+        theirs, ours: templates with the same placeholders.
+        to_ours, to_theirs: what is done to the tensor, inverse to each other.
+    """
+
+    theirs: str
+    ours: str
+    to_ours: Callable[[torch.Tensor], torch.Tensor] | None = None
+    to_theirs: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def take_theirs(self, tensors: Tensors) -> Tensors:
+        """Take what is theirs out of `tensors`, and return it as ours."""
+        return _renamed(tensors, self.theirs, self.ours, self.to_ours)
+
+    def take_ours(self, tensors: Tensors) -> Tensors:
+        """Take what is ours out of `tensors`, and return it as theirs."""
+        return _renamed(tensors, self.ours, self.theirs, self.to_theirs)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor there that holds several of ours of equal size, one after another.
+
+    Args:
+        theirs: a template.
+        ours: templates with the same placeholders, in the order in which theirs holds them.
+    """
+
+    theirs: str
+    ours: Sequence[str]
+
+    def take_theirs(self, tensors: Tensors) -> Tensors:
+        """Take what is theirs out of `tensors`, and return it as ours."""
+        taken = {}
+        for name, fields in _matches(tensors, self.theirs):
+            parts = tensors.pop(name)
+            if parts.shape[0] % len(self.ours):
+                raise ConversionError(
+                    f"{name} holds {len(self.ours)} tensors of equal size, but has "
+                    f"{parts.shape[0]} rows."
+                )
+            for template, part in zip(self.ours, parts.chunk(len(self.ours)), strict=True):
+                taken[template.format(**fields)] = part
+        return taken
+
+    def take_ours(self, tensors: Tensors) -> Tensors:
+        """Take what is ours out of `tensors`, and return it as theirs."""
+        taken = {}
+        for first, fields in _matches(tensors, self.ours[0]):
+            names = [template.format(**fields) for template in self.ours]
+            missing = [name for name in names if name not in tensors]
+            if missing:
+                raise ConversionError(f"{first} is there without {', '.join(missing)}.")
+            taken[self.theirs.format(**fields)] = torch.cat([tensors.pop(name) for name in names])
+        return taken
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A tensor there that says nothing: a table of positions, a number of a version.
+
+    Args:
+        theirs: a template.
+        check: called with each tensor that is dropped; may raise ConversionError if it says
+            something after all.
+    """
+
+    theirs: str
+    check: Callable[[str, torch.Tensor], None] | None = None
+
+    def take_theirs(self, tensors: Tensors) -> Tensors:
+        """Take what is theirs out of `tensors`, and return nothing."""
+        for name, _ in _matches(tensors, self.theirs):
+            tensor = tensors.pop(name)
+            if self.check is not None:
+                self.check(name, tensor)
+        return {}
+
+    def take_ours(self, tensors: Tensors) -> Tensors:
+        """There is nothing of ours."""
+        return {}
+
+
+Rule = Rename | Stack | Drop
+
+
+def to_ours(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
+    """Rename a toolkit's tensors to ours.
+
+    Raises:
+        ConversionError: tensors are left over; names all.
+    """
+    return _applied([rule.take_theirs for rule in rules], theirs)
+
+
+def to_theirs(rules: Iterable[Rule], ours: Tensors) -> Tensors:
+    """Rename our tensors to a toolkit's.
+
+    Raises:
+        ConversionError: tensors are left over; names all.
+    """
+    return _applied([rule.take_ours for rule in rules], ours)
+
+
+def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) -> Tensors:
+    rest, renamed = dict(tensors), {}
+    for take in takes:
+        renamed |= take(rest)
+    if rest:
+        raise ConversionError(
+            f"No rule knows {len(rest)} of {len(tensors)} tensors: {', '.join(sorted(rest))}."
+        )
+    return renamed
+
+
+def _renamed(
+    tensors: Tensors,
+    template: str,
+    other: str,
+    change: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Tensors:
+    renamed = {}
+    for name, fields in _matches(tensors, template):
+        tensor = tensors.pop(name)
+        renamed[other.format(**fields)] = tensor if change is None else change(tensor)
+    return renamed
+
+
+def _matches(tensors: Tensors, template: str) -> list[tuple[str, dict[str, str]]]:
+    """Names that fit a template, and what their placeholders stand for."""
+    pattern = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+    pattern = re.sub(r"\{i\}", r"(?P<i>\\d+)", pattern)
+    pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>\\w+)", pattern)
+    found = ((name, re.fullmatch(pattern, name)) for name in tensors)
+    return [(name, match.groupdict()) for name, match in found if match]
