@@ -7,6 +7,7 @@ of `generate` is transformers' own.
 import contextlib
 import copy
 import functools
+from numbers import Integral, Real
 from typing import Any, cast
 
 import torch
@@ -19,14 +20,19 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
-from .incremental_vaswani import IncrementalDecoder, packed_linears
+from .incremental_vaswani import IncrementalDecoder, forward_replaced, packed_linears
 from .search_vaswani import FILL, beam_search, greedy_search, length_penalty
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 # Implementations of the same attention, between which our searches need not choose.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-# transformers records attentions and hidden states by hooks that it leaves in place.
-_RECORDING = "transformers.utils.output_capturing"
+# Whose hooks may stay behind: those that record attentions, and those that make inputs of a frozen
+# model require gradients, which there are none of.
+_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+
+
+# Powers of a length overflow beyond.
+_LARGEST_PENALTY = 64
 
 
 def checked_offset(offset: Any) -> int:
@@ -35,9 +41,37 @@ def checked_offset(offset: Any) -> int:
     Raises:
         ValueError: it is not.
     """
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
+    if isinstance(offset, bool) or not isinstance(offset, Integral) or offset < 0:
         raise ValueError(f"max_length_offset must be an integer >= 0 (0 is off), got {offset!r}.")
-    return offset
+    return int(offset)
+
+
+def check_search(config: Any) -> None:
+    """Refuse settings of a GenerationConfig that our searches could not follow.
+
+    Raises:
+        ValueError: a setting has no meaning, with the values that have one.
+    """
+    kind = getattr(config, "length_penalty_type", None)
+    if kind is not None and kind not in LENGTH_PENALTY_TYPES:
+        raise ValueError(
+            f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
+        )
+    offset = getattr(config, "max_length_offset", None)
+    if offset is not None:
+        checked_offset(offset)
+    alpha = config.length_penalty
+    if alpha is not None and not isinstance(alpha, Real):
+        raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
+    if alpha is not None and not abs(alpha) <= _LARGEST_PENALTY:
+        raise ValueError(
+            f"length_penalty must lie between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}, got "
+            f"{alpha}."
+        )
+    for name in ("num_beams", "num_return_sequences"):
+        number = getattr(config, name)
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}.")
 
 
 class VaswaniGenerationConfig(GenerationConfig):
@@ -57,6 +91,20 @@ class VaswaniGenerationConfig(GenerationConfig):
         super().__init__(**kwargs)
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read settings; None, where it is written, switches one of ours off.
+
+        A file that lacks it leaves the paper's default.
+        """
+        off = {"length_penalty_type": "hf", "max_length_offset": 0}
+        switched = {
+            name: value
+            for name, value in off.items()
+            if name in config_dict and config_dict[name] is None
+        }
+        return super().from_dict({**config_dict, **switched}, **kwargs)
+
+    @classmethod
     def paper_defaults(cls, **token_ids: Any) -> "VaswaniGenerationConfig":
         """Section 6.1 but for the beam size: alpha 0.6, input length + 50, exact stop."""
         return cls(
@@ -68,25 +116,12 @@ class VaswaniGenerationConfig(GenerationConfig):
         )
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        """Validate as transformers does, and what the searches here cannot do without.
-
-        These are the two settings of this class, a penalty that is a number, and a beam.
+        """Validate as transformers does, and what our searches need.
 
         Raises:
             ValueError: a setting has no meaning, with the values that have one.
         """
-        kind = self.length_penalty_type
-        if kind is not None and kind not in LENGTH_PENALTY_TYPES:
-            raise ValueError(
-                f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
-            )
-        if self.max_length_offset is not None:
-            checked_offset(self.max_length_offset)
-        alpha = self.length_penalty
-        if alpha is not None and not isinstance(alpha, int | float):
-            raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
-        if self.num_beams is not None and self.num_beams < 1:
-            raise ValueError(f"num_beams must be at least 1, got {self.num_beams}.")
+        check_search(self)
         # transformers refuses to save a length penalty beside num_beams=1; here it is a default
         # that waits for the call that asks for beams.
         waiting = {}
@@ -235,6 +270,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Lay the call's settings over this model's, whose class knows all of their keys."""
         if generation_config is not None:
             prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+            check_search(prepared)
             if getattr(prepared, "_limited_by_source", False):
                 prepared.max_new_tokens = None
             return prepared, model_kwargs
@@ -266,7 +302,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         wants to see more than the outcome is left to transformers' searches.
         """
         expected = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
-        expected |= {"logits_to_keep"}
+        expected |= {"logits_to_keep", "labels"}  # Seq2SeqTrainer passes labels, for nothing
         unexpected = {name for name, value in model_kwargs.items() if value is not None} - expected
         if (
             unexpected
@@ -317,15 +353,12 @@ class VaswaniGenerationMixin(GenerationMixin):
             prepare is GenerationMixin.prepare_inputs_for_generation
             and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
             and self.config._attn_implementation in _ATTENTION
-            and not any(
-                "forward" in vars(module)
-                or type(module).forward.__module__ != written
-                or module.training
-                for module in passed_by
-            )
+            and type(model).forward.__module__ == written
+            and all(type(module).__module__ == written for module in passed_by[1:])
+            and not any(forward_replaced(module) or module.training for module in passed_by)
             and not any(
                 module._forward_pre_hooks
-                or any(hook.__module__ != _RECORDING for hook in module._forward_hooks.values())
+                or any(hook.__module__ not in _HARMLESS for hook in module._forward_hooks.values())
                 for module in (model, model.model, model.lm_head, *decoder.modules())
             )
         )

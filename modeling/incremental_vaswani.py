@@ -248,9 +248,18 @@ def packed_linears(model: nn.Module) -> Iterator[None]:
                 del _at_work[model]
 
 
+def forward_replaced(module: nn.Module) -> bool:
+    """Tell whether somebody has put a function over `forward`, Accelerate's casts left aside.
+
+    Accelerate wraps a model for mixed precision and keeps the original beside. Without it our
+    searches compute in the type of the weights.
+    """
+    return "forward" in vars(module) and "_original_forward" not in vars(module)
+
+
 def _pack(model: nn.Module) -> list[nn.Linear]:
     """Put packed weights into the layers that can take them, and return these layers."""
-    compiled = "forward" in vars(model) or model._compiled_call_impl is not None
+    compiled = forward_replaced(model) or model._compiled_call_impl is not None
     linears: list[Any] = []
     if not compiled and not _needs_torch():
         linears = [module for module in model.modules() if _can_pack(module)]
@@ -289,7 +298,8 @@ def _packed_forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]
 def _fingerprint(linears: list[nn.Linear]) -> _Fingerprint:
     """Tell weights from changed ones: by address, by version, and by samples of their values.
 
-    Changes made through `.data` (merging adapters makes such) leave no trace in the version.
+    Changes made through `.data` (merging adapters makes such) leave no trace in the version: the
+    samples show those of a whole row, column or matrix, but not of a single value.
     """
     identities: list[tuple] = []
     samples: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -100,7 +100,8 @@ class VaswaniScoringMixin:
                 padding at the end (pad_token_id, -100) is left out, as are pad tokens that a model
                 wrote there itself.
             targets: likewise, one for each source. Token ids are labels: without the decoder's
-                start token, so `sequences[:, 1:]` of what `generate` returns.
+                start token, so `sequences[:, 1:]` of what `generate` returns. A prefix that the
+                call gave counts among them, and is scored too.
             tokenizer: for strings; it ends them by "</s>", which counts as a target token.
             max_tokens: a batch holds at most this many padded tokens on either side.
             length_penalty: the exponent alpha of `sequences_scores`; None takes it, and
@@ -294,10 +295,12 @@ class VaswaniScoringMixin:
         for rows in batches_by_length([(len(s), len(t)) for s, t in pairs], max_tokens):
             source = _padded([pairs[row][0] for row in rows], device)  # (B, S)
             labels = _padded([pairs[row][1] for row in rows], device)  # (B, T)
+            prefix = self.prepare_decoder_input_ids_from_labels(labels)
+            prefix[:, 0] = self._token_id("decoder_start_token_id")
             inputs = {
                 "input_ids": source.masked_fill(source == -100, self.config.pad_token_id or 0),
                 "attention_mask": (source != -100).long(),
-                "decoder_input_ids": self.prepare_decoder_input_ids_from_labels(labels),
+                "decoder_input_ids": prefix,
             }
             yield rows, inputs, labels
 
@@ -358,10 +361,11 @@ class VaswaniScoringMixin:
         return checked
 
     def _without_padding(self, ids: Sequence[int]) -> list[int]:
-        pad, end = self.config.pad_token_id, len(ids)
+        pad, end = self._token_id("pad_token_id"), len(ids)
         while end and ids[end - 1] in (pad, -100):
             end -= 1
-        if end < len(ids) and ids[end] in self._eos_token_ids():
+        ends = self._eos_token_ids()
+        if end < len(ids) and ids[end] in ends and not (end and ids[end - 1] in ends):
             end += 1  # where "</s>" is the padding too, the first one ends the sentence
         return list(ids[:end])
 
@@ -371,8 +375,13 @@ class VaswaniScoringMixin:
         return [[position] for position in range(len(ids) - ended)] + [[]] * ended
 
     def _eos_token_ids(self) -> list[int | None]:
-        eos = self.config.eos_token_id
+        eos = self._token_id("eos_token_id")
         return eos if isinstance(eos, list) else [eos]
+
+    def _token_id(self, name: str) -> Any:
+        """Look up a special token where `generate` does: in the generation config first."""
+        found = getattr(self.generation_config, name, None)
+        return getattr(self.config, name) if found is None else found
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:

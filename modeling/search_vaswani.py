@@ -89,7 +89,8 @@ def beam_search(
     rows = torch.arange(sentences, device=prompt.device)  # where the decoder's sentences belong
     done = torch.zeros_like(rows, dtype=torch.bool)
     # The K best hypotheses that have ended: their scores, and length, parent and token of the end.
-    ended = running.new_full((sentences, beams), _OUT)
+    # -inf where there is none yet: a negative penalty makes any other number too good for that.
+    ended = running.new_full((sentences, beams), -torch.inf)
     ending = prompt.new_zeros(sentences, beams, 3)
     result_scores, result_endings = ended.clone(), ending.clone()
     steps = []
@@ -106,7 +107,7 @@ def beam_search(
         # ... and of the best K, those that end compete with the ones that ended before.
         eligible = at_end[:, :beams] & ~done[:, None]
         penalised = scores[:, :beams] / length_penalty(length, alpha, kind)
-        penalised = penalised.masked_fill(~eligible, _OUT)
+        penalised = penalised.masked_fill(~eligible, -torch.inf)
         new = torch.stack((eligible * length, parents[:, :beams], tokens[:, :beams]), dim=2)
         ended, chosen = torch.cat((ended, penalised), dim=1).topk(beams)
         ending = torch.cat((ending, new), dim=1).gather(1, chosen[:, :, None].expand(-1, -1, 3))
@@ -134,7 +135,8 @@ def beam_search(
         open_rows = _open_rows(can_win & ~done[:, None]) if exact else None
         logits = decoder.step(going_tokens, going_parents, open_rows)
     sequences, indices = _traced_back(steps, result_endings[:, :returned])
-    return sequences, indices.int(), result_scores[:, :returned].flatten()
+    scores = result_scores[:, :returned].flatten()
+    return sequences, indices.int(), scores.masked_fill(scores == -torch.inf, _OUT)
 
 
 def best_continuations(

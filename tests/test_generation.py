@@ -3,6 +3,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -12,6 +13,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+from vaswani.modeling import generation_vaswani
 
 from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
 
@@ -194,6 +196,8 @@ def test_a_plain_generation_config_on_the_model_still_knows_our_settings(tiny_mo
         ({"input_ids": torch.tensor([[3]]), "max_length_offset": "5"}, "got '5'"),
         ({"input_ids": torch.tensor([[3]]), "max_length_offset": -1}, "got -1"),
         ({"input_ids": torch.tensor([[3]]), "length_penalty_type": "paper"}, "got 'paper'"),
+        ({"input_ids": torch.tensor([[3]]), "length_penalty": float("nan")}, "got nan"),
+        ({"input_ids": torch.tensor([[3]]), "length_penalty": 1000.0}, "between -64 and 64"),
     ],
 )
 def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complaint):
@@ -201,7 +205,39 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
         tiny_model().generate(**call)
 
 
-def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ({"num_beams": 0}, "num_beams must be at least 1, got 0"),
+        ({"num_beams": 2, "length_penalty": "x"}, "a number, got 'x'"),
+        ({"num_beams": 2, "length_penalty_type": "gnnt"}, "got 'gnnt'"),
+    ],
+)
+def test_settings_of_the_calls_own_config_are_refused_too(tiny_model, source, setting, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        tiny_model().generate(**source, generation_config=GenerationConfig(**setting))
+
+
+def test_numbers_of_numpy_are_numbers(tiny_model, source):
+    model = tiny_model()
+    plain = {"num_beams": 2, "length_penalty": 0.5, "max_length_offset": 5}
+    same = {"num_beams": 2, "length_penalty": np.float32(0.5), "max_length_offset": np.int64(5)}
+    assert torch.equal(model.generate(**source, **same), model.generate(**source, **plain))
+
+
+def test_rules_that_are_switched_off_stay_off_in_a_saved_model(tiny_model, source, tmp_path):
+    model = tiny_model()
+    model.generation_config.max_length_offset = None
+    model.generation_config.length_penalty_type = None
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    call = {**source, "num_beams": 3, "return_dict_in_generate": True}
+    expected, found = model.generate(**call), loaded.generate(**call)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.sequences_scores, expected.sequences_scores)
+
+
+def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path, monkeypatch):
     model = never_ending(tiny_model(dtype=torch.float32))
     source = torch.randint(3, 19, (4, 6))
     rows = [
@@ -219,7 +255,14 @@ def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path):
         ),
         eval_dataset=rows,
     )
-    for _ in range(2):  # the first evaluation leaves max_length=20 in the generation config
+    fast = []
+    search = generation_vaswani.greedy_search
+    monkeypatch.setattr(
+        generation_vaswani, "greedy_search", lambda *args: fast.append(args) or search(*args)
+    )
+    for number in (1, 2):  # the first evaluation leaves max_length=20 in the generation config
         predictions = trainer.predict(rows).predictions
+        assert len(fast) == 2 * number  # batches, by our own search
         assert predictions.shape == (4, 1 + 6 + 50)
         assert (predictions == model.generate(source).numpy()).all()
+        fast.pop()

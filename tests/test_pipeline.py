@@ -250,6 +250,11 @@ def test_a_line_too_long_for_learned_positions_is_named(parts, tiny_model):
     assert len(translator(["seven", "six"])) == 2
 
 
+def test_short_lines_do_not_make_batches_of_thousands():
+    sizes = [len(batch) for batch in batches_by_length([2] * 3000, max_tokens=4096)]
+    assert max(sizes) == 4096 // 16
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "batch_size", "window"])
 @pytest.mark.parametrize("value", [0, -3, 2.5, "9"])
 def test_settings_that_are_no_numbers_of_things_are_refused(translator, name, value):

@@ -121,6 +121,19 @@ def test_strings_are_scored_with_the_end_that_the_tokenizer_gives_them(frozen):
     assert (from_strings.sums > wrong.sums).all()
 
 
+def test_scores_follow_the_special_tokens_of_the_generation_config(tiny_model, padded_batch):
+    model = tiny_model()
+    sources, mask = padded_batch([5, 3, 4])
+    settings = model.generation_config
+    settings.decoder_start_token_id, settings.pad_token_id = 5, 2
+    settings.eos_token_id = [2, 7, 11]
+    call = {"num_beams": 3, "max_new_tokens": 9, "return_dict_in_generate": True}
+    output = model.generate(sources, attention_mask=mask, **call)
+    rows = [row[:length] for row, length in zip(sources, mask.sum(1), strict=True)]
+    found = model.score(rows, output.sequences[:, 1:]).sequences_scores
+    torch.testing.assert_close(found, output.sequences_scores, rtol=1e-9, atol=0)
+
+
 def test_padding_at_the_end_counts_for_nothing(tiny_model):
     model = tiny_model()
     source = torch.tensor([[5, 7, 2, 0, 0], [3, 4, 5, 6, 2]])

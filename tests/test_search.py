@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import prune
@@ -541,6 +542,51 @@ def test_d_k_and_d_v_may_differ_and_norms_come_first(tiny_model, source):
         ours = model.generate(**source, **call)
         theirs = model.generate(**source, **call, output_scores=True)
         assert torch.equal(ours.sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("kind", ["gnmt", "hf"])
+@pytest.mark.parametrize("alpha", [-1.0, -8.0, -30.0])
+def test_a_negative_penalty_however_strong_ranks_whole_sentences(tiny_model, source, kind, alpha):
+    model = tiny_model()
+    call = {"num_beams": 3, "length_penalty_type": kind, "max_new_tokens": 8}
+    output = model.generate(**source, **call, length_penalty=alpha, return_dict_in_generate=True)
+    for row, (tokens, score) in enumerate(
+        zip(output.sequences, output.sequences_scores, strict=True)
+    ):
+        tokens = tokens[1:].tolist()
+        length = tokens.index(2) + 1 if 2 in tokens else len(tokens)
+        single = {name: tensor[row : row + 1] for name, tensor in source.items()}
+        total = log_probabilities_of(model, single, tokens[:length])
+        divisor = ((5 + length) / 6 if kind == "gnmt" else length) ** alpha
+        assert score.item() == pytest.approx(total / divisor, rel=1e-9)
+
+
+def test_what_the_trainer_leaves_on_a_model_leaves_the_fast_search_usable(
+    tiny_model, source, searches
+):
+    model = tiny_model(dtype=torch.float32)
+    expected = model.generate(**source, num_beams=3)
+    model.enable_input_require_grads()
+    assert torch.equal(model.generate(**source, num_beams=3, labels=expected), expected)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare(model)
+    assert "forward" in vars(model)
+    assert torch.equal(model.generate(**source, num_beams=3), expected)
+    assert searches["beam_search"] == 3
+    assert searches["_beam_search"] == 0
+
+
+def test_a_subclass_of_a_layers_part_is_run(tiny_model, source, searches):
+    model = tiny_model()
+    expected = model.generate(**source, num_beams=3)
+
+    class Reversed(type(model.model.decoder.layers[0].self_attn)):
+        def _keys_values(self, states):
+            return super()._keys_values(-states)
+
+    model.model.decoder.layers[0].self_attn.__class__ = Reversed
+    assert not torch.equal(model.generate(**source, num_beams=3), expected)
+    assert searches["_beam_search"] == 1
 
 
 def test_two_evaluations_of_the_trainer_come_out_whole(tiny_model, source):

@@ -14,6 +14,8 @@ from transformers.utils import logging
 
 # Seconds of work after which a progress bar appears by itself.
 _PROGRESS_AFTER = 5
+# A line counts as so many tokens at least: what is written from it costs memory, too.
+_LEAST_TOKENS = 16
 
 Translations = list[dict[str, Any]]
 
@@ -24,13 +26,13 @@ def batches_by_length(
     """Group the indices of sentences of similar length, the longest first, leaving out length 0.
 
     No batch is padded to more than `max_tokens`, unless one sentence alone is longer, or holds more
-    than `batch_size` sentences.
+    than `batch_size` sentences. Short sentences count as 16 tokens.
     """
     filled = (index for index, length in enumerate(lengths) if length)
     order = sorted(filled, key=lambda index: (-lengths[index], index))
     start = 0
     while start < len(order):
-        size = max(max_tokens // lengths[order[start]], 1)
+        size = max(max_tokens // max(lengths[order[start]], _LEAST_TOKENS), 1)
         end = start + min(size, batch_size or size)
         yield order[start:end]
         start = end
