@@ -127,7 +127,8 @@ def to_theirs(rules: Iterable[Rule], ours: Tensors) -> Tensors:
 
 
 def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) -> Tensors:
-    rest, renamed = dict(tensors), {}
+    rest = dict(tensors)
+    renamed: Tensors = {}
     for take in takes:
         renamed |= take(rest)
     if rest:

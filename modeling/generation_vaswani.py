@@ -63,7 +63,7 @@ def check_search(config: Any) -> None:
     alpha = config.length_penalty
     if alpha is not None and not isinstance(alpha, Real):
         raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
-    if alpha is not None and not abs(alpha) <= _LARGEST_PENALTY:
+    if alpha is not None and not abs(float(alpha)) <= _LARGEST_PENALTY:
         raise ValueError(
             f"length_penalty must lie between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}, got "
             f"{alpha}."
