@@ -20,16 +20,13 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging
+from vaswani.conversion.ctranslate2 import save
 from worker import Worker, timed
-
-import vaswani  # noqa: F401  (registers the model with the Auto classes)
 
 try:
     import ctranslate2
-    from ctranslate2.converters import Converter, utils
-    from ctranslate2.specs import common_spec, transformer_spec
 except ImportError:  # the table says so in place of its rows
-    ctranslate2, Converter = None, object
+    ctranslate2 = None
 
 MAX_LENGTH_OFFSET = 50  # tokens by which a translation may outgrow its source (section 6.1)
 _SHARED_SIZES = (
@@ -187,84 +184,9 @@ def marian_twin(model: PreTrainedModel, max_positions: int = 1024) -> PreTrained
     return twin.to(model.device)
 
 
-class _Twin(Converter):
-    """Write our weights into CTranslate2's Transformer; `convert` quantises and saves it."""
-
-    def __init__(self, model: PreTrainedModel, max_positions: int) -> None:
-        self.model, self.max_positions = model, max_positions
-
-    def _load(self) -> Any:
-        config, model = self.model.config, self.model.model
-        options = {"pre_norm": False, "activation": common_spec.Activation.RELU}
-        spec = transformer_spec.TransformerSpec(
-            transformer_spec.TransformerEncoderSpec(
-                config.encoder_layers, config.encoder_attention_heads, **options
-            ),
-            transformer_spec.TransformerDecoderSpec(
-                config.decoder_layers, config.decoder_attention_heads, **options
-            ),
-        )
-        self._fill_stack(spec.encoder, spec.encoder.embeddings[0], model.encoder)
-        self._fill_stack(spec.decoder, spec.decoder.embeddings, model.decoder)
-        spec.decoder.projection.weight = _array(self.model.lm_head.weight)
-        vocabulary = [str(token) for token in range(config.vocab_size)]
-        spec.register_source_vocabulary(vocabulary)
-        spec.register_target_vocabulary(vocabulary)
-        spec.config.unk_token = str(config.unk_token_id)
-        spec.config.eos_token = spec.config.bos_token = str(config.eos_token_id)
-        spec.config.decoder_start_token = str(config.decoder_start_token_id)
-        spec.config.layer_norm_epsilon = config.layer_norm_eps
-        return spec
-
-    def _fill_stack(self, spec: Any, embeddings: Any, stack: PreTrainedModel) -> None:
-        embeddings.weight = _array(stack.embed_tokens.weight)
-        spec.scale_embeddings = stack.embed_scale
-        spec.position_encodings.encodings = _array(
-            stack.embed_positions(0, self.max_positions, torch.device("cpu"))
-        )
-        for layer_spec, layer in zip(spec.layer, stack.layers, strict=True):
-            self_attention = layer_spec.self_attention
-            _fill_attention(self_attention.linear, layer.self_attn, fused=3)
-            _fill_norm(self_attention.layer_norm, layer.self_attn_layer_norm)
-            if hasattr(layer, "encoder_attn"):
-                _fill_attention(layer_spec.attention.linear, layer.encoder_attn, fused=2)
-                _fill_norm(layer_spec.attention.layer_norm, layer.encoder_attn_layer_norm)
-            _fill_linear(layer_spec.ffn.linear_0, layer.fc1)
-            _fill_linear(layer_spec.ffn.linear_1, layer.fc2)
-            _fill_norm(layer_spec.ffn.layer_norm, layer.final_layer_norm)
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    # A copy: quantising works in place.
-    return tensor.detach().float().cpu().numpy().copy()
-
-
-def _fill_linear(spec: Any, linear: torch.nn.Linear) -> None:
-    spec.weight = _array(linear.weight)
-    if linear.bias is not None:
-        spec.bias = _array(linear.bias)
-
-
-def _fill_norm(spec: Any, norm: torch.nn.LayerNorm) -> None:
-    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
-
-
-def _fill_attention(specs: list[Any], attention: torch.nn.Module, fused: int) -> None:
-    """One matrix for Q, K and V of self-attention (fused=3), of K and V of the other (fused=2)."""
-    projections = [common_spec.LinearSpec() for _ in range(3)]
-    for spec, name in zip(projections, ("q_proj", "k_proj", "v_proj"), strict=True):
-        _fill_linear(spec, getattr(attention, name))
-    if fused == 2:
-        utils.fuse_linear(specs[0], projections[:1])
-    utils.fuse_linear(specs[-2], projections[-fused:])
-    _fill_linear(specs[-1], attention.out_proj)
-
-
-def save_for_ctranslate2(
-    model: PreTrainedModel, folder: Path, quantization: str, max_positions: int = 1024
-) -> Path:
+def save_for_ctranslate2(model: PreTrainedModel, folder: Path, quantization: str) -> Path:
     """Write `model` to `folder` for CTranslate2, in one of its quantizations."""
-    _Twin(model, max_positions).convert(str(folder), quantization=quantization, force=True)
+    save(model, folder, quantization)
     return folder
 
 

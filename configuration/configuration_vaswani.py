@@ -81,12 +81,16 @@ class VaswaniConfig(PreTrainedConfig):
         activation_function: between the two linear maps of 3.3; the paper's is ReLU.
         norm_position: "post" is LayerNorm(x + Sublayer(x)) (3.1); "pre", for imported checkpoints,
             is x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
+        final_layer_norm: one more LayerNorm after each stack (torch.nn.Transformer has it in both
+            placements); None is what `norm_position` says.
         position_encoding: "sinusoidal" is the paper's table, sine and cosine interleaved (3.5);
-            "sinusoidal_concat" has all sines, then all cosines (Marian); "sinusoidal_t2t" the
-            same with tensor2tensor's frequencies (fairseq); "learned" is row (E) of Table 3.
+            "sinusoidal_concat" has all sines, then all cosines (MarianMTModel); "sinusoidal_t2t"
+            the same with tensor2tensor's frequencies (fairseq, and Marian itself); "learned" is
+            row (E) of Table 3.
         position_offset: number of the first position (fairseq and BART start at 2).
         max_position_embeddings: longest sequence of "learned" positions; sinusoids have no limit.
         attention_bias: biases in W^Q, W^K, W^V and W^O; the paper has none (3.2.2).
+        lm_head_bias: a bias in the pre-softmax linear map; the paper has none (3.4).
         scale_embedding: multiply embeddings by sqrt(d_model) (3.4).
         layer_norm_eps: epsilon of every LayerNorm.
         init_std: standard deviation of fresh embeddings; None is d_model^-0.5, so that scaled
@@ -129,12 +133,14 @@ class VaswaniConfig(PreTrainedConfig):
     label_smoothing: float | int = 0.1
     activation_function: str = "relu"
     norm_position: Literal["post", "pre"] = "post"
+    final_layer_norm: bool | None = None
     position_encoding: Literal["sinusoidal", "sinusoidal_concat", "sinusoidal_t2t", "learned"] = (
         "sinusoidal"
     )
     position_offset: int = 0
     max_position_embeddings: int | None = None
     attention_bias: bool = False
+    lm_head_bias: bool = False
     scale_embedding: bool = True
     layer_norm_eps: float = 1e-5
     init_std: float | None = None

@@ -4,19 +4,23 @@ import contextlib
 import re
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .rules import ConversionError, Tensors
 
+TARGET_TOKENIZER = "target_tokenizer"  # subfolder, where source and target have one each
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 
@@ -33,10 +37,17 @@ class Inert:
 
 @dataclass
 class Converted:
-    """What a converter returns: a model with its generation config, and a tokenizer if any."""
+    """What a converter returns: a model with its generation config, and a tokenizer if any.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the source, and of the target too unless it has its own.
+        target_tokenizer: is saved in the folder's subfolder target_tokenizer.
+    """
 
     model: VaswaniForConditionalGeneration
     tokenizer: VaswaniTokenizer | None = None
+    target_tokenizer: VaswaniTokenizer | None = None
 
     def save(self, output: Path) -> None:
         """Write a folder that `from_pretrained` reads; it appears when it is complete.
@@ -46,8 +57,7 @@ class Converted:
         """
         with new_folder(output) as folder:
             self.model.save_pretrained(folder)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder)
+            save_tokenizers(folder, self.tokenizer, self.target_tokenizer)
 
 
 def read_checkpoint(path: Path, harmless: Sequence[str] = ()) -> Any:
@@ -63,11 +73,16 @@ def read_checkpoint(path: Path, harmless: Sequence[str] = ()) -> Any:
     """
     allowed: list[Any] = [(type(name, (Inert,), {}), name) for name in harmless]
     try:
+        if zipfile.is_zipfile(path):
+            # torch.load does not look at the check sums.
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise zipfile.BadZipFile(f"{damaged} is damaged")
         with torch.serialization.safe_globals(allowed):
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise ConversionError(f"There is no file {path}.") from error
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a damaged pickle can raise has no end
         found = _GLOBAL.search(str(error))
         if found:
             raise ConversionError(
@@ -87,6 +102,8 @@ def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditiona
             names all of them.
     """
     model = VaswaniForConditionalGeneration(config)
+    if any(tensor.dtype == torch.float64 for tensor in tensors.values()):
+        model = model.double()  # narrower types are held by float32 without rounding
     places = model.state_dict()
     same_place: dict[int, list[str]] = {}
     for name, place in places.items():
@@ -109,6 +126,98 @@ def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditiona
     if problems:
         raise ConversionError(f"The weights do not fit: {'; '.join(problems)}.")
     return model.eval()
+
+
+def open_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:
+    """Load a folder of ours, or a name on the Hub; return a model in memory as it is.
+
+    Raises:
+        ConversionError: it is not a whole model of this package that generates.
+    """
+    if isinstance(model, PreTrainedModel):
+        if model.config.model_type != VaswaniConfig.model_type or not hasattr(model, "lm_head"):
+            raise ConversionError(
+                f"{type(model).__name__} is not VaswaniForConditionalGeneration, which alone is "
+                "converted."
+            )
+        return model
+    failures = (OSError, RuntimeError, ValueError, SafetensorError, StrictDataclassError)
+    try:
+        found = AutoConfig.from_pretrained(model).model_type
+    except failures as error:
+        raise ConversionError(f"{model} cannot be loaded: {error}") from error
+    if found != VaswaniConfig.model_type:
+        raise ConversionError(f"{model} holds a model of type {found!r}, not of this package.")
+    try:
+        found_there: Any = VaswaniForConditionalGeneration.from_pretrained(
+            model, output_loading_info=True
+        )
+    except failures as error:
+        raise ConversionError(f"{model} cannot be loaded: {error}") from error
+    loaded, report = found_there
+    problems = [
+        f"{kind.replace('_', ' ')} {', '.join(map(str, sorted(names)))}"
+        for kind, names in report.items()
+        if names
+    ]
+    if problems:
+        raise ConversionError(f"{model} is not a whole model: {'; '.join(problems)}.")
+    return loaded.eval()
+
+
+def open_tokenizers(
+    model: str | Path | PreTrainedModel | None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    target_tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+) -> tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]:
+    """Load what `save_tokenizers` wrote beside a model, or the tokenizers given in its place.
+
+    Returns the source's, None where there is none, and the target's, None where it has none of its
+    own.
+
+    Raises:
+        ConversionError: one that is given or there cannot be loaded.
+    """
+    folder = model if isinstance(model, str | Path) else None
+    if isinstance(tokenizer, str | Path):
+        folder = tokenizer
+    if tokenizer is None and folder is not None and _may_hold_tokenizer(Path(folder)):
+        tokenizer = folder
+    if target_tokenizer is None and folder is not None:
+        beside = Path(folder) / TARGET_TOKENIZER
+        target_tokenizer = beside if beside.is_dir() else None
+    return _open_tokenizer(tokenizer), _open_tokenizer(target_tokenizer)
+
+
+def _may_hold_tokenizer(folder: Path) -> bool:
+    """Tell whether there is a tokenizer; of what may be a name on the Hub one only learns later."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    return not folder.is_dir() or any((folder / name).exists() for name in names)
+
+
+def _open_tokenizer(
+    tokenizer: str | Path | PreTrainedTokenizerBase | None,
+) -> PreTrainedTokenizerBase | None:
+    if tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    if not _may_hold_tokenizer(Path(tokenizer)):
+        raise ConversionError(f"{tokenizer} holds no tokenizer.")
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"The tokenizer of {tokenizer} cannot be loaded: {error}") from error
+
+
+def save_tokenizers(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Write tokenizers to a model's folder, the target's own to a subfolder."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if target_tokenizer is not None:
+        target_tokenizer.save_pretrained(folder / TARGET_TOKENIZER)
 
 
 def refuse(problems: Sequence[str], what: str) -> None:

@@ -30,8 +30,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         epsilon: float,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute the loss of `hidden_states` (N, D) and `targets` (N,) under `weight` (V, D)."""
+        """Compute the loss of `targets` (N,) after `hidden_states` (N, D).
+
+        Logits are `hidden_states` times `weight` (V, D), plus `bias` (V,) if there is one.
+        """
         device, dtype = hidden_states.device, hidden_states.dtype
         exact = torch.promote_types(dtype, torch.float32)
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
@@ -39,32 +43,40 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=device)
         hidden_gradient = torch.empty_like(hidden_states)
         weight_gradient = torch.zeros(weight.shape, dtype=exact, device=device)
+        bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
         with torch.autocast(device.type, enabled=False):
             states, matrix = hidden_states.to(dtype), weight.to(dtype)  # once, not in every chunk
             chunk_size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE
             rows = chunk_size // (len(weight) * dtype.itemsize)
             for chunk in _slices(len(targets), rows):
                 logits = states[chunk] @ matrix.t()  # (C, V)
+                if bias is not None:
+                    logits += bias.to(dtype)
                 total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
                 hidden_gradient[chunk] = logits @ matrix
                 if dtype == exact:
                     weight_gradient.addmm_(logits.t(), states[chunk])
                 else:
                     weight_gradient += logits.t() @ states[chunk]
+                if bias_gradient is not None:
+                    bias_gradient += logits.sum(dim=0, dtype=exact)
                 del logits  # before the next are made
-        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
+        if bias is not None and bias_gradient is not None:
+            bias_gradient = bias_gradient.to(bias.dtype)
+        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scale the gradients that the forward pass took."""
-        hidden_gradient, weight_gradient = ctx.saved_tensors
+        hidden_gradient, weight_gradient, bias_gradient = ctx.saved_tensors
         return (
             hidden_gradient * scale.to(hidden_gradient.dtype),
             weight_gradient * scale.to(weight_gradient.dtype),
             None,
             None,
+            None if bias_gradient is None else bias_gradient * scale.to(bias_gradient.dtype),
         )
 
 

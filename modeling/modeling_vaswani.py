@@ -370,10 +370,12 @@ class VaswaniStack(VaswaniPreTrainedModel):
         self.embed_tokens = nn.Embedding(vocab_size, config.d_model)
         self.embed_positions = LearnedPositions(config) if learned else SinusoidalPositions(config)
         self.layers = nn.ModuleList([layer_class(config, index) for index in range(num_layers)])
-        # In pre-norm the last residual sum is not normalised by any layer.
-        pre_norm = config.norm_position == "pre"
+        final_norm = config.final_layer_norm
+        if final_norm is None:
+            # In pre-norm the last residual sum is not normalised by any layer.
+            final_norm = config.norm_position == "pre"
         self.layer_norm = (
-            nn.LayerNorm(config.d_model, config.layer_norm_eps) if pre_norm else nn.Identity()
+            nn.LayerNorm(config.d_model, config.layer_norm_eps) if final_norm else nn.Identity()
         )
         self.gradient_checkpointing = False
         self.post_init()
@@ -580,7 +582,7 @@ class VaswaniForConditionalGeneration(
         self._tied_weights_keys = {"lm_head.weight": f"model.{source}.embed_tokens.weight"}
         self.model = VaswaniModel(config)
         self.lm_head = nn.Linear(
-            config.d_model, config.decoder_vocab_size or config.vocab_size, bias=False
+            config.d_model, config.decoder_vocab_size or config.vocab_size, bias=config.lm_head_bias
         )
         self.generation_config = VaswaniGenerationConfig.paper_defaults(
             pad_token_id=config.pad_token_id,
@@ -657,7 +659,7 @@ class VaswaniForConditionalGeneration(
         if logits is None:
             real = labels != -100
             total = ChunkedCrossEntropy.apply(
-                hidden_states[real], self.lm_head.weight, labels[real], epsilon
+                hidden_states[real], self.lm_head.weight, labels[real], epsilon, self.lm_head.bias
             )
         else:
             total = F.cross_entropy(

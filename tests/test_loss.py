@@ -57,6 +57,21 @@ def test_gradients_are_those_of_finite_differences():
     )
 
 
+@pytest.mark.usefixtures("_chunks")
+def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
+    hidden_states, weight, targets = inputs(11, 5, 7, torch.float64)
+    bias = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
+    total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1, bias)
+    # A bias is one more column, times one more input that is always 1.
+    widened = torch.cat([hidden_states, hidden_states.new_ones(11, 1)], dim=1)
+    expected = plain_loss(widened, torch.cat([weight, bias[:, None]], dim=1), targets, 0.1)
+    parameters = (hidden_states, weight, bias)
+    gradients = [torch.autograd.grad(loss, parameters) for loss in (total, expected)]
+    for value, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(value, plain, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(total, expected, atol=1e-12, rtol=1e-12)
+
+
 def test_bfloat16_is_summed_in_float32():
     hidden_states, weight, targets = inputs(300, 8, 50, torch.bfloat16)
     total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
@@ -111,11 +126,12 @@ def test_training_and_evaluation_differ_in_logits_not_in_the_loss(tiny_model):
     torch.testing.assert_close(skipped.loss, evaluated.loss, atol=1e-12, rtol=0)
 
 
-def test_gradients_of_all_parameters_equal_those_of_the_plain_loss(tiny_model):
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_all_parameters_equal_those_of_the_plain_loss(tiny_model, bias):
     labels = torch.tensor([[5, 6, 7, 2], [8, 2, -100, -100]])
     gradients = []
     for skip_logits in (True, False):
-        model = tiny_model(dropout=0.0).train()
+        model = tiny_model(dropout=0.0, lm_head_bias=bias).train()
         model(input_ids=labels.clamp(min=0), labels=labels, skip_logits=skip_logits).loss.backward()
         gradients.append({name: value.grad for name, value in model.named_parameters()})
     for name, gradient in gradients[0].items():

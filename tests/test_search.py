@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import prune
@@ -568,8 +569,11 @@ def test_what_the_trainer_leaves_on_a_model_leaves_the_fast_search_usable(
     expected = model.generate(**source, num_beams=3)
     model.enable_input_require_grads()
     assert torch.equal(model.generate(**source, num_beams=3, labels=expected), expected)
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    model = accelerator.prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        model = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
     assert "forward" in vars(model)
     assert torch.equal(model.generate(**source, num_beams=3), expected)
     assert searches["beam_search"] == 3

@@ -275,6 +275,10 @@ class VaswaniTokenizer(TokenizersBackend):
 
     Train one with `train_from_iterator` or `train_from_files`, load one with `from_pretrained`.
     "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens written in a text are text.
+
+    Imported tokenizers may have other special tokens, by `source_eos=False` the token at the end of
+    targets alone (`text_target`), and by `unknown_from=N` symbols from number N on that merges need
+    and models do not know: as ids they are the unknown token.
     """
 
     _auto_map: ClassVar[dict[str, list[str | None]]] = {
@@ -348,6 +352,24 @@ class VaswaniTokenizer(TokenizersBackend):
             clean_up_tokenization_spaces=False,
         )
 
+    def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
+        columns, encodings = super()._convert_encoding(*args, **kwargs)
+        if (known := self.init_kwargs.get("unknown_from")) is not None:
+            unknown = self.unk_token_id
+            columns["input_ids"] = [
+                [token if token < known else unknown for token in ids]
+                for ids in columns["input_ids"]
+            ]
+        return columns, encodings
+
+    def _switch_to_input_mode(self) -> None:
+        if self.init_kwargs.get("source_eos") is False and self.add_eos_token:
+            self.add_eos_token = False
+
+    def _switch_to_target_mode(self) -> None:
+        if self.init_kwargs.get("source_eos") is False:
+            self.add_eos_token = True
+
     def train_new_from_iterator(
         self,
         text_iterator: Iterable[str | Sequence[str]],
@@ -366,6 +388,7 @@ class VaswaniTokenizer(TokenizersBackend):
         checked = _checked(text_iterator, vocab_size, backend.model, backend.normalizer)
         room = _room(vocab_size, backend.model)
         new = super().train_new_from_iterator(checked, room, *args, **kwargs)
+        new.init_kwargs.pop("unknown_from", None)
         new._tokenizer = _settled(new._tokenizer)
         new._tokenizer.encode_special_tokens = new.split_special_tokens
         return new

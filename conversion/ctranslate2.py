@@ -1,0 +1,383 @@
+"""To CTranslate2: a folder that its `Translator` reads.
+
+    python -m vaswani.conversion to-ctranslate2 runs/en-de out/ --quantization int8
+
+CTranslate2 takes and returns tokens. With the tokenizer of the model's folder:
+
+    translator = ctranslate2.Translator("out/")
+    source = tokenizer.convert_ids_to_tokens(tokenizer("ninety-nine").input_ids)  # with </s>
+    best = translator.translate_batch([source], beam_size=4, max_decoding_length=100)[0]
+    text = tokenizer.decode(tokenizer.convert_tokens_to_ids(best.hypotheses[0]))
+
+A model without a tokenizer gets the token ids, written as numbers, for tokens.
+
+Carried over are the weights, the vocabularies, a table of positions, and the start, end and unknown
+tokens. How to search is said in every call of `translate_batch`; its format has no place for it. Of
+a generation config, `num_beams` is `beam_size`, and `length_penalty` with
+`length_penalty_type="hf"` is `length_penalty`; its stopping rule is `early_stopping=True`. It has
+neither the paper's penalty nor its limit for each sentence, source length + 50. It cuts sources
+after `max_input_length` (1024) tokens, and forbids an empty translation unless
+`min_decoding_length=0`.
+
+CTranslate2 computes in float32 at best, to which float64 weights are rounded. Its heads have one
+width: where d_k and d_v differ, the narrower are filled up with zeros, which changes no result.
+
+Once this module is imported, CTranslate2's own `TransformersConverter` reads our folders too.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .checkpoints import new_folder, open_model, open_tokenizers, refuse
+from .rules import ConversionError, Rename, Rule, Stack, Tensors, to_theirs
+
+try:
+    from ctranslate2.converters.transformers import ModelLoader, register_loader
+    from ctranslate2.specs import common_spec, model_spec, transformer_spec
+except ImportError as error:
+    _missing: ImportError | None = error
+    ModelLoader, QUANTIZATIONS = object, ()
+else:
+    _missing = None
+    QUANTIZATIONS = model_spec.ACCEPTED_MODEL_TYPES
+
+# Longest sequence that a table of sinusoids is written for.
+MAX_POSITIONS = 1024
+
+# The functions of transformers that CTranslate2 computes exactly, by its own names.
+_ACTIVATIONS = {
+    "relu": "RELU",
+    "gelu": "GELU",
+    "gelu_python": "GELU",
+    "gelu_new": "GELUTanh",
+    "gelu_fast": "GELUTanh",
+    "gelu_accurate": "GELUTanh",
+    "gelu_pytorch_tanh": "GELUTanh",
+    "gelu_python_tanh": "GELUTanh",
+    "quick_gelu": "GELUSigmoid",
+    "silu": "SWISH",
+    "swish": "SWISH",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+}
+
+
+def _norm(theirs: str, ours: str) -> list[Rule]:
+    kinds = {"gamma": "weight", "beta": "bias"}
+    return [Rename(f"{theirs}/{a}", f"{ours}.{b}") for a, b in kinds.items()]
+
+
+def _rules() -> list[Rule]:
+    """CTranslate2's variables, by the path of their place in the spec."""
+    there, ours = "{side}/layer_{i}", "model.{side}.layers.{i}"
+    q, k, v = (f"{ours}.self_attn.{name}_proj.{{kind}}" for name in "qkv")
+    _, cross_k, cross_v = (f"{ours}.encoder_attn.{name}_proj.{{kind}}" for name in "qkv")
+    return [
+        Rename("encoder/embeddings_0/weight", "model.encoder.embed_tokens.weight"),
+        Rename("decoder/embeddings/weight", "model.decoder.embed_tokens.weight"),
+        Rename("decoder/projection/{kind}", "lm_head.{kind}"),
+        Stack(f"{there}/self_attention/linear_0/{{kind}}", (q, k, v)),
+        Rename(f"{there}/self_attention/linear_1/{{kind}}", f"{ours}.self_attn.out_proj.{{kind}}"),
+        Rename(f"{there}/attention/linear_0/{{kind}}", f"{ours}.encoder_attn.q_proj.{{kind}}"),
+        Stack(f"{there}/attention/linear_1/{{kind}}", (cross_k, cross_v)),
+        Rename(f"{there}/attention/linear_2/{{kind}}", f"{ours}.encoder_attn.out_proj.{{kind}}"),
+        Rename(f"{there}/ffn/linear_0/{{kind}}", f"{ours}.fc1.{{kind}}"),
+        Rename(f"{there}/ffn/linear_1/{{kind}}", f"{ours}.fc2.{{kind}}"),
+        *_norm(f"{there}/self_attention/layer_norm", f"{ours}.self_attn_layer_norm"),
+        *_norm(f"{there}/attention/layer_norm", f"{ours}.encoder_attn_layer_norm"),
+        *_norm(f"{there}/ffn/layer_norm", f"{ours}.final_layer_norm"),
+        *_norm("{side}/layer_norm", "model.{side}.layer_norm"),
+    ]
+
+
+def add_save_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the arguments of `save` but for the output."""
+    parser.add_argument("model", metavar="INPUT", help="folder of ours, or its name on the Hub")
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS or None,
+        help="how the weights are stored: int8, int16, float16 ...; by default as they are",
+    )
+    parser.add_argument(
+        "--max-positions",
+        type=int,
+        help=f"longest sequence that the table of positions serves; by default {MAX_POSITIONS}, "
+        "or the size of a learned table",
+    )
+    parser.add_argument("--tokenizer", help="folder of the tokenizer, if not INPUT")
+    parser.add_argument(
+        "--target-tokenizer", help="folder of the target's tokenizer, where vocabularies differ"
+    )
+
+
+def save(
+    model: str | Path | PreTrainedModel,
+    output: str | Path,
+    quantization: str | None = None,
+    max_positions: int | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    target_tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write a folder for CTranslate2; a model in memory stays as it is.
+
+    Args:
+        model: a folder of ours, a name on the Hub, or the model itself.
+        output: a folder that does not exist yet.
+        quantization: one of CTranslate2's: int8, int8_float32, int8_float16, int8_bfloat16, int16,
+            float16, bfloat16, float32; None stores the weights as they are.
+        max_positions: longest sequence that the table of positions serves; CTranslate2 refuses
+            longer ones. None is 1024, or the size of a learned table.
+        tokenizer: gives the tokens their names. None is that of the model's folder, if any; token
+            ids are tokens otherwise.
+        target_tokenizer: likewise, of the target where its vocabulary is another.
+
+    Raises:
+        ConversionError: CTranslate2 cannot compute what the model does, or is not installed.
+        FileExistsError: something is there already.
+    """
+    _require()
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConversionError(
+            f"quantization {quantization!r} is unknown to CTranslate2: choose one of "
+            f"{', '.join(QUANTIZATIONS)}."
+        )
+    tokenizers = open_tokenizers(model, tokenizer, target_tokenizer)
+    spec = VaswaniLoader(max_positions)(open_model(model), *tokenizers)
+    with new_folder(Path(output)) as folder:
+        spec.validate()
+        spec.optimize(quantization)
+        spec.save(str(folder))
+
+
+def _require() -> None:
+    if _missing is not None:
+        raise ConversionError(
+            f"CTranslate2 cannot be imported ({_missing}): pip install 'vaswani[convert]'."
+        ) from _missing
+
+
+class VaswaniLoader(ModelLoader):
+    """What CTranslate2's converters ask for a model of ours: its specification, filled.
+
+    Args:
+        max_positions: as of `save`.
+    """
+
+    architecture_name = "AutoModelForSeq2SeqLM"
+
+    def __init__(self, max_positions: int | None = None) -> None:
+        self.max_positions = max_positions
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Any:
+        """Build the specification with its vocabularies.
+
+        Raises:
+            ConversionError: CTranslate2 cannot compute what the model does; names all reasons.
+        """
+        config: Any = model.config
+        problems = _problems(config, self.max_positions)
+        if tokenizer is not None and target_tokenizer is None and tokenizer.name_or_path:
+            _, target_tokenizer = open_tokenizers(tokenizer.name_or_path, tokenizer)
+        if tokenizer is not None and target_tokenizer is None:
+            target_tokenizer = tokenizer
+            if config.vocab_size != config.decoder_vocab_size:
+                problems.append(
+                    f"source and target have different vocabularies ({config.vocab_size} and "
+                    f"{config.decoder_vocab_size} entries): give target_tokenizer"
+                )
+        vocabularies = [
+            _vocabulary(tokenizer, config.vocab_size, "source", problems),
+            _vocabulary(target_tokenizer, config.decoder_vocab_size, "target", problems),
+        ]
+        special = _special_tokens(model, vocabularies[0], vocabularies[1], problems)
+        refuse(list(dict.fromkeys(problems)), "The model")
+
+        spec = self.get_model_spec(model)
+        spec.register_source_vocabulary(vocabularies[0])
+        spec.register_target_vocabulary(vocabularies[1])
+        for name, token in special.items():
+            setattr(spec.config, name, token)
+        spec.config.layer_norm_epsilon = config.layer_norm_eps
+        return spec
+
+    @torch.no_grad()
+    def get_model_spec(self, model: PreTrainedModel) -> Any:
+        """Build the specification without vocabularies."""
+        weights = _weights(model)
+        variables = to_theirs(_rules(), weights)
+        sides = {
+            "encoder": (transformer_spec.TransformerEncoderSpec, model.model.encoder),
+            "decoder": (transformer_spec.TransformerDecoderSpec, model.model.decoder),
+        }
+        stacks = {
+            side: self._stack(kind, side, model.config, f"{side}/layer_norm/gamma" in variables)
+            for side, (kind, _) in sides.items()
+        }
+        spec = transformer_spec.TransformerSpec(**stacks)
+        for name, tensor in variables.items():
+            place, _, attribute = name.rpartition("/")
+            setattr(model_spec.index_spec(spec, place), attribute, tensor)
+        length = self.max_positions or _longest(model.config) or MAX_POSITIONS
+        for side, (_, stack) in sides.items():
+            table = stack.embed_positions(0, length, torch.device("cpu"))
+            stacks[side].position_encodings.encodings = table.to(_dtype(model), copy=True)
+            stacks[side].scale_embeddings = stack.embed_scale
+        return spec
+
+    def _stack(self, kind: Any, side: str, config: Any, final_norm: bool) -> Any:
+        """Build the specification of one stack."""
+        d_k, d_v, own = _widths(config, side)
+        width = max(d_k, d_v)
+        spec = kind(
+            getattr(config, f"{side}_layers"),
+            getattr(config, f"{side}_attention_heads"),
+            # This argument makes room for the last LayerNorm, the attribute places the others.
+            pre_norm=final_norm,
+            activation=common_spec.Activation[_ACTIVATIONS[config.activation_function]],
+            head_dim=None if width == own else width,
+        )
+        spec.pre_norm = config.norm_position == "pre"
+        if width != d_k:
+            for layer in spec.layer:
+                for name in ("self_attention", "attention"):
+                    if hasattr(layer, name):
+                        getattr(layer, name).queries_scale = d_k**-0.5
+        return spec
+
+
+def _widths(config: Any, side: str) -> tuple[int, int, int]:
+    """The d_k and d_v of a stack, and what they are by default."""
+    own = config.d_model // getattr(config, f"{side}_attention_heads")
+    return config.d_k or own, config.d_v or own, own
+
+
+def _longest(config: Any) -> int | None:
+    """How many positions a learned table has; sinusoids know no limit."""
+    return config.max_position_embeddings if config.position_encoding == "learned" else None
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    dtype = model.lm_head.weight.dtype
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def _weights(model: PreTrainedModel) -> Tensors:
+    """Copies of the weights, which quantising may then overwrite, d_k and d_v made one width."""
+    weights = {
+        name: tensor.detach().to("cpu", _dtype(model), copy=True)
+        for name, tensor in model.state_dict().items()
+        if not name.endswith(".embed_positions.weight")
+    }
+    config: Any = model.config
+    for name, tensor in weights.items():
+        attention = re.fullmatch(r"model\.(encoder|decoder)\..*_attn\.(\w+)_proj\.(\w+)", name)
+        if attention is None:
+            continue
+        side, part, kind = attention.groups()
+        d_k, d_v, _ = _widths(config, side)
+        old, new = (d_k if part in ("q", "k") else d_v), max(d_k, d_v)
+        if part != "out":
+            weights[name] = _widened(tensor, old, new)
+        elif kind == "weight":
+            weights[name] = _widened(tensor.T, old, new).T.contiguous()
+    return weights
+
+
+def _widened(tensor: torch.Tensor, old: int, new: int) -> torch.Tensor:
+    """Put `new` - `old` zeros behind the `old` rows of every head."""
+    if old == new:
+        return tensor
+    heads = tensor.unflatten(0, (-1, old))  # (H, old, ...)
+    filled = heads.new_zeros(len(heads), new, *tensor.shape[1:])
+    filled[:, :old] = heads
+    return filled.flatten(0, 1)
+
+
+def _problems(config: Any, max_positions: int | None) -> list[str]:
+    """What CTranslate2 does not compute."""
+    problems = []
+    if config.activation_function not in _ACTIVATIONS:
+        problems.append(
+            f"activation_function {config.activation_function!r} (CTranslate2 has "
+            f"{', '.join(_ACTIVATIONS)})"
+        )
+    limit = _longest(config)
+    if max_positions is not None and max_positions < 1:
+        problems.append(f"max_positions {max_positions} (at least 1)")
+    elif max_positions is not None and limit is not None and max_positions > limit:
+        problems.append(f"max_positions {max_positions} (the learned table has {limit})")
+    return problems
+
+
+def _vocabulary(
+    tokenizer: PreTrainedTokenizerBase | None, size: int, side: str, problems: list[str]
+) -> list[str]:
+    """Name every entry of a vocabulary, by its number where there is no tokenizer."""
+    if tokenizer is None:
+        return [str(number) for number in range(size)]
+    names: dict[int, str] = {}
+    known = tokenizer.get_vocab()
+    for token, number in known.items():
+        if number in names:
+            problems.append(f"the {side} token {number} is both {names[number]!r} and {token!r}")
+        names[number] = token
+    beyond = [number for number in names if number >= size]
+    if beyond:
+        problems.append(
+            f"the {side} tokenizer knows token {max(beyond)}, but the model only {size} tokens"
+        )
+    for number in range(size):
+        if number not in names:
+            names[number] = f"<unused{number}>"
+            while names[number] in known:
+                names[number] += ">"
+    return [names[number] for number in range(size)]
+
+
+def _special_tokens(
+    model: PreTrainedModel, source: list[str], target: list[str], problems: list[str]
+) -> dict[str, str | None]:
+    """The tokens that CTranslate2's configuration names."""
+
+    def number(name: str) -> int | None:
+        values = (getattr(one, name, None) for one in (model.generation_config, model.config))
+        value: Any = next((value for value in values if value is not None), None)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            problems.append(f"{name} {value} (CTranslate2 has one)")
+            return None
+        if value is not None and not 0 <= value < len(source if name == "unk_token_id" else target):
+            problems.append(f"{name} {value} is not in the vocabulary")
+            return None
+        return value
+
+    eos, bos, unk = (number(f"{name}_token_id") for name in ("eos", "bos", "unk"))
+    start = number("decoder_start_token_id")
+    start = bos if start is None else start
+    if eos is None and not any("eos_token_id" in problem for problem in problems):
+        problems.append("eos_token_id None (a translation has to end)")
+    end = None if eos is None else target[eos]
+    return {
+        "eos_token": end,
+        "bos_token": end if bos is None else target[bos],
+        # A token that has to exist: the strings that the vocabulary lacks become this one.
+        "unk_token": end if unk is None else source[unk],
+        "decoder_start_token": None if start is None else target[start],
+    }
+
+
+if _missing is None:
+    register_loader("VaswaniConfig")(VaswaniLoader)
+
+__all__ = ["VaswaniLoader", "add_save_arguments", "save"]

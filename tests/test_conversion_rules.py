@@ -1,0 +1,287 @@
+"""Claims about the core of all converters: rules, checkpoints of strangers, folders."""
+
+import io
+import os
+import pickle
+import zipfile
+from argparse import Namespace
+
+import pytest
+import torch
+from vaswani.conversion.checkpoints import (
+    Converted,
+    Inert,
+    build_model,
+    new_folder,
+    read_checkpoint,
+    refuse,
+)
+from vaswani.conversion.rules import ConversionError, Drop, Rename, Stack, to_ours, to_theirs
+
+from vaswani import VaswaniForConditionalGeneration
+
+# Rules
+
+
+def numbered(*names, rows=2):
+    return {name: torch.arange(rows * 3.0).view(rows, 3) + i for i, name in enumerate(names)}
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=0)
+
+
+RULES = [
+    Rename("enc.{i}.attn.{part}.w", "encoder.{i}.{part}_proj.weight"),
+    Rename("head.kernel", "head.weight", torch.t, torch.t),
+    Stack("dec.{i}.qkv_{kind}", [f"decoder.{{i}}.{part}.{{kind}}" for part in "qkv"]),
+]
+
+
+def test_rules_rename_transpose_and_split_and_take_all_of_it_back():
+    theirs = numbered("enc.0.attn.q.w", "enc.11.attn.key.w", "head.kernel")
+    theirs |= numbered("dec.3.qkv_weight", "dec.3.qkv_bias", rows=6)
+    ours = to_ours(RULES, theirs)
+    assert ours.keys() == {
+        "encoder.0.q_proj.weight",
+        "encoder.11.key_proj.weight",
+        "head.weight",
+        *(f"decoder.3.{part}.{kind}" for part in "qkv" for kind in ("weight", "bias")),
+    }
+    torch.testing.assert_close(ours["head.weight"], theirs["head.kernel"].T)
+    torch.testing.assert_close(ours["decoder.3.k.bias"], theirs["dec.3.qkv_bias"][2:4])
+    same(to_theirs(RULES, ours), theirs)
+
+
+def test_placeholders_stand_for_one_part_of_a_name_only():
+    with pytest.raises(ConversionError, match=r"enc\.0\.attn\.q\.x\.w, enc\.a\.attn\.q\.w"):
+        to_ours(RULES, numbered("enc.0.attn.q.x.w", "enc.a.attn.q.w"))
+    with pytest.raises(ConversionError, match="headXkernel"):
+        to_ours(RULES, numbered("headXkernel"))
+
+
+@pytest.mark.parametrize("convert", [to_ours, to_theirs])
+def test_all_leftover_tensors_are_named_in_both_directions(convert):
+    with pytest.raises(ConversionError, match=r"2 of 2 tensors: alien\.1, alien\.2"):
+        convert(RULES, numbered("alien.2", "alien.1"))
+
+
+def test_conversion_leaves_the_given_dict_as_it_is():
+    theirs = numbered("head.kernel")
+    to_ours(RULES, theirs)
+    assert list(theirs) == ["head.kernel"]
+
+
+def test_a_stack_refuses_parts_that_are_missing_or_uneven():
+    with pytest.raises(ConversionError, match=r"decoder\.0\.k\.bias, decoder\.0\.v\.bias"):
+        to_theirs(RULES, numbered("decoder.0.q.bias"))
+    with pytest.raises(ConversionError, match=r"dec\.0\.qkv_bias.*3 tensors.*4 rows"):
+        to_ours(RULES, numbered("dec.0.qkv_bias", rows=4))
+
+
+def test_what_says_nothing_is_dropped_unless_its_check_objects():
+    def check(name, tensor):
+        if tensor.any():
+            raise ConversionError(f"{name} says something.")
+
+    rules = [Drop("{stack}.table", check)]
+    assert to_ours(rules, {"enc.table": torch.zeros(2)}) == {}
+    with pytest.raises(ConversionError, match=r"dec\.table says something"):
+        to_ours(rules, {"enc.table": torch.zeros(2), "dec.table": torch.ones(2)})
+    assert to_theirs(rules, {}) == {}
+
+
+# Checkpoints
+
+
+class Hostile:
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(os.system, r"(posix|nt)\.system"), (eval, "eval"), (io.open, r"_?io\.open")],
+)
+def test_code_in_a_pickle_is_refused_by_name_and_not_run(tmp_path, function, name, zipped):
+    evil, trace = tmp_path / "evil.pt", tmp_path / "trace"
+    arguments = {
+        os.system: (f"touch {trace}",),
+        eval: (f"open({str(trace)!r}, 'w')",),
+        io.open: (str(trace), "w"),
+    }
+    payload = {"model": {}, "extra": [Hostile(function, *arguments[function])]}
+    torch.save(payload, evil, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ConversionError, match=f"holds {name}, which .* could run code"):
+        read_checkpoint(evil, ["argparse.Namespace"])
+    assert not trace.exists()
+
+
+def test_a_bare_hostile_pickle_is_refused(tmp_path):
+    evil, trace = tmp_path / "evil.pt", tmp_path / "trace"
+    evil.write_bytes(pickle.dumps(Hostile(os.system, f"touch {trace}"), protocol=2))
+    with pytest.raises(ConversionError):
+        read_checkpoint(evil)
+    assert not trace.exists()
+
+
+def test_named_classes_are_stood_for_by_something_that_does_nothing(tmp_path):
+    torch.save({"args": Namespace(width=3, inner=Namespace(a="b"))}, tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match=r"holds argparse\.Namespace"):
+        read_checkpoint(tmp_path / "a.pt")
+    args = read_checkpoint(tmp_path / "a.pt", ["argparse.Namespace"])["args"]
+    assert isinstance(args, Inert)
+    assert not isinstance(args, Namespace)
+    assert args.width == 3
+    assert args.inner.a == "b"
+    with pytest.raises(ConversionError, match=r"holds argparse\.Namespace"):
+        read_checkpoint(tmp_path / "a.pt")  # the permission ended with its call
+
+
+def test_a_function_stood_for_is_not_called(tmp_path):
+    trace = tmp_path / "trace"
+    torch.save([Hostile(os.mkdir, str(trace))], tmp_path / "a.pt")
+    module = os.mkdir.__module__
+    with pytest.raises(ConversionError, match="mkdir"):
+        # torch blocks this module whatever is allowed.
+        read_checkpoint(tmp_path / "a.pt", [f"{module}.mkdir"])
+    torch.save([Hostile(io.open, str(trace), "w")], tmp_path / "a.pt")
+    (stand_in,) = read_checkpoint(tmp_path / "a.pt", ["io.open", "_io.open"])
+    assert isinstance(stand_in, Inert)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_cut_off_anywhere_is_a_clear_error(tmp_path, zipped):
+    whole, part = tmp_path / "whole.pt", tmp_path / "part.pt"
+    content = {"model": {"a": torch.rand(7), "b": torch.rand(3, 2)}, "args": {"n": 1.5, "s": "x"}}
+    torch.save(content, whole, _use_new_zipfile_serialization=zipped)
+    data = whole.read_bytes()
+    for length in range(0, len(data), 7):
+        part.write_bytes(data[:length])
+        with pytest.raises(ConversionError, match=r"part\.pt"):
+            read_checkpoint(part)
+
+
+def test_a_changed_byte_of_a_weight_is_noticed(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"model": torch.rand(1000)}, path)
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda info: info.file_size)
+    data = bytearray(path.read_bytes())
+    data[record.header_offset + len(data) // 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConversionError, match=r"a\.pt is no complete checkpoint.*damaged"):
+        read_checkpoint(path)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    with pytest.raises(ConversionError, match=r"There is no file .*nothing\.pt"):
+        read_checkpoint(tmp_path / "nothing.pt")
+    with pytest.raises(ConversionError, match=tmp_path.name):
+        read_checkpoint(tmp_path)
+
+
+# Models
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_model_is_built_of_its_own_weights_bit_by_bit(tiny_model):
+    model = tiny_model(dtype=torch.float32)
+    built = build_model(model.config, weights(model))
+    same(weights(built), weights(model))
+    assert not built.training
+
+
+def test_a_tied_tensor_may_come_under_one_of_its_names_alone(tiny_model):
+    model = tiny_model(dtype=torch.float32)
+    given = weights(model)
+    del given["lm_head.weight"], given["model.encoder.embed_tokens.weight"]
+    same(weights(build_model(model.config, given)), weights(model))
+
+
+def test_missing_leftover_misshapen_and_disagreeing_tensors_are_named_together(tiny_model):
+    model = tiny_model(dtype=torch.float32)
+    given = weights(model)
+    del given["model.encoder.layers.0.fc1.bias"]
+    given["alien"] = torch.zeros(1)
+    given["model.decoder.layers.1.fc2.weight"] = torch.zeros(3, 4)
+    given["lm_head.weight"] += 1
+    with pytest.raises(ConversionError) as error:
+        build_model(model.config, given)
+    for part in (
+        "model.encoder.layers.0.fc1.bias is missing",
+        "alien has no place",
+        "model.decoder.layers.1.fc2.weight has the shape (3, 4), not (16, 24)",
+        "lm_head.weight",
+        "differ, but are tied",
+    ):
+        assert part in str(error.value)
+
+
+def test_half_precision_is_carried_over_without_rounding(tiny_model):
+    model = tiny_model(dtype=torch.float32)
+    half = {name: tensor.half() for name, tensor in weights(model).items()}
+    built = weights(build_model(model.config, half))
+    for name, tensor in half.items():
+        assert torch.equal(built[name], tensor.float())
+
+
+def test_all_problems_are_refused_at_once():
+    refuse([], "a.pt")
+    with pytest.raises(ConversionError, match=r"a\.pt cannot .*: --one; --two 3\."):
+        refuse(["--one", "--two 3"], "a.pt")
+
+
+# Folders
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_folder_half_written_vanishes(tmp_path, error):
+    def write():
+        with new_folder(tmp_path / "sub" / "out") as folder:
+            (folder / "half").write_text("x")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert list((tmp_path / "sub").iterdir()) == []
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path):
+    output = tmp_path / "out"
+    with new_folder(output) as folder:
+        (folder / "file").write_text("x")
+        assert not output.exists()
+    assert [path.name for path in output.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_there_already_is_not_touched(tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    with new_folder(output):
+        pass  # an empty folder may be there
+    (output / "mine").write_text("x")
+    with pytest.raises(FileExistsError, match="choose another"), new_folder(output):
+        pass
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError), new_folder(tmp_path / "file"):
+        pass
+    assert (output / "mine").read_text() == "x"
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_converted_model_is_read_back_bit_by_bit(tiny_model, tmp_path):
+    model = tiny_model(dtype=torch.float32)
+    Converted(model).save(tmp_path / "out")
+    same(weights(VaswaniForConditionalGeneration.from_pretrained(tmp_path / "out")), weights(model))
