@@ -16,7 +16,7 @@ from transformers.utils import logging
 from vaswani.tokenization import pipeline_vaswani
 from vaswani.tokenization.pipeline_vaswani import batches_by_length
 
-from vaswani import VaswaniTranslationPipeline
+from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
 FROZEN = Path(__file__).resolve().parent / "frozen" / "0.1"
 NUMBERS = [999, 3, 342, 80, 17, 1, 700, 25, 4, 111]
@@ -248,6 +248,30 @@ def test_a_line_too_long_for_learned_positions_is_named(parts, tiny_model):
     with pytest.raises(ValueError, match=r"Line 4 has \d+ tokens, more than the 8 learned"):
         translator(["seven", "", "six", "three hundred and forty-two"])
     assert len(translator(["seven", "six"])) == 2
+
+
+def test_a_target_vocabulary_of_its_own_has_its_own_tokenizer(tiny_model, tmp_path):
+    source, target = (
+        VaswaniTokenizer.train_from_iterator(lines, "word", vocab_size=size, show_progress=False)
+        for lines, size in ((ENGLISH, 30), (GERMAN, 6))
+    )
+    assert len(source) != len(target)
+    model = tiny_model(
+        vocab_size=len(source),
+        decoder_vocab_size=len(target),
+        share_encoder_decoder_embeddings=False,
+    )
+    source.save_pretrained(tmp_path)
+    source = VaswaniTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no subfolder target_tokenizer: pass target_tokenizer"):
+        VaswaniTranslationPipeline(model, source, device="cpu")
+    target.save_pretrained(tmp_path / "target_tokenizer")
+    found = VaswaniTranslationPipeline(model, source, device="cpu")(ENGLISH)
+    given = VaswaniTranslationPipeline(model, source, target_tokenizer=target, device="cpu")
+    assert texts(found) == texts(given(ENGLISH))
+    batch = source(ENGLISH, padding=True, return_tensors="pt")
+    expected = target.batch_decode(model.generate(**batch), skip_special_tokens=True)
+    assert texts(found) == expected
 
 
 def test_short_lines_do_not_make_batches_of_thousands():

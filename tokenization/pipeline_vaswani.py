@@ -4,6 +4,7 @@ transformers 5 has no such task of its own. It finds this class through `custom_
 config.json, or is given it as `pipeline_class`.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -50,7 +51,9 @@ class VaswaniTranslationPipeline(Pipeline):
 
     Args:
         model: a VaswaniForConditionalGeneration.
-        tokenizer: the tokenizer of both its sides.
+        tokenizer: the tokenizer of its source, and of its target unless that has another.
+        target_tokenizer: of the target, where the vocabularies are separate; None, the default,
+            looks for it in the subfolder target_tokenizer of the tokenizer's folder.
         max_tokens: a batch holds at most this many padded source tokens (default 4096).
         batch_size: and at most this many sentences (default: as many as fit).
         window: strings read ahead (default 4096); a stream's first result waits for them.
@@ -65,8 +68,8 @@ class VaswaniTranslationPipeline(Pipeline):
 
     Raises:
         TypeError: the input or a line of it is no string; names the line.
-        ValueError: there is no tokenizer; a setting is no integer or below 1; a line is too long
-            for learned positions; names the line.
+        ValueError: there is no tokenizer, or none of a separate target vocabulary; a setting is no
+            integer or below 1; a line is too long for learned positions; names the line.
     """
 
     model: Any
@@ -79,10 +82,29 @@ class VaswaniTranslationPipeline(Pipeline):
     # Settings for `generate` go to it untouched: the Pipeline would merge them with others.
     _pipeline_calls_generate = False
 
-    def __init__(self, model: Any, tokenizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, target_tokenizer: Any = None, **kwargs: Any
+    ) -> None:
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
         super().__init__(model, tokenizer=tokenizer, **kwargs)
+        self.target_tokenizer = target_tokenizer or self._target_tokenizer()
+
+    def _target_tokenizer(self) -> Any:
+        """Find what reads the model's output: the source's tokenizer, or that of its subfolder."""
+        config, folder = self.model.config, self.tokenizer.name_or_path
+        if config.share_encoder_decoder_embeddings:
+            return self.tokenizer
+        if folder:
+            with contextlib.suppress(OSError, ValueError):
+                return type(self.tokenizer).from_pretrained(folder, subfolder="target_tokenizer")
+        if config.vocab_size == config.decoder_vocab_size:
+            return self.tokenizer  # one vocabulary with two tables of embeddings
+        raise ValueError(
+            f"The target has a vocabulary of its own, of {config.decoder_vocab_size} tokens, but "
+            f"{folder or 'the tokenizer'} has no subfolder target_tokenizer: pass "
+            "target_tokenizer."
+        )
 
     def _sanitize_parameters(
         self, **settings: Any
@@ -205,7 +227,7 @@ class VaswaniTranslationPipeline(Pipeline):
 
     def postprocess(self, outputs: dict[str, torch.Tensor]) -> Translations:
         """Text, and score if there is one, of every sequence."""
-        texts = self.tokenizer.batch_decode(outputs["sequences"], skip_special_tokens=True)
+        texts = self.target_tokenizer.batch_decode(outputs["sequences"], skip_special_tokens=True)
         translations: Translations = [{"translation_text": text} for text in texts]
         if "scores" in outputs:
             for translation, score in zip(translations, outputs["scores"].tolist(), strict=True):
