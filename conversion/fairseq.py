@@ -1,0 +1,808 @@
+r"""fairseq: a Transformer's checkpoint and its dictionaries.
+
+    python -m vaswani.conversion fairseq checkpoint_best.pt out/ --source-dict dict.de.txt \
+        --target-dict dict.en.txt --bpe-codes code
+
+INPUT is a checkpoint of the model "transformer" or one of its architectures, of any version: one of
+a training, an average, one of an ensemble. Dictionaries are those of fairseq-preprocess; one is
+enough where both are the same, and without any only the model is converted.
+
+How fairseq is carried over:
+
+* Sinusoids with tensor2tensor's frequencies, the first position numbered 2 (the padding's number
+  and one), are position_encoding="sinusoidal_t2t" and position_offset=2; learned positions too
+  start at 2. fairseq pads sources on the left and counts from the first real token; with padding
+  on the right, as here, the numbers are the same.
+* label_smoothing is the criterion's times K / (K - 1), for K entries of the target's dictionary:
+  fairseq spreads it over the K - 1 wrong ones, this package over all, and both losses are the same.
+* layerdrop leaves out layers in training alone: all are kept, and the rate is lost.
+* generation is that of fairseq-generate without options: 5 beams, score / length, an end at as many
+  finished hypotheses as beams, 1 to 200 tokens and then the end token, never the padding token.
+  The best translation is fairseq's. Others (num_return_sequences) may differ, for fairseq keeps the
+  first 5 to finish, this package the best 5; so may what is cut off at the limit, since the
+  probability of the end token that is forced there counts in fairseq alone.
+
+fairseq reads text whose tokens stand between spaces, and so do the tokenizers without further
+options; --remove-bpe joins what "@@ " separates when decoding. With --bpe-codes, of subword-nmt
+or fastBPE, they take words between spaces, as Moses' tokenizer leaves them, cut them, and join them
+when decoding; white space of other kinds, which those tools take for letters, separates words too.
+With --sentencepiece-model they take plain text. What has no entry in the dictionary is <unk>, and
+so are "<s>", "<pad>" and "</s>" where they are written in a text. Decoding with skip_special_tokens
+leaves out <unk>, which fairseq prints. Where source and target differ in dictionaries or in what
+cuts text, target_tokenizer/ in the output is the target's.
+"""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers.utils import logging
+
+from ..configuration.configuration_vaswani import VaswaniConfig
+from ..modeling.generation_vaswani import VaswaniGenerationConfig
+from ..tokenization.tokenization_vaswani import VaswaniTokenizer
+from .checkpoints import Converted, Inert, build_model, read_checkpoint, refuse
+from .rules import ConversionError, Drop, Rename, Rule, Stack, Tensors, to_ours
+
+logger = logging.get_logger(__name__)
+
+_BOS, _PAD, _EOS, _UNK = range(4)
+_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+
+# Current names first: what is written in theirs gets these.
+RULES: list[Rule] = [
+    Rename(
+        "{stack}.layers.{i}.{attention}.{part}_proj.{kind}",
+        "model.{stack}.layers.{i}.{attention}.{part}_proj.{kind}",
+    ),
+    Rename(
+        "{stack}.layers.{i}.{name}_layer_norm.{kind}",
+        "model.{stack}.layers.{i}.{name}_layer_norm.{kind}",
+    ),
+    Rename("{stack}.layers.{i}.fc{n}.{kind}", "model.{stack}.layers.{i}.fc{n}.{kind}"),
+    Rename("{stack}.layer_norm.{kind}", "model.{stack}.layer_norm.{kind}"),
+    Rename("{stack}.embed_tokens.weight", "model.{stack}.embed_tokens.weight"),
+    Rename("{stack}.embed_positions.weight", "model.{stack}.embed_positions.weight"),
+    Rename("decoder.output_projection.weight", "lm_head.weight"),
+    # Older names.
+    Rename("decoder.embed_out", "lm_head.weight"),
+    Stack(
+        "{stack}.layers.{i}.{attention}.in_proj_{kind}",
+        [f"model.{{stack}}.layers.{{i}}.{{attention}}.{part}_proj.{{kind}}" for part in "qkv"],
+    ),
+    *(
+        Rename(
+            f"{stack}.layers.{{i}}.layer_norms.{number}.{{kind}}",
+            f"model.{stack}.layers.{{i}}.{name}_layer_norm.{{kind}}",
+        )
+        for stack, names in (
+            ("encoder", ("self_attn", "final")),
+            ("decoder", ("self_attn", "encoder_attn", "final")),
+        )
+        for number, name in enumerate(names)
+    ),
+    # What fairseq computes itself when it loads a model.
+    Drop("{stack}.version"),
+    Drop("{stack}.embed_positions._float_tensor"),
+    Drop("{stack}.embed_positions.weights"),
+    *(
+        Drop(f"encoder.layers.{{i}}.{name}_{{kind}}")
+        for name in ("in_proj", "out_proj", "fc1", "fc2")
+    ),
+]
+
+# Classes in checkpoints of fairseq 0.6 to 0.12: options, their types, and meters of the training.
+_HARMLESS = (
+    "argparse.Namespace",
+    *(f"omegaconf.{name}" for name in ("dictconfig.DictConfig", "listconfig.ListConfig")),
+    *(f"omegaconf.base.{name}" for name in ("Metadata", "ContainerMetadata")),
+    *(
+        f"omegaconf.nodes.{kind}Node"
+        for kind in ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "Path", "String")
+    ),
+    *(f"typing.{name}" for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")),
+    *(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "str", "tuple")),
+    "collections.defaultdict",
+    "_operator.getitem",
+    *(
+        f"fairseq.{module}.{kind}Meter"
+        for module in ("meters", "logging.meters")
+        for kind in ("Average", "Stopwatch", "Time")
+    ),
+    "fairseq.data.dictionary.Dictionary",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "numpy.dtype",
+    "_codecs.encode",
+)
+
+# What options of the wrong kind raise where they are used.
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+# What an architecture means where a checkpoint does not say it.
+_BASE: dict[str, Any] = {
+    "encoder_embed_dim": 512,
+    "encoder_ffn_embed_dim": 2048,
+    "encoder_layers": 6,
+    "encoder_attention_heads": 8,
+    "decoder_layers": 6,
+    "decoder_attention_heads": 8,
+    "dropout": 0.1,
+    "activation_fn": "relu",
+    "max_source_positions": 1024,
+    "max_target_positions": 1024,
+}
+_TINY = _BASE | {
+    "encoder_embed_dim": 64,
+    "encoder_ffn_embed_dim": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+}
+_IWSLT = _BASE | {
+    "encoder_ffn_embed_dim": 1024,
+    "encoder_attention_heads": 4,
+    "decoder_embed_dim": 512,
+    "decoder_ffn_embed_dim": 1024,
+    "decoder_attention_heads": 4,
+}
+_BIG = _BASE | {
+    "encoder_embed_dim": 1024,
+    "encoder_ffn_embed_dim": 4096,
+    "encoder_attention_heads": 16,
+    "decoder_embed_dim": 1024,
+    "decoder_ffn_embed_dim": 4096,
+    "decoder_attention_heads": 16,
+    "dropout": 0.3,
+}
+_T2T = _BIG | {
+    "encoder_normalize_before": True,
+    "decoder_normalize_before": True,
+    "attention_dropout": 0.1,
+    "activation_dropout": 0.1,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "transformer": _BASE,
+    "transformer_tiny": _TINY,
+    "transformer_iwslt_de_en": _IWSLT,
+    "transformer_wmt_en_de": _BASE,
+    "transformer_vaswani_wmt_en_de_big": _BIG,
+    "transformer_vaswani_wmt_en_fr_big": _BIG | {"dropout": 0.1},
+    "transformer_wmt_en_de_big": _BIG | {"attention_dropout": 0.1},
+    "transformer_wmt_en_de_big_t2t": _T2T,
+    # Aligning words is a second training objective for the same network.
+    "transformer_align": _BASE,
+    "transformer_wmt_en_de_big_align": _BIG | {"attention_dropout": 0.1},
+}
+_ACTIVATIONS = {
+    "relu": "relu",
+    "relu_squared": "relu2",
+    "gelu": "gelu",
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "tanh": "tanh",
+    "linear": "linear",
+}
+# Options that are more than this model has, whatever their value.
+_REFUSED = (
+    "adaptive_input",
+    "adaptive_softmax_cutoff",
+    "base_layers",
+    "char_inputs",
+    "cross_self_attention",
+    "decoder_layers_to_keep",
+    "decoder_xformers_att_config",
+    "encoder_layers_to_keep",
+    "encoder_xformers_att_config",
+    "layernorm_embedding",
+    "no_cross_attention",
+    "no_token_positional_embeddings",
+    "quant_noise_pq",
+    "quant_noise_scalar",
+    "tie_adaptive_proj",
+    "tie_adaptive_weights",
+)
+# Options of the model that are carried over, or that change no output.
+_KNOWN = {
+    *_T2T,
+    *_REFUSED,
+    "_name",
+    "adaptive_softmax_dropout",
+    "adaptive_softmax_factor",
+    "arch",
+    "base_shuffle",
+    "base_sublayers",
+    "checkpoint_activations",
+    "decoder_embed_path",
+    "decoder_input_dim",
+    "decoder_layerdrop",
+    "decoder_learned_pos",
+    "decoder_output_dim",
+    "encoder_embed_path",
+    "encoder_layerdrop",
+    "encoder_learned_pos",
+    "export",
+    "min_params_to_wrap",
+    "no_decoder_final_norm",
+    "no_scale_embedding",
+    "offload_activations",
+    "quant_noise_pq_block_size",
+    "relu_dropout",
+    "share_all_embeddings",
+    "share_decoder_input_output_embed",
+}
+# A Namespace holds the model's options among those of the whole training. These are a model's.
+_OF_A_MODEL = re.compile(
+    r"(?:encoder|decoder|adaptive|base|cross|moe|quant_noise|scale|share|tie)_\w+"
+    r"|\w*(?:attn|attention|embedding|layer_?norm|relative|alibi|rotary|char)s?(?:_\w+)?"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the arguments of `convert` but for the output."""
+    parser.add_argument("checkpoint", metavar="INPUT", help="checkpoint, a .pt file")
+    parser.add_argument("--source-dict", metavar="FILE", help="dict.xx.txt of the source language")
+    parser.add_argument("--target-dict", metavar="FILE", help="of the target; else the source's")
+    parser.add_argument("--bpe-codes", metavar="FILE", help="codes of subword-nmt or fastBPE")
+    parser.add_argument("--target-bpe-codes", metavar="FILE", help="of the target; else the same")
+    parser.add_argument("--sentencepiece-model", metavar="FILE", help="SentencePiece's .model")
+    parser.add_argument(
+        "--target-sentencepiece-model", metavar="FILE", help="of the target; else the same"
+    )
+    parser.add_argument(
+        "--remove-bpe", action="store_true", help='join what "@@ " separates when decoding'
+    )
+
+
+def convert(checkpoint: str | Path, output: str | Path, **options: Any) -> None:
+    """Write a folder that `from_pretrained` reads; arguments as for `load`.
+
+    Raises:
+        ConversionError: the checkpoint cannot be converted exactly; names all reasons.
+        FileExistsError: something is at `output` already.
+    """
+    load(checkpoint, **options).save(Path(output))
+
+
+def load(
+    checkpoint: str | Path,
+    source_dict: str | Path | None = None,
+    target_dict: str | Path | None = None,
+    bpe_codes: str | Path | None = None,
+    target_bpe_codes: str | Path | None = None,
+    sentencepiece_model: str | Path | None = None,
+    target_sentencepiece_model: str | Path | None = None,
+    remove_bpe: bool = False,
+) -> Converted:
+    """Convert a checkpoint, and make tokenizers where there are dictionaries.
+
+    Args:
+        checkpoint: a .pt file.
+        source_dict, target_dict: dict.xx.txt; either stands for both where one is given.
+        bpe_codes, target_bpe_codes: the codes that texts were cut by; the first stands for both.
+        sentencepiece_model, target_sentencepiece_model: likewise SentencePiece's models.
+        remove_bpe: without these, join when decoding what "@@ " separates.
+
+    Raises:
+        ConversionError: something cannot be converted exactly, is missing or damaged; names all.
+    """
+    path = Path(checkpoint)
+    state = read_checkpoint(path, _HARMLESS)
+    tensors = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensor, torch.Tensor) for tensor in tensors.values()
+    ):
+        raise ConversionError(f'{path} is no checkpoint of fairseq: it has no weights in "model".')
+    missing = {f"{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")} - tensors.keys()
+    if missing:
+        raise ConversionError(f"{path} has no {' and no '.join(sorted(missing))}.")
+    try:
+        options, unknown = _read_options(state, path)
+        options = _complete(options)
+        final_norms = _final_norms(options, tensors)
+        refuse(_problems(options, unknown, final_norms), str(path))
+        config = _config(options, tensors, final_norms["encoder"])
+        generation_config = _generation_config(options)
+    except ConversionError:
+        raise
+    except (*_DAMAGE, StrictDataclassError) as error:
+        raise ConversionError(f"The options in {path} make no model: {error}") from error
+    model = build_model(config, to_ours(RULES, tensors))
+    model.generation_config = generation_config
+
+    source_dict, target_dict = source_dict or target_dict, target_dict or source_dict
+    if source_dict is None or target_dict is None:
+        if bpe_codes or target_bpe_codes or sentencepiece_model or target_sentencepiece_model:
+            raise ConversionError("What cuts text needs a dictionary to look up: give source_dict.")
+        return Converted(model)
+    source = _read_vocabulary(source_dict, bpe_codes, sentencepiece_model, remove_bpe)
+    target = _read_vocabulary(
+        target_dict,
+        target_bpe_codes or bpe_codes,
+        target_sentencepiece_model or sentencepiece_model,
+        remove_bpe,
+    )
+    problems = [
+        f"{file} makes {len(vocabulary.symbols)} entries, the {side} embedding has {size}"
+        for side, file, vocabulary, size in (
+            ("source", source_dict, source, config.vocab_size),
+            ("target", target_dict, target, config.decoder_vocab_size),
+        )
+        if len(vocabulary.symbols) != size
+    ]
+    if config.share_encoder_decoder_embeddings and source.symbols != target.symbols:
+        problems.append(f"{source_dict} and {target_dict} differ, but share their embeddings")
+    refuse(problems, str(path))
+    own = None if source == target else target.tokenizer()
+    return Converted(model, source.tokenizer(), own)
+
+
+# Options
+
+
+def _read_options(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A checkpoint's options by fairseq's flat names, and those that nobody here knows.
+
+    Raises:
+        ConversionError: there are none.
+    """
+    options, config = _plain(state.get("args")), _plain(state.get("cfg"))
+    training: dict[str, Any] = {}
+    if not isinstance(options, dict):
+        options = config.get("model") if isinstance(config, dict) else None
+        if not isinstance(options, dict):
+            raise ConversionError(
+                f"{path} holds no options of fairseq, neither args nor cfg.model."
+            )
+        options = _flat(options)
+        criterion, task = config.get("criterion") or {}, config.get("task") or {}
+        training = {"criterion": criterion.get("_name"), "task": task.get("_name")}
+        training["label_smoothing"] = criterion.get("label_smoothing")
+    for name, value in options.items():
+        reference = (
+            re.fullmatch(r"\$\{model\.([\w.]+)\}", value) if isinstance(value, str) else None
+        )
+        if reference:
+            options[name] = options.get(reference[1].replace(".", "_"))
+    # Of what is used here, None is the default wherever fairseq stores it.
+    options = {name: value for name, value in options.items() if value not in (None, "???")}
+    alone = "arch" not in options  # the model's options, without those of the training
+    unknown = [
+        name
+        for name, value in options.items()
+        if value and name not in _KNOWN and (alone or _OF_A_MODEL.fullmatch(name))
+    ]
+    return options | {name: value for name, value in training.items() if value}, unknown
+
+
+def _plain(value: Any) -> Any:
+    """Options as plain data: those of Namespaces and of omegaconf's nodes."""
+    if isinstance(value, Inert):
+        fields = vars(value)
+        return _plain(fields.get("_content", fields.get("_val", fields)))
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    """The groups encoder, decoder and quant_noise by their older, flat names."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ("encoder", "decoder", "quant_noise") and isinstance(value, dict):
+            flat |= {f"{name}_{inner}": entry for inner, entry in value.items() if inner != "_name"}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _complete(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with what their architecture means where they do not say it."""
+    complete = ARCHITECTURES.get(_architecture(options), _BASE) | options
+    for side in ("source", "target"):
+        if "max_positions" in options and f"max_{side}_positions" not in options:
+            complete[f"max_{side}_positions"] = options["max_positions"]
+    width = complete.setdefault("decoder_embed_dim", complete["encoder_embed_dim"])
+    complete.setdefault("decoder_ffn_embed_dim", complete["encoder_ffn_embed_dim"])
+    complete.setdefault("decoder_input_dim", width)
+    complete.setdefault("decoder_output_dim", width)
+    return complete
+
+
+def _architecture(options: dict[str, Any]) -> Any:
+    return options.get("arch", options.get("_name"))
+
+
+def _problems(
+    options: dict[str, Any], unknown: list[str], final_norms: dict[str, bool]
+) -> list[str]:
+    """What these options ask for and this package does not compute, in fairseq's spelling."""
+    problems = [_flag(name, options) for name in [*_REFUSED, *unknown] if options.get(name)]
+    if _architecture(options) not in ARCHITECTURES:
+        problems.append(f"--arch {_architecture(options)}")
+    # Before there were tasks, all models translated.
+    if options.get("task", "translation") != "translation":
+        problems.append(_flag("task", options))
+    if options["activation_fn"] not in _ACTIVATIONS:
+        problems.append(_flag("activation_fn", options))
+    problems += [
+        f"{_flag(name, options)} with --{other.replace('_', '-')} {options[other]}"
+        for name, other in (
+            ("decoder_embed_dim", "encoder_embed_dim"),
+            ("decoder_input_dim", "decoder_embed_dim"),
+            ("decoder_output_dim", "decoder_embed_dim"),
+        )
+        if int(options[name]) != options[other]
+    ]
+    for name in ("learned_pos", "normalize_before"):
+        given = [bool(options.get(f"{stack}_{name}")) for stack in ("encoder", "decoder")]
+        if given[0] != given[1]:
+            flags = [f"--{stack}-{name.replace('_', '-')}" for stack in ("encoder", "decoder")]
+            problems.append(f"{flags[given[1]]} without {flags[given[0]]}")
+        elif name == "normalize_before" and final_norms["encoder"] != final_norms["decoder"]:
+            problems.append(
+                "--no-decoder-final-norm"
+                if options.get("no_decoder_final_norm")
+                else "a LayerNorm after one stack alone (encoder.version, decoder.version)"
+            )
+    longest = [options[f"max_{side}_positions"] for side in ("source", "target")]
+    if options.get("encoder_learned_pos") and longest[0] != longest[1]:
+        problems.append(
+            f"--max-source-positions {longest[0]} with --max-target-positions {longest[1]} and "
+            "learned positions"
+        )
+    return problems
+
+
+def _flag(name: str, options: dict[str, Any]) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if options[name] is True else f"{flag} {options[name]}"
+
+
+def _final_norms(options: dict[str, Any], tensors: Tensors) -> dict[str, bool]:
+    """Whether a LayerNorm follows each stack: in pre-norm, but not in the oldest versions."""
+    norms = {}
+    for stack, since in (("encoder", 2), ("decoder", 3)):
+        version = tensors.get(f"{stack}.version", torch.ones(1))
+        norms[stack] = bool(options.get(f"{stack}_normalize_before")) and version.item() >= since
+    norms["decoder"] &= not options.get("no_decoder_final_norm")
+    return norms
+
+
+def _config(options: dict[str, Any], tensors: Tensors, final_norm: bool) -> VaswaniConfig:
+    """The configuration that complete options and the sizes of the dictionaries make."""
+    learned = bool(options.get("encoder_learned_pos"))
+    pre_norm = bool(options.get("encoder_normalize_before"))
+    everywhere = bool(options.get("share_all_embeddings"))
+    entries = {
+        stack: len(tensors[f"{stack}.embed_tokens.weight"]) for stack in ("encoder", "decoder")
+    }
+    smoothing = 0.0
+    if str(options.get("criterion")).startswith("label_smoothed_cross_entropy"):
+        # Theirs lies on the wrong tokens alone, ours on all.
+        smoothing = options.get("label_smoothing", 0.0)
+        smoothing *= entries["decoder"] / max(entries["decoder"] - 1, 1)
+    return VaswaniConfig(
+        vocab_size=entries["encoder"],
+        decoder_vocab_size=entries["decoder"],
+        d_model=options["encoder_embed_dim"],
+        encoder_layers=options["encoder_layers"],
+        decoder_layers=options["decoder_layers"],
+        encoder_attention_heads=options["encoder_attention_heads"],
+        decoder_attention_heads=options["decoder_attention_heads"],
+        encoder_ffn_dim=options["encoder_ffn_embed_dim"],
+        decoder_ffn_dim=options["decoder_ffn_embed_dim"],
+        dropout=options["dropout"],
+        attention_dropout=options.get("attention_dropout", 0.0),
+        activation_dropout=options.get("activation_dropout") or options.get("relu_dropout", 0.0),
+        label_smoothing=smoothing,
+        activation_function=_ACTIVATIONS[options["activation_fn"]],
+        norm_position="pre" if pre_norm else "post",
+        final_layer_norm=None if final_norm == pre_norm else final_norm,
+        position_encoding="learned" if learned else "sinusoidal_t2t",
+        position_offset=_PAD + 1,
+        max_position_embeddings=options["max_source_positions"] if learned else None,
+        attention_bias=True,
+        scale_embedding=not options.get("no_scale_embedding"),
+        tie_word_embeddings=everywhere or bool(options.get("share_decoder_input_output_embed")),
+        share_encoder_decoder_embeddings=everywhere,
+        pad_token_id=_PAD,
+        unk_token_id=_UNK,
+        eos_token_id=_EOS,
+        bos_token_id=_BOS,
+        decoder_start_token_id=_EOS,
+    )
+
+
+def _generation_config(options: dict[str, Any]) -> VaswaniGenerationConfig:
+    """Decoding as fairseq-generate does without options."""
+    # Their limits, 1 and 200 tokens, count neither the start token nor the end.
+    longest = min(200, options["max_target_positions"] - 1)
+    return VaswaniGenerationConfig(
+        num_beams=5,
+        length_penalty_type="hf",
+        length_penalty=1.0,
+        early_stopping=True,
+        max_length_offset=0,
+        min_length=2,
+        max_length=longest + 2,
+        suppress_tokens=[_PAD],
+        forced_eos_token_id=_EOS,
+        pad_token_id=_PAD,
+        eos_token_id=_EOS,
+        bos_token_id=_BOS,
+        decoder_start_token_id=_EOS,
+    )
+
+
+# Text
+
+# What separates words, as Python and so fairseq know it, in Oniguruma's spelling.
+_SPACES = "".join(f"\\x{{{code:x}}}" for code in range(0x3001) if chr(code).isspace())
+# Ends a word of subword-nmt's oldest codes, where the end is a symbol of its own, and seals it.
+_END, _SEAL, _NEITHER = "\ue000", "\ue001", "\ue002"
+
+
+@dataclass
+class _Codes:
+    """The merges of byte-pair encoding.
+
+    Args:
+        pairs: the first is merged first. A symbol at the end of a word has "</w>" behind it.
+        separate_end: that mark starts as a symbol of its own (subword-nmt until 2017).
+    """
+
+    pairs: list[tuple[str, str]]
+    separate_end: bool
+
+
+@dataclass
+class _Vocabulary:
+    """A dictionary, and what cuts text into its entries.
+
+    Args:
+        symbols: the entries in their order.
+        codes: of byte-pair encoding, if any.
+        pieces: SentencePiece's model, if any.
+        remove_bpe: join when decoding what "@@ " separates.
+    """
+
+    symbols: list[str]
+    codes: _Codes | None
+    pieces: Path | None
+    remove_bpe: bool
+
+    def tokenizer(self) -> VaswaniTokenizer:
+        """Make the tokenizer.
+
+        Raises:
+            ConversionError: it would not always cut text as fairseq's tools do.
+        """
+        last = {symbol: index for index, symbol in enumerate(self.symbols)}
+        # An entry that a later line replaces gets a name that no text has.
+        ids = {
+            symbol if last[symbol] == index else f"{symbol} {index}": index
+            for index, symbol in enumerate(self.symbols)
+        }
+        if self.pieces is not None:
+            made = _piece_tokenizer(ids, self.pieces)
+        elif self.codes is not None:
+            made = VaswaniTokenizer.from_backend(_pair_backend(ids, self.codes))
+        else:
+            made = VaswaniTokenizer.from_backend(_word_backend(ids, self.remove_bpe))
+        made.add_special_tokens({"bos_token": _SPECIAL[_BOS]})
+        if len(made) > len(self.symbols):
+            made.init_kwargs["unknown_from"] = len(self.symbols)
+        return made
+
+
+def _read_vocabulary(
+    dictionary: str | Path, codes: str | Path | None, pieces: str | Path | None, remove_bpe: bool
+) -> _Vocabulary:
+    """A dictionary with what belongs to it.
+
+    Raises:
+        ConversionError: a file is missing or damaged, or there is one too many.
+    """
+    if codes and pieces:
+        raise ConversionError(f"Text is cut by {codes} or by {pieces}, not by both.")
+    return _Vocabulary(
+        _read_dictionary(Path(dictionary)),
+        _read_codes(Path(codes)) if codes else None,
+        Path(pieces) if pieces else None,
+        remove_bpe,
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from error
+
+
+def _read_dictionary(path: Path) -> list[str]:
+    """The special tokens and the entries of dict.xx.txt.
+
+    Raises:
+        ConversionError: fairseq would not read it either, or it replaces a special token.
+    """
+    symbols = list(_SPECIAL)
+    known = set(symbols)
+    for number, line in enumerate(_read_text(path).removesuffix("\n").split("\n"), start=1):
+        word, _, count = line.rstrip().rpartition(" ")
+        replaces = count == "#fairseq:overwrite"
+        if replaces:
+            word, _, count = word.rpartition(" ")
+        if not re.fullmatch(r"[+-]?\d+", count):
+            raise ConversionError(f"{path}, line {number} is no entry with its count: {line!r}.")
+        if word in known and (word in _SPECIAL or not replaces):
+            raise ConversionError(f"{path}, line {number}: there is an entry {word!r} already.")
+        known.add(word)
+        symbols.append(word)
+    return symbols
+
+
+def _read_codes(path: Path) -> _Codes:
+    """The codes of subword-nmt, or those of fastBPE, which have counts.
+
+    Raises:
+        ConversionError: they are neither, or of an unknown version.
+    """
+    lines = _read_text(path).rstrip("\n").split("\n")
+    version = None
+    if lines[0].startswith("#version:"):
+        version = lines.pop(0).removeprefix("#version:").strip()
+        if version not in ("0.1", "0.2"):
+            raise ConversionError(f"{path} has the unknown version {version!r}.")
+    fields = [line.strip("\r\n ").split(" ") for line in lines]
+    counted = version is None and all(len(f) == 3 and f[2].isdecimal() for f in fields)
+    for line, pair in zip(lines, fields, strict=True):
+        if len(pair) != 2 + counted:
+            raise ConversionError(f"{path} holds {line!r}, which is not a pair of symbols.")
+    pairs = list(dict.fromkeys((pair[0], pair[1]) for pair in fields))
+    return _Codes(pairs, separate_end=version != "0.2" and not counted)
+
+
+def _word_backend(ids: dict[str, int], remove_bpe: bool) -> Tokenizer:
+    """What stands between spaces, looked up."""
+    backend = Tokenizer(models.WordLevel(ids, unk_token=_SPECIAL[_UNK]))
+    control = "|".join(_SPECIAL[index] for index in (_BOS, _PAD, _EOS))
+    backend.normalizer = normalizers.Replace(
+        Regex(rf"(?<![^{_SPACES}])(?:{control})(?![^{_SPACES}])"), _SPECIAL[_UNK]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"[{_SPACES}]+"), "removed")
+    # This decoder joins by a space whatever does not start with its prefix: here, every word.
+    steps: list[Any] = [decoders.WordPiece(prefix=" ", cleanup=False), decoders.Fuse()]
+    if remove_bpe:
+        steps.append(decoders.Replace(Regex(r"@@(?: |\z)"), ""))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _pair_backend(ids: dict[str, int], codes: _Codes) -> Tokenizer:
+    """Words as characters, pairs merged, what comes of it looked up.
+
+    Merges need symbols that the dictionary lacks: these get numbers behind its own.
+
+    Raises:
+        ConversionError: an entry stands for two symbols, or codes are in an order that training
+            does not make.
+    """
+    pairs, end = codes.pairs, "</w>"
+    if codes.separate_end:
+        pairs, end = _sealed(pairs, ids), _END + _SEAL
+    made = {left + right for left, right in pairs}
+    vocabulary: dict[str, int] = {}
+    problems = []
+    for entry, index in ids.items():
+        # Where a word goes on, the tools write "@@" and the codes nothing; where it ends, the codes
+        # write "</w>" and the tools nothing.
+        inside = entry.endswith("@@") and len(entry) > 2
+        symbol = entry[:-2] if inside else entry + end
+        if index < len(_SPECIAL):
+            symbol = entry
+        if symbol in vocabulary or (inside and entry + end in made):
+            problems.append(f"the entry {entry!r} (it stands for two symbols of the codes)")
+        vocabulary[symbol] = index
+    # The first rank at which a symbol is part of a pair.
+    used: dict[str, int] = {}
+    for rank, pair in enumerate(pairs):
+        for symbol in pair:
+            used.setdefault(symbol, rank)
+    problems += [
+        f"the code {left} {right} (its result is merged by an earlier one)"
+        for rank, (left, right) in enumerate(pairs)
+        if used.get(left + right, rank) < rank
+    ]
+    refuse(problems, "The byte-pair encoding")
+    for left, right in pairs:
+        for symbol in (left, right, left + right):
+            vocabulary.setdefault(symbol, len(vocabulary))
+
+    unknown = _SPECIAL[_UNK]
+    suffix = {} if codes.separate_end else {"end_of_word_suffix": end}
+    backend = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, **suffix))
+    if codes.separate_end:
+        backend.normalizer = normalizers.Sequence(
+            [
+                normalizers.Replace(Regex(f"[{_END}{_SEAL}]"), _NEITHER),
+                normalizers.Replace(Regex(rf"(?<=[^{_SPACES}])(?=[{_SPACES}]|\z)"), end),
+            ]
+        )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"[{_SPACES}]+"), "removed")
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(Regex(rf"\A{unknown}\z"), unknown + end),
+            decoders.Replace(Regex(rf"{end}\z"), " "),
+            decoders.Fuse(),
+            # decoders.Strip panics where nothing is left to strip from.
+            decoders.Replace(Regex(r" \z"), ""),
+        ]
+    )
+    return backend
+
+
+def _sealed(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """The pairs with _END for "</w>", and behind them those that put a seal on the end of a word.
+
+    subword-nmt drops an end that was not merged, and the symbol before it becomes the last. Here
+    all last symbols get end and seal, when nothing else is left to merge.
+    """
+    ended = [
+        (left, right.removesuffix("</w>") + _END if right.endswith("</w>") else right)
+        for left, right in pairs
+    ]
+    symbols = dict.fromkeys(
+        symbol for left, right in ended for symbol in (left, right, left + right) if symbol != _END
+    )
+    # Characters that no pair has, and what is unknown.
+    symbols |= dict.fromkeys(c for entry in ids if len(c := entry.removesuffix("@@")) == 1)
+    symbols[_SPECIAL[_UNK]] = None
+    seals = [(_END, _SEAL)]
+    for symbol in symbols:
+        seals.append((symbol, _SEAL) if symbol.endswith(_END) else (symbol, _END + _SEAL))
+    return ended + seals
+
+
+def _piece_tokenizer(ids: dict[str, int], path: Path) -> VaswaniTokenizer:
+    """Text cut by SentencePiece, its pieces looked up.
+
+    Pieces that the dictionary lacks get numbers behind its own.
+    """
+    # It needs libraries that nothing else here does.
+    from .marian import _read_spm, _tokenizer
+
+    vocabulary = dict(ids)
+    pieces = {piece.piece for piece in _read_spm(path).pieces}
+    others = [
+        entry
+        for entry, index in ids.items()
+        if entry not in pieces and index >= len(_SPECIAL) and "madeupword" not in entry
+    ]
+    if others:
+        logger.warning(
+            f"{len(others)} entries of the dictionary are no pieces of {path}, {others[0]!r} among "
+            "them. Where several characters that SentencePiece does not know follow each other, "
+            "fairseq looks them up as one, the tokenizer one by one."
+        )
+    for piece in sorted(pieces):
+        vocabulary.setdefault(piece, len(vocabulary))
+    made = _tokenizer(path, vocabulary)
+    # No piece may equal a special token, fairseq's "<s>" included.
+    names = "|".join(token.removeprefix("<") for token in _SPECIAL)
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(f"<(?={names})"), "merged_with_previous"
+    )
+    return made
+
+
+__all__ = ["add_arguments", "convert", "load"]
