@@ -12,15 +12,10 @@ from typing import Any
 
 import torch
 from base_model import padded
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    GenerationConfig,
-    MarianConfig,
-    MarianMTModel,
-    PreTrainedModel,
-)
+from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 from vaswani.conversion.ctranslate2 import save
+from vaswani.conversion.marian import to_marian
 from worker import Worker, timed
 
 try:
@@ -29,19 +24,6 @@ except ImportError:  # the table says so in place of its rows
     ctranslate2 = None
 
 MAX_LENGTH_OFFSET = 50  # tokens by which a translation may outgrow its source (section 6.1)
-_SHARED_SIZES = (
-    "vocab_size",
-    "d_model",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "pad_token_id",
-    "eos_token_id",
-    "decoder_start_token_id",
-)
 
 
 class TorchEngine:
@@ -153,33 +135,13 @@ class CTranslate2Engine:
 Engine = TorchEngine | CTranslate2Engine
 
 
-def marian_twin(model: PreTrainedModel, max_positions: int = 1024) -> PreTrainedModel:
-    """Build MarianMTModel with the weights of `model`, in float32 on the same device."""
-    ours = model.config
-    config = MarianConfig(
-        **{name: getattr(ours, name) for name in _SHARED_SIZES},
-        activation_function="relu",
-        scale_embedding=True,
-        max_position_embeddings=max_positions,
-        forced_eos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    twin = MarianMTModel(config).eval()
-    weights = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    weights["model.shared.weight"] = weights["model.encoder.embed_tokens.weight"]
-    _, unexpected = twin.load_state_dict(weights, strict=False)
-    if unexpected:
-        raise ValueError(f"MarianMTModel has no {unexpected[0]}: the weights do not fit.")
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            if "attn" in name and name.endswith("_proj.bias"):
-                parameter.zero_()
-        for stack in (twin.model.encoder, twin.model.decoder):
-            positions = model.model.encoder.embed_positions(0, max_positions, torch.device("cpu"))
-            stack.embed_positions.weight.copy_(positions)
-    # Nothing but token ids: the classes' own defaults would forbid or force some tokens.
+def marian_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Build MarianMTModel with the weights of `model`, on the same device."""
+    twin = to_marian(model)
+    # Nothing but token ids: other settings would forbid or force some tokens, or rank otherwise.
+    names = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
     twin.generation_config = GenerationConfig(
-        **{name: getattr(ours, name) for name in _SHARED_SIZES if name.endswith("_token_id")}
+        **{name: getattr(model.config, name) for name in names}
     )
     return twin.to(model.device)
 

@@ -41,8 +41,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DataCollatorForSeq2Seq,
-    MarianConfig,
-    MarianMTModel,
     PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -50,6 +48,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
+from vaswani.conversion.marian import to_marian
 from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
 from vaswani.training.batching import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
@@ -96,31 +95,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def marian() -> PreTrainedModel:
-    """Build MarianMTModel in the size of the paper's base model."""
-    config = MarianConfig(
-        vocab_size=VOCAB_SIZE,
-        d_model=512,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
-        encoder_ffn_dim=2048,
-        decoder_ffn_dim=2048,
-        activation_function="relu",
-        dropout=0.1,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        scale_embedding=True,
-        pad_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        forced_eos_token_id=None,
-    )
-    return MarianMTModel(config)
-
-
-class Tokens:
+class CountingCollator:
     """How many real target tokens a collator has put into each batch, and what share is padding."""
 
     def __init__(self, collator: Callable) -> None:
@@ -180,11 +155,9 @@ class Contender:
         self.bf16 = precision == "bfloat16"
         self.memory = PeakMemory(device)
         self.before = self.memory.now()
-        if name == "ours":
-            config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
-            self.model: Any = VaswaniForConditionalGeneration(config)
-        else:
-            self.model = marian()
+        config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
+        ours = VaswaniForConditionalGeneration(config)
+        self.model: Any = ours if name == "ours" else to_marian(ours)
         self.model.to(device).train()
 
     def __call__(self, part: str, tokens: int, updates: int) -> dict[str, float]:
@@ -245,7 +218,7 @@ class Contender:
         clock = Clock(updates)
         sampler = sampler_of(self.pairs, tokens)
         tokenizer = vocabulary(DEFAULT_MODEL)
-        collator = Tokens(DataCollatorForSeq2Seq(tokenizer, model=self.model))
+        collator = CountingCollator(DataCollatorForSeq2Seq(tokenizer, model=self.model))
         settings: dict[str, Any] = {
             "max_steps": clock.last,
             "learning_rate": 1e-5,

@@ -1,11 +1,8 @@
 """Files in and out: strangers' pickles are opened without running them, folders appear whole."""
 
-import contextlib
 import re
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
+from ..training.checkpoints import new_folder
 from .rules import ConversionError, Tensors
 
 TARGET_TOKENIZER = "target_tokenizer"  # subfolder, where source and target have one each
@@ -228,26 +226,3 @@ def refuse(problems: Sequence[str], what: str) -> None:
     """
     if problems:
         raise ConversionError(f"{what} cannot be converted exactly: {'; '.join(problems)}.")
-
-
-@contextlib.contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which becomes `output` if all goes well and vanishes otherwise.
-
-    Raises:
-        FileExistsError: `output` is there and not an empty folder.
-    """
-    output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists: choose another output folder, or remove it.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-"))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise

@@ -26,7 +26,7 @@ class _CheapDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return gradient * mask * ctx.scale, None
+        return (gradient * mask).mul_(ctx.scale), None
 
 
 def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:

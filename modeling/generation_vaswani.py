@@ -29,8 +29,6 @@ _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 # Whose hooks may stay behind: those that record attentions, and those that make inputs of a frozen
 # model require gradients, which there are none of.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-
-
 # Powers of a length overflow beyond.
 _LARGEST_PENALTY = 64
 

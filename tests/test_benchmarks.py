@@ -261,8 +261,6 @@ class InThisProcess:
 @pytest.fixture
 def small_training(corpus, tmp_path, monkeypatch, model):
     """The training benchmark with small models on the corpus of a dozen sentences."""
-    small = engines.marian_twin(model)
-    monkeypatch.setattr(training, "marian", lambda: small)
     monkeypatch.setattr(training.VaswaniConfig, "preset", lambda *_, **__: model.config)
     for module in (training, base_model):
         monkeypatch.setattr(module, "VOCAB_SIZE", 330)

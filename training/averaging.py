@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from .checkpoints import TRAINER_STATE, run_checkpoints
+from .checkpoints import TRAINER_STATE, new_folder, refuse_existing, run_checkpoints
 
 logger = logging.get_logger(__name__)
 
@@ -71,13 +70,13 @@ def average_checkpoints(
             than `last` checkpoints. The message names the folder.
     """
     output = Path(output).resolve()
-    _refuse_existing(output)
+    refuse_existing(output)
     folders = _selected(checkpoints, last)
     models = [_Checkpoint.read(folder) for folder in folders]
     newest = models[-1]
     for model in models[:-1]:
         _refuse_different(model, newest)
-    with _appearing_whole(output) as partial:
+    with new_folder(output) as partial:
         for name in sorted(set(newest.files.values())):
             tensors = _mean(models, [key for key, file in newest.files.items() if file == name])
             with safe_open(newest.folder / name, framework="pt") as weights:
@@ -89,13 +88,6 @@ def average_checkpoints(
         if newest.sharded:
             shutil.copyfile(newest.folder / _INDEX, partial / _INDEX)
     return output
-
-
-def _refuse_existing(output: Path) -> None:
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise FileExistsError(
-            f"{output} exists and is not an empty folder: remove it, or choose another output."
-        )
 
 
 def _selected(checkpoints: PathLike | Sequence[PathLike], last: int | None) -> list[Path]:
@@ -295,22 +287,6 @@ def _add(
     return tensor.dtype
 
 
-@contextlib.contextmanager
-def _appearing_whole(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its name at the end, or is removed after an error."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        if output.is_dir():
-            output.rmdir()
-        partial.rename(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 class AverageCheckpoints(TrainerCallback):
     """Average the last checkpoints of a Trainer's run when its training ends (section 6.1).
 
@@ -349,7 +325,7 @@ class AverageCheckpoints(TrainerCallback):
                 f"{self.last} to average: raise it, or leave it out."
             )
         if state.is_world_process_zero:
-            _refuse_existing(self._output(args))
+            refuse_existing(self._output(args))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

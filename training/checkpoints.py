@@ -10,7 +10,9 @@ import json
 import os
 import re
 import shutil
+import uuid
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -158,6 +160,40 @@ def limit_checkpoints(newest: Path, limit: int, best: str | None = None) -> None
             room -= 1
         else:
             discard_checkpoint(folder)
+
+
+def refuse_existing(output: Path) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        FileExistsError: `output` is there and not an empty folder.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise FileExistsError(
+            f"{output} exists and is not an empty folder: choose another output folder, or remove "
+            "it."
+        )
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a folder beside `output` that takes its name if all goes well, and vanishes otherwise.
+
+    Raises:
+        FileExistsError: `output` is there and not an empty folder.
+    """
+    refuse_existing(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 __all__ = ["last_complete_checkpoint"]
