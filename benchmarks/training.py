@@ -166,7 +166,10 @@ class Contender:
         self.memory.now()
         self.memory.forget()
         measured = {"trainer": self._trainer, "network": self._network}[part](tokens, updates)
-        return measured | {"peak_mb": self.memory.peak() - self.before}
+        measured["peak_mb"] = self.memory.peak() - self.before
+        self.model.zero_grad(set_to_none=True)
+        self.memory.now()  # gives back what the next contender may need
+        return measured
 
     def autocast(self) -> Any:
         """bfloat16 where it is safe, if that is the precision."""
@@ -318,7 +321,10 @@ def sampler_of(pairs: Pairs, tokens: int) -> TokenBatchSampler:
 def take_turns(
     workers: dict[tuple[str, str], Worker], jobs: list[tuple[Any, ...]], rounds: int
 ) -> list[dict[str, Any]]:
-    """Let every worker do every job in turn, round after round."""
+    """Let every worker do every job in turn, round after round.
+
+    One that dies of a job, for want of memory, does no more of them; its row says why.
+    """
     rows = []
     for job in jobs:
         taken: dict[tuple[str, str], list[dict[str, float]]] = {who: [] for who in workers}
@@ -327,8 +333,16 @@ def take_turns(
             order = list(workers)[turn % len(workers) :] + list(workers)[: turn % len(workers)]
             for who in order:
                 time.sleep(PAUSE)
-                taken[who].append(workers[who](*job))
+                try:
+                    taken[who].append(workers[who](*job))
+                except RuntimeError as error:
+                    del workers[who]
+                    row = dict(zip(("name", "precision"), who, strict=True))
+                    rows.append({**row, "tokens_per_batch": job[-2], "died": str(error)})
+                    print(f"{who[0]:10}{who[1]:10}{job[-2]:8}  {error}", flush=True)
         for (name, precision), measured in taken.items():
+            if (name, precision) not in workers:
+                continue
             speeds = [one["tokens"] / one["seconds"] for one in measured]
             more = {key: measured[0][key] for key in ("padding", "flops") if key in measured[0]}
             row = {
@@ -371,11 +385,15 @@ def start(make: Any, names: tuple[str, ...], args: argparse.Namespace, *more: An
 
 def compare(rows: list[dict[str, Any]], peer: str) -> list[dict[str, Any]]:
     """How many times faster ours is, paired by round, and its memory over the peer's."""
-    found = {(row["name"], row["precision"], row["tokens_per_batch"]): row for row in rows}
+    found = {
+        (row["name"], row["precision"], row["tokens_per_batch"]): row
+        for row in rows
+        if "died" not in row
+    }
     ratios = []
     for (name, precision, tokens), theirs in found.items():
-        ours = found["ours", precision, tokens]
-        if name != peer:
+        ours = found.get(("ours", precision, tokens))
+        if name != peer or ours is None:
             continue
         pairs = zip(ours["rounds"], theirs["rounds"], strict=True)
         ratios.append(
@@ -450,14 +468,13 @@ def main(argv: list[str] | None = None) -> None:
         },
     }
     ratios: dict[str, list[dict[str, Any]]] = {}
-    workers = start(Contender, ("ours", "MarianMT"), args, (sources, targets))
     for part in ("trainer", "network", "loss"):
         if part not in args.parts:
             continue
         if part == "loss":
-            for worker in workers.values():
-                worker.close()
             workers = start(LossContender, LOSSES, args)
+        else:
+            workers = start(Contender, ("ours", "MarianMT"), args, (sources, targets))
         print(f"\n{part}\n{'name':10}{'precision':10}{'tokens':>8}{'tokens/s':>12}{'peak MB':>10}")
         jobs = [(tokens, args.updates) for tokens in args.tokens]
         if part != "loss":
@@ -465,8 +482,8 @@ def main(argv: list[str] | None = None) -> None:
         results[part] = take_turns(workers, jobs, args.rounds)
         for peer in ("MarianMT", "plain", "torch"):
             ratios.setdefault(part, []).extend(compare(results[part], peer))
-    for worker in workers.values():
-        worker.close()
+        for worker in workers.values():
+            worker.close()
     results |= {"ratios": ratios, "aims": judge(ratios)}
     print(f"\n{'ours over':22}{'precision':10}{'tokens':>8}{'speed':>8}{'memory':>8}")
     for part, found in ratios.items():

@@ -26,6 +26,11 @@ _TRAVELLING_FILES = (
     "tokenization/tokenization_vaswani.py",
     "tokenization/pipeline_vaswani.py",
 )
+# A copy leaves the folder that holds the licence.
+_LICENSE = (
+    "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
+    "# SPDX-License-Identifier: Apache-2.0\n\n"
+)
 _IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
 _AUTO_MAP = {
     "AutoConfig": "configuration_vaswani.VaswaniConfig",
@@ -44,7 +49,8 @@ _CUSTOM_PIPELINES = {
 def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
     """Write flat copies of the files that travel, so that `folder` loads without the package.
 
-    Returns the paths written. `from ..room.file import` becomes `from .file import` in the copies.
+    Returns the paths written. `from ..room.file import` becomes `from .file import` in the copies,
+    and each names its licence.
     """
     rooms = Path(__file__).resolve().parent.parent
     target_folder = Path(folder)
@@ -53,7 +59,8 @@ def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
     for name in _TRAVELLING_FILES:
         source = (rooms / name).read_text(encoding="utf-8")
         target = target_folder / Path(name).name
-        target.write_text(_IMPORT_ACROSS_ROOMS.sub(r"\1\2", source), encoding="utf-8")
+        flat = _IMPORT_ACROSS_ROOMS.sub(r"\1\2", source)
+        target.write_text(_LICENSE + flat, encoding="utf-8")
         written.append(str(target))
     return tuple(written)
 
@@ -94,7 +101,10 @@ class VaswaniConfig(PreTrainedConfig):
         scale_embedding: multiply embeddings by sqrt(d_model) (3.4).
         layer_norm_eps: epsilon of every LayerNorm.
         init_std: standard deviation of fresh embeddings; None is d_model^-0.5, so that scaled
-            embeddings have unit size. Matrices start Xavier uniform, biases at 0.
+            embeddings have unit size.
+        initializer: of fresh matrices, of which the paper says nothing: "xavier" (uniform), or
+            "fairseq", where W^Q, W^K and W^V are smaller by sqrt(2), and W_1 and W_2 lie within
+            1 / sqrt(rows), as any nn.Linear's. Biases start at 0.
         tie_word_embeddings: one matrix for target embedding and pre-softmax map (3.4). False unties
             all three tables, as everywhere in transformers.
         share_encoder_decoder_embeddings: the source embedding is that matrix too (3.4).
@@ -144,6 +154,7 @@ class VaswaniConfig(PreTrainedConfig):
     scale_embedding: bool = True
     layer_norm_eps: float = 1e-5
     init_std: float | None = None
+    initializer: Literal["xavier", "fairseq"] = "xavier"
     tie_word_embeddings: bool = True
     share_encoder_decoder_embeddings: bool = True
     use_cache: bool = True

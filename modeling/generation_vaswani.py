@@ -4,7 +4,6 @@ Beam and greedy search are those of `search_vaswani.py`, as far as they cover a 
 of `generate` is transformers' own.
 """
 
-import contextlib
 import copy
 import functools
 from numbers import Integral, Real
@@ -14,14 +13,23 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import (
     EosTokenCriteria,
+    ForcedEOSTokenLogitsProcessor,
     GenerateBeamEncoderDecoderOutput,
+    GenerateEncoderDecoderOutput,
+    LogitsProcessor,
+    LogitsProcessorList,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
 )
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .incremental_vaswani import IncrementalDecoder, forward_replaced, packed_linears
-from .search_vaswani import FILL, beam_search, greedy_search, length_penalty
+from .search_vaswani import FILL, TokenRules, beam_search, greedy_search, length_penalty
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 # Implementations of the same attention, between which our searches need not choose.
@@ -164,6 +172,74 @@ class SourceLengthCriteria(StoppingCriteria):
         return input_ids.shape[1] >= limits
 
 
+class ForcedEndAtOwnLimit(LogitsProcessor):
+    """Force each sentence's end at its own limit, whatever shares its batch.
+
+    Args:
+        max_lengths: (B,) longest output of each source sentence, decoder prompt included.
+        eos_token_id: the tokens to choose from.
+    """
+
+    def __init__(self, max_lengths: torch.Tensor, eos_token_id: torch.Tensor) -> None:
+        self.max_lengths = max_lengths
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Leave no other choice in the rows of `scores` (B * hypotheses, V) at their last token."""
+        hypotheses = input_ids.shape[0] // self.max_lengths.shape[0]
+        limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.eos_token_id] = 0
+        return torch.where(input_ids.shape[1] == limits[:, None] - 1, forced, scores)
+
+
+def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:
+    """Read processors as rules that our searches know; None if there are others among them."""
+    rules = TokenRules()
+    for processor in processors:
+        kind = type(processor)
+        if kind is SuppressTokensLogitsProcessor:
+            rules.never |= set(processor.suppress_tokens.tolist())
+        elif kind is NoBadWordsLogitsProcessor:
+            if any(len(word) > 1 for word in processor.sequence_bias):
+                return None
+            rules.never |= {token for (token,) in processor.sequence_bias}
+        elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            least = (
+                processor.min_length
+                if kind is MinLengthLogitsProcessor
+                else processor.min_new_tokens + processor.prompt_length_to_skip
+            )
+            rules.least = max(rules.least, least - prompt_length)
+            ends = set(processor.eos_token_id.tolist())
+            if rules.ends not in (set(), ends):
+                return None
+            rules.ends = ends
+        elif kind in (ForcedEOSTokenLogitsProcessor, ForcedEndAtOwnLimit):
+            own = kind is ForcedEndAtOwnLimit
+            if len(processor.eos_token_id) > 1 or not (
+                own or processor.max_length == config.max_length
+            ):
+                return None
+            rules.last = int(processor.eos_token_id)
+        else:
+            return None
+    return None if rules.last in rules.never else rules
+
+
+def forced_at_own_limit(processors: Any, criteria: Any) -> Any:
+    """Let a forced end come at each sentence's own limit, where one of `criteria` sets such."""
+    limits = [one.max_lengths for one in criteria if type(one) is SourceLengthCriteria]
+    if not limits:
+        return processors
+    return LogitsProcessorList(
+        ForcedEndAtOwnLimit(limits[0].clamp(max=one.max_length), one.eos_token_id)
+        if type(one) is ForcedEOSTokenLogitsProcessor
+        else one
+        for one in processors
+    )
+
+
 class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
 
@@ -286,25 +362,26 @@ class VaswaniGenerationMixin(GenerationMixin):
         generation_config._cache_given = model_kwargs.get("past_key_values") is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
-    def _fast_search_limits(
+    def _fast_search(
         self,
         prompt: torch.Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
         config: Any,
         model_kwargs: dict[str, Any],
-    ) -> torch.Tensor | None:
-        """Tell how many tokens each sentence may get, (B,); None where our searches do not apply.
+    ) -> tuple[torch.Tensor, TokenRules] | None:
+        """Tell how many tokens each sentence may get, (B,), and which; None if that takes more.
 
-        They know the paper's decoding and no more: whatever changes scores, stops otherwise, or
-        wants to see more than the outcome is left to transformers' searches.
+        Our searches know the paper's decoding and `TokenRules`: whatever changes scores, stops
+        otherwise, or wants to see more than the outcome is left to transformers' searches.
         """
         expected = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
         expected |= {"logits_to_keep", "labels"}  # Seq2SeqTrainer passes labels, for nothing
         unexpected = {name for name, value in model_kwargs.items() if value is not None} - expected
+        rules = token_rules(logits_processor, prompt.shape[1], config)
         if (
             unexpected
-            or len(logits_processor)
+            or rules is None
             or config.do_sample
             or config.low_memory
             or not config.use_cache
@@ -332,7 +409,7 @@ class VaswaniGenerationMixin(GenerationMixin):
                     return None
             elif type(criterion) is not MaxLengthCriteria:
                 return None
-        return limits - prompt.shape[1]
+        return limits - prompt.shape[1], rules
 
     def _runs_as_written(self) -> bool:
         """Tell whether what our searches leave out of `forward` would have changed nothing.
@@ -375,19 +452,19 @@ class VaswaniGenerationMixin(GenerationMixin):
         if config.length_penalty is None:
             config.length_penalty = 1.0  # as transformers documents it
         prompt = input_ids[:: config.num_beams]
-        limits = self._fast_search_limits(
-            prompt, logits_processor, stopping_criteria, config, model_kwargs
-        )
-        if synced_gpus or limits is None:
+        logits_processor = forced_at_own_limit(logits_processor, stopping_criteria)
+        fast = self._fast_search(prompt, logits_processor, stopping_criteria, config, model_kwargs)
+        if synced_gpus or fast is None:
             return self._beam_search_of_transformers(
                 input_ids, logits_processor, stopping_criteria, config, synced_gpus, **model_kwargs
             )
+        limits, rules = fast
         mask = model_kwargs.get("attention_mask")
         source = model_kwargs["encoder_outputs"][0][:: config.num_beams]
         decoder = IncrementalDecoder(
             self, source, None if mask is None else mask[:: config.num_beams]
         )
-        tokens, beams, scores = beam_search(decoder, prompt, limits, config)
+        tokens, beams, scores = beam_search(decoder, prompt, limits, config, rules)
         fill = config._pad_token_tensor
         if fill is None and config._eos_token_tensor is not None:
             fill = config._eos_token_tensor[0]
@@ -446,16 +523,11 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> Any:
         """Choose one token at a time: greedy search of our own where it applies."""
         config: Any = generation_config
-        limits = self._fast_search_limits(
+        logits_processor = forced_at_own_limit(logits_processor, stopping_criteria)
+        fast = self._fast_search(
             input_ids, logits_processor, stopping_criteria, config, model_kwargs
         )
-        if (
-            limits is None
-            or synced_gpus
-            or streamer is not None
-            or config.return_dict_in_generate
-            or config._pad_token_tensor is None
-        ):
+        if fast is None or synced_gpus or streamer is not None or config._pad_token_tensor is None:
             return super()._sample(
                 input_ids,
                 logits_processor,
@@ -465,11 +537,15 @@ class VaswaniGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
+        limits, rules = fast
         decoder = IncrementalDecoder(
             self, model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
         )
-        tokens = greedy_search(decoder, input_ids, limits, config)
-        return torch.cat((input_ids, tokens), dim=1)
+        tokens = greedy_search(decoder, input_ids, limits, config, rules)
+        sequences: Any = torch.cat((input_ids, tokens), dim=1)
+        if not config.return_dict_in_generate:
+            return sequences
+        return GenerateEncoderDecoderOutput(sequences=sequences)
 
     def adjust_generation_fn(
         self,
@@ -485,7 +561,14 @@ class VaswaniGenerationMixin(GenerationMixin):
         A repository's own `custom_generate` is not installed over `generate`; pass it to the call.
         """
         if generation_config is None and pretrained_model_name_or_path is not None:
-            with contextlib.suppress(OSError):
+            # Where there is no such file the defaults hold; one that cannot be read is an error.
+            file = cached_file(
+                pretrained_model_name_or_path,
+                GENERATION_CONFIG_NAME,
+                _raise_exceptions_for_missing_entries=False,
+                **kwargs,
+            )
+            if file is not None:
                 generation_config = VaswaniGenerationConfig.from_pretrained(
                     pretrained_model_name_or_path, **kwargs
                 )

@@ -13,10 +13,12 @@ V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 
 import contextlib
 import math
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
@@ -83,9 +85,12 @@ class LearnedPositions(nn.Embedding):
             ValueError: a position lies beyond the table.
         """
         limit, end = self.num_embeddings - self.offset, start + length
-        # A static cache counts in a tensor; reading it would interrupt a GPU or a compiler.
-        known = isinstance(end, int) or end.device.type == "cpu"
-        if known and not torch.compiler.is_compiling() and end > limit:
+        # A static cache counts in a tensor, whose reading would interrupt a GPU; while a graph is
+        # traced, lengths may be symbols.
+        known = not torch.compiler.is_compiling() and (
+            isinstance(end, int) or end.device.type == "cpu"
+        )
+        if known and end > limit:
             raise ValueError(
                 f"A sequence of {int(end)} tokens exceeds max_position_embeddings "
                 f"({limit}) of the learned positions: shorten it, or use "
@@ -141,6 +146,8 @@ class VaswaniAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, num_heads * d_k, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.d_model, num_heads * d_v, bias=config.attention_bias)
         self.out_proj = nn.Linear(num_heads * d_v, config.d_model, bias=config.attention_bias)
+        for linear in (self.q_proj, self.k_proj, self.v_proj):
+            linear.fairseq_gain = 2**-0.5  # smaller than Xavier's, see _init_weights
 
     def forward(
         self,
@@ -218,6 +225,8 @@ class VaswaniLayer(GradientCheckpointingLayer):
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
+        for linear in (self.fc1, self.fc2):  # to torch's own bound, 1 / sqrt(in_features)
+            linear.fairseq_gain = math.sqrt((config.d_model + ffn_dim) / linear.in_features / 6)
         self.final_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
     def add_norm(
@@ -304,11 +313,51 @@ class VaswaniPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model as in transformers, or none: not one with a part of its weights.
+
+        Weights that a checkpoint of the same class lacks, or has left over, are refused unless
+        `output_loading_info=True` asks which they are.
+
+        Raises:
+            OSError: a file is missing or damaged, or the weights do not fit the configuration.
+        """
+        place = pretrained_model_name_or_path
+        try:
+            model, info = super().from_pretrained(
+                place, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {place} are damaged: {error}. Get the file anew; from the Hub, "
+                "force_download=True does."
+            ) from error
+        if output_loading_info:
+            return model, info
+        same_class = cls.__name__ in (model.config.architectures or ())
+        for what, keys in (("lacks", "missing_keys"), ("has left over", "unexpected_keys")):
+            if same_class and "state_dict" not in kwargs and (names := info[keys]):
+                raise OSError(
+                    f"{place} {what} {len(names)} weights, such as {min(names)}: its weights and "
+                    "its configuration do not fit each other. Get both anew, or, if it is meant, "
+                    "pass output_loading_info=True to get the model and a list of them."
+                )
+        return model
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Embeddings N(0, 1/d_model), matrices Xavier uniform, biases 0, LayerNorms 1 and 0."""
+        """Embeddings N(0, 1/d_model), LayerNorms 1 and 0, the rest as `initializer` says."""
         if isinstance(module, nn.Linear):
-            init.xavier_uniform_(module.weight)
+            fairseq = self.config.initializer == "fairseq"
+            gain = getattr(module, "fairseq_gain", 1.0) if fairseq else 1.0
+            init.xavier_uniform_(module.weight, gain=gain)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):

@@ -7,6 +7,7 @@ Shapes: B sentences still searched, K hypotheses of each (the beam), T tokens, C
 step, n sentences returned for each, V entries of the target vocabulary.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -25,9 +26,36 @@ def length_penalty(length: Any, alpha: float, kind: str | None) -> Any:
     return ((5.0 + length) / 6.0) ** alpha if kind == "gnmt" else length**alpha
 
 
+@dataclasses.dataclass
+class TokenRules:
+    """Rules about tokens that look at nothing but the length of a sentence.
+
+    Args:
+        never: tokens that are not to be predicted.
+        ends: those that end a sentence.
+        least: how many tokens come before an end.
+        last: what the last token that a limit allows must be; None leaves it free.
+    """
+
+    never: set[int] = dataclasses.field(default_factory=set)
+    ends: set[int] = dataclasses.field(default_factory=set)
+    least: int = 0
+    last: int | None = None
+
+    def banned(self, length: int, logits: torch.Tensor) -> torch.Tensor | None:
+        """List which columns of the logits must not be the token number `length`, from 1."""
+        tokens = self.never | self.ends if length <= self.least else self.never
+        columns = [token for token in sorted(tokens) if 0 <= token < logits.shape[1]]
+        return torch.tensor(columns, device=logits.device) if columns else None
+
+
 @torch.inference_mode()
 def greedy_search(
-    decoder: IncrementalDecoder, prompt: torch.Tensor, limits: torch.Tensor, config: Any
+    decoder: IncrementalDecoder,
+    prompt: torch.Tensor,
+    limits: torch.Tensor,
+    config: Any,
+    rules: TokenRules,
 ) -> torch.Tensor:
     """Take the most probable token at every step: (B, T), filled up with the pad token.
 
@@ -36,6 +64,7 @@ def greedy_search(
         prompt: (B, T) the first target tokens.
         limits: (B,) how many tokens may follow them.
         config: the generation config of the call.
+        rules: what the tokens must not be, or must be.
     """
     pad = int(config._pad_token_tensor)
     rows = torch.arange(len(prompt), device=prompt.device)  # where the decoder's sentences belong
@@ -45,7 +74,12 @@ def greedy_search(
     length = 0
     while True:
         length += 1
-        tokens = logits.argmax(dim=-1).masked_fill(done, pad)  # (B,)
+        if (banned := rules.banned(length, logits)) is not None:
+            logits[:, banned] = -torch.inf
+        tokens = logits.argmax(dim=-1)  # (B,)
+        if rules.last is not None:
+            tokens = tokens.masked_fill(limits == length, rules.last)
+        tokens = tokens.masked_fill(done, pad)
         columns.append(prompt.new_full((len(prompt),), pad).index_copy(0, rows, tokens))
         done = done | _ends(tokens, limits, length, config)
         if (staying := _staying(done)) is not None:
@@ -58,7 +92,11 @@ def greedy_search(
 
 @torch.inference_mode()
 def beam_search(
-    decoder: IncrementalDecoder, prompt: torch.Tensor, limits: torch.Tensor, config: Any
+    decoder: IncrementalDecoder,
+    prompt: torch.Tensor,
+    limits: torch.Tensor,
+    config: Any,
+    rules: TokenRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Search for the n best sentences with K = num_beams hypotheses (6.1; Wu et al., 2016).
 
@@ -67,6 +105,7 @@ def beam_search(
         prompt: (B, T) the first target tokens.
         limits: (B,) how many tokens may follow them.
         config: the generation config of the call.
+        rules: what the tokens must not be, or must be.
 
     Returns:
         Tokens (B * n, T) after the prompt; the hypotheses they were predicted from, counted through
@@ -82,7 +121,9 @@ def beam_search(
     logits = decoder.read(prompt)  # (B, V)
     sentences = len(prompt)
     running = logits.new_zeros(sentences, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if logits.shape[1] < candidates:  # one hypothesis does not make so many
+    choices = logits.shape[1] - len(rules.never | rules.ends)
+    forced = rules.last is not None and bool((limits == 1).any())
+    if forced or choices < candidates:  # one hypothesis does not make so many
         logits = logits.repeat_interleave(beams, dim=0)
         running = torch.nn.functional.pad(running, (0, beams - 1), value=_OUT)
 
@@ -96,7 +137,11 @@ def beam_search(
     steps = []
     open_rows = None  # the hypotheses of which there are logits; None is all
     for length in itertools.count(1):
-        scores, parents, tokens = best_continuations(logits, running, candidates, open_rows)
+        banned = rules.banned(length, logits)
+        best = best_continuations(logits, running, candidates, open_rows, banned)
+        if rules.last is not None and bool((limits == length).any()):
+            best = _forced(best, running, limits == length, rules.last)
+        scores, parents, tokens = best
         at_end = _ends(tokens, limits[:, None], length, config)
 
         # The best K that do not end go on ...
@@ -140,7 +185,11 @@ def beam_search(
 
 
 def best_continuations(
-    logits: torch.Tensor, running: torch.Tensor, count: int, open_rows: torch.Tensor | None = None
+    logits: torch.Tensor,
+    running: torch.Tensor,
+    count: int,
+    open_rows: torch.Tensor | None = None,
+    banned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the best next tokens of each sentence's hypotheses together.
 
@@ -153,6 +202,8 @@ def best_continuations(
         count: C, how many continuations to find.
         open_rows: (R,) those of the B * K hypotheses that have logits; the others have no
             continuations. Where there are fewer than C, scores of -inf fill up.
+        banned: tokens that get -inf, in `logits` too, for the probability that they have: what is
+            left is not made more probable.
 
     Returns:
         Log-probabilities, best first, numbers of the hypotheses, tokens: (B, C) each.
@@ -170,6 +221,8 @@ def best_continuations(
     if beams * blocks < 2 * count:
         scores = missing.repeat(1, vocabulary)
         scores[rows] = logits.to(running.dtype).log_softmax(dim=-1)
+        if banned is not None:
+            scores[:, banned] = -torch.inf
         scores, best = (
             (scores.view(sentences, beams, -1) + running[:, :, None]).flatten(1).topk(count)
         )
@@ -177,6 +230,10 @@ def best_continuations(
 
     in_blocks = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
     normaliser, block_maxima = _normaliser_and_maxima(logits, blocks, running.dtype)
+    if banned is not None:
+        logits[:, banned] = -torch.inf
+        changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
+        block_maxima[:, changed] = in_blocks[:, changed].amax(dim=2).to(block_maxima.dtype)
     offset = missing[:, 0]  # (B * K,), to be added to logits
     offset[rows] = running.flatten()[rows] - normaliser
     maxima = missing.repeat(1, blocks)
@@ -213,6 +270,26 @@ def _normaliser_and_maxima(
         highest = x.amax(dim=1, keepdim=True)
         normaliser[part] = x.sub_(highest).exp_().sum(dim=1).log_() + highest[:, 0]
     return normaliser, maxima
+
+
+def _forced(
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    running: torch.Tensor,
+    at_limit: torch.Tensor,
+    token: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Let `token` follow, with probability 1, all hypotheses of the sentences `at_limit` (B,)."""
+    scores, parents, tokens = best
+    forced, order = running.sort(dim=1, descending=True)
+    absent = scores.shape[1] - running.shape[1]
+    forced = torch.nn.functional.pad(forced, (0, absent), value=-torch.inf)
+    order = torch.nn.functional.pad(order, (0, absent))
+    here = at_limit[:, None]
+    return (
+        torch.where(here, forced, scores),
+        torch.where(here, order, parents),
+        tokens.masked_fill(here, token),
+    )
 
 
 def _ends(tokens: torch.Tensor, limits: torch.Tensor, length: int, config: Any) -> torch.Tensor:

@@ -19,6 +19,7 @@ sys.path.append(str(BENCHMARKS))
 import base_model  # noqa: E402
 import engines  # noqa: E402
 import generation  # noqa: E402
+import score  # noqa: E402
 
 # By its path: `training` is also a folder of the project.
 spec = importlib.util.spec_from_file_location("training_benchmark", BENCHMARKS / "training.py")
@@ -319,3 +320,77 @@ def test_training_ratios_are_medians_and_aims_are_judged():
     assert [aim["met"] for aim in aims] == [True, True, True]
     slower = [{**ratios[0], "speed": 1.3, "memory": 0.6}]
     assert [aim["met"] for aim in training.judge({"trainer": slower})] == [False, False]
+
+
+def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
+    class Contender:
+        def __init__(self, most):
+            self.most = most
+
+        def __call__(self, part, tokens, updates):
+            if tokens > self.most:
+                raise RuntimeError("its process ended with exit code -9")
+            return {"seconds": 1.0, "tokens": tokens, "peak_mb": 1.0}
+
+    workers = {("ours", "float32"): Contender(9000), ("MarianMT", "float32"): Contender(5000)}
+    rows = training.take_turns(workers, [("trainer", tokens, 1) for tokens in (4096, 8192)], 2)
+    assert [row.get("died") for row in rows] == [
+        None,
+        None,
+        "its process ended with exit code -9",
+        None,
+    ]
+    assert [ratio["tokens_per_batch"] for ratio in training.compare(rows, "MarianMT")] == [4096]
+
+
+@pytest.mark.slow
+def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    data = tmp_path / "data" / "multi30k"
+    files = {
+        name: [str(data / f"{split}.lc.norm.tok.{language}.gz") for language in ("en", "de")]
+        for name, split in (("train", "train"), ("valid", "val"), ("test", "test_2016_flickr"))
+    }
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
+    recipe = files | {
+        "vocab-size": 330,
+        "set": sizes | {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+        "max-source-tokens": 60,
+        "max-target-tokens": 60,
+        "steps": 6,
+        "save-steps": 2,
+        "eval-steps": 3,
+        "average": 2,
+        "beams": 2,
+        "bleu-tokenize": "none",
+    }
+    (tmp_path / "small.yaml").write_text(json.dumps(recipe))
+    monkeypatch.setattr(score, "RECIPES", tmp_path)
+    command = ["small", "--seeds", "1", "2", "--ingredients", "--short", "3"]
+    command += ["--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "report.json")]
+    score.main(command)
+    report = json.loads((tmp_path / "report.json").read_text())
+    runs = {path.parent.name: path for path in (tmp_path / "runs").glob("*/results.json")}
+    assert set(runs) == {
+        "small-seed1", "small-seed2", "small-short", "small-no-label-smoothing",
+        "small-batches-by-sentences",
+    }  # fmt: skip
+    of_seeds = [json.loads(runs[f"small-seed{seed}"].read_text()) for seed in (1, 2)]
+    bleu = [run["test"]["bleu"] for run in of_seeds]
+    assert report["test"]["seeds"] == bleu
+    assert report["test"]["mean"] == round(sum(bleu) / 2, 2)
+    assert of_seeds[0]["valid"] != of_seeds[1]["valid"], "seeds differ"
+    assert [point["step"] for point in report["runs"][0]["curve"]] == [3, 6]
+    assert {row["ingredient"].split()[0] for row in report["ingredients"]} == {
+        "average", "length", "score", "label", "batches",
+    }  # fmt: skip
+    whole, short = report["ingredients"][0], report["ingredients"][3]
+    assert (whole["updates"], short["updates"]) == (6, 3)
+    assert whole["with"]["test"] == bleu[0]
+
+    times = {path: path.stat().st_mtime_ns for path in runs.values()}
+    capsys.readouterr()
+    score.main([*command[:3], "--runs", str(tmp_path / "runs")])
+    assert f"seed 1: bleu {bleu[0]}" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in runs.values()} == times

@@ -993,6 +993,23 @@ def test_fresh_weights_follow_the_documented_initialisation():
             assert (module.bias == 0).all()
 
 
+def test_fresh_weights_may_start_as_in_fairseq():
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 500, "d_model": 256, "encoder_layers": 1, "decoder_layers": 1}
+    model = VaswaniForConditionalGeneration(VaswaniConfig(**sizes, initializer="fairseq"))
+    for name, linear in model.named_modules():
+        if not isinstance(linear, nn.Linear) or name == "lm_head":
+            continue
+        fan_out, fan_in = linear.weight.shape
+        bound = math.sqrt(6 / (fan_in + fan_out))
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            bound /= math.sqrt(2)
+        elif name.endswith(("fc1", "fc2")):
+            bound = 1 / math.sqrt(fan_in)
+        assert linear.weight.abs().max() <= bound
+        assert linear.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02), name
+
+
 # Registration
 
 

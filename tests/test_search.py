@@ -22,12 +22,15 @@ from transformers import (
 )
 from transformers.generation import (
     EosTokenCriteria,
+    ForcedEOSTokenLogitsProcessor,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.modeling import generation_vaswani, incremental_vaswani
+from vaswani.modeling.generation_vaswani import token_rules
 from vaswani.modeling.incremental_vaswani import IncrementalDecoder, packed_linears
 from vaswani.modeling.search_vaswani import best_continuations
 
@@ -104,6 +107,16 @@ def test_a_wide_beam_finds_the_best_of_all_sentences(tiny_model, seed, penalty_t
         assert score == pytest.approx(best_score, abs=1e-10)
 
 
+# Rules of transformers that our searches know.
+RULES = [
+    {"suppress_tokens": [3, 0, 19]},
+    {"bad_words_ids": [[4], [6], [11]]},
+    {"min_new_tokens": 4},
+    {"min_length": 6},
+    {"forced_eos_token_id": 2},
+    {"suppress_tokens": [1, 7, 10_000], "min_new_tokens": 3, "forced_eos_token_id": 5},
+]
+
 CALLS = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 10_000),
@@ -117,6 +130,7 @@ CALLS = st.fixed_dictionaries(
         "limit": st.sampled_from([("max_new_tokens", 9), ("max_length_offset", 4)]),
         "ends": st.sampled_from([2, [2, 5], [2, 7, 9]]),
         "prefix": st.sampled_from([0, 3]),
+        "rules": st.sampled_from([{}, *RULES]),
     }
 )
 
@@ -141,7 +155,7 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     kwargs[call["limit"][0]] = call["limit"][1]
     if call["prefix"]:
         kwargs["decoder_input_ids"] = torch.full((len(mask), call["prefix"]), 3)
-    kwargs |= {
+    kwargs |= call["rules"] | {
         "input_ids": input_ids,
         "attention_mask": mask,
         "num_return_sequences": min(call["returned"], call["num_beams"]),
@@ -158,13 +172,39 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     )
 
 
-def test_greedy_search_equals_transformers(tiny_model, source, searches):
+@pytest.mark.parametrize("rules", [{}, *RULES])
+@pytest.mark.parametrize("limit", [{}, {"max_new_tokens": 6}, {"max_length_offset": 2}])
+def test_greedy_search_equals_transformers(tiny_model, source, searches, rules, limit):
     for seed in range(8):
         model = tiny_model(seed=seed)
-        ours = model.generate(**source)
-        theirs = model.generate(**source, return_dict_in_generate=True).sequences
+        call = {**source, **rules, **limit, "return_dict_in_generate": True}
+        ours = model.generate(**call).sequences
+        theirs = model.generate(**call, output_scores=True).sequences
         assert torch.equal(ours, theirs)
-    assert (searches["greedy_search"], searches["_sample"]) == (8, 8)
+        assert torch.equal(ours, model.generate(**source, **rules, **limit))
+    assert (searches["greedy_search"], searches["_sample"]) == (16, 8)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("scored", [{}, {"output_scores": True, "return_dict_in_generate": True}])
+def test_a_forced_end_comes_at_each_sentences_own_limit(tiny_model, source, num_beams, scored):
+    output = tiny_model().generate(
+        **source, **scored, num_beams=num_beams, max_length_offset=3, forced_eos_token_id=5,
+        suppress_tokens=[2],
+    )  # fmt: skip
+    sequences = output.sequences if scored else output
+    limits = [10, 7, 5, 8]  # of sources of 7, 4, 2 and 5 tokens, behind the start token
+    assert [row[limit].item() for row, limit in zip(sequences, limits, strict=True)] == [5] * 4
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("rules", RULES)
+def test_rules_about_lengths_and_tokens_leave_the_fast_search_usable(
+    tiny_model, source, searches, num_beams, rules
+):
+    tiny_model().generate(**source, **rules, num_beams=num_beams)
+    assert searches["beam_search"] + searches["greedy_search"] == 1
+    assert searches["_beam_search"] + searches["_sample"] == 0
 
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 4, "num_return_sequences": 2}])
@@ -220,7 +260,7 @@ FALLBACKS = {
     "n-grams": {"no_repeat_ngram_size": 200},
     "bad words": {"bad_words_ids": [[18, 18, 18, 18, 18]]},
     "allowed tokens": {"prefix_allowed_tokens_fn": allow_all},
-    "shortest": {"min_new_tokens": 1, "eos_token_id": 2},
+    "two last tokens": {"forced_eos_token_id": [2, 5], "max_length": 60},
     "processor": {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(1.0)])},
     "criterion": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1000.0)])},
     "target mask": {"decoder_attention_mask": torch.ones(4, 1, dtype=torch.long)},
@@ -243,8 +283,16 @@ def test_what_our_search_does_not_cover_runs_transformers_search(
     }
     output = model.generate(**source, num_beams=num_beams, return_dict_in_generate=True, **kwargs)
     assert (searches[own], searches[fallback]) == (1, 1)
-    if why != "shortest":
+    if "last token" not in why:
         assert torch.equal(output.sequences, expected)
+
+
+def test_a_last_token_that_is_banned_is_left_to_transformers():
+    processors = [SuppressTokensLogitsProcessor([18]), ForcedEOSTokenLogitsProcessor(60, 18)]
+    config = GenerationConfig(max_length=60)
+    assert token_rules(processors[1:], 1, config).last == 18
+    assert token_rules(processors, 1, config) is None
+    assert token_rules([ForcedEOSTokenLogitsProcessor(61, 18)], 1, config) is None
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -472,15 +520,18 @@ def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, so
     ("vocabulary", "sentences", "beams", "count"),
     [(5, 2, 3, 6), (600, 3, 4, 8), (1024, 2, 8, 16), (5000, 3, 1, 8), (4097, 40, 4, 12)],
 )
-def test_best_continuations_are_the_best(vocabulary, sentences, beams, count, dtype):
+@pytest.mark.parametrize("banned", [[], [0, 3], [1, 4, 513, 1030, 4096]])
+def test_best_continuations_are_the_best(vocabulary, sentences, beams, count, dtype, banned):
     logits = torch.randn(sentences * beams, vocabulary).mul(3).to(dtype)
     logits[0, -1] = 20.0  # in what is left over behind the blocks
     wide = torch.promote_types(dtype, torch.float32)
     running = -torch.rand(sentences, beams, dtype=wide)
     running[0, 0] = 0
     everything = logits.to(wide).log_softmax(-1).view(sentences, beams, -1) + running[:, :, None]
+    banned = torch.tensor([token for token in banned if token < vocabulary], dtype=torch.long)
+    everything[:, :, banned] = -torch.inf
     expected = everything.flatten(1).topk(count).values
-    scores, hypotheses, tokens = best_continuations(logits, running, count)
+    scores, hypotheses, tokens = best_continuations(logits, running, count, None, banned)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(scores, expected, rtol=0, atol=tolerance)
     places = hypotheses * vocabulary + tokens
@@ -488,7 +539,9 @@ def test_best_continuations_are_the_best(vocabulary, sentences, beams, count, dt
         everything.flatten(1).gather(1, places), scores, rtol=0, atol=tolerance
     )
     assert all(len(set(row)) == count for row in places.tolist())
-    if dtype != torch.bfloat16:  # the first row's last entry is the best of all
+    if (
+        dtype != torch.bfloat16 and vocabulary - 1 not in banned
+    ):  # the first row's last entry is the best of all
         assert (hypotheses[0, 0], tokens[0, 0]) == (0, vocabulary - 1)
 
 
