@@ -1,6 +1,8 @@
 """What the README prints is what happens: blocks are run, outputs compared, numbers looked up."""
 
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import os
@@ -15,6 +17,7 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from loopback_hub import LoopbackHub
 from num2words import num2words
+from vaswani.conversion import __main__ as conversion
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -116,7 +119,7 @@ def test_shell_commands_are_understood_by_accelerate_and_by_the_script(monkeypat
         for language, body in BLOCKS
         if language == "sh"
         for line in body.replace("\\\n", "").splitlines()
-        if not line.startswith("#")
+        if not line.startswith("#") and "vaswani.conversion" not in line
     ]
     launched = [line for line in lines if line.startswith("accelerate launch ")]
     assert len(launched) == 4
@@ -130,6 +133,42 @@ def test_shell_commands_are_understood_by_accelerate_and_by_the_script(monkeypat
         assert script, command
         assert before.startswith("python")
         assert train_translation.parse_args(shlex.split(arguments)).train
+
+
+def test_conversions_are_understood_by_their_converters(monkeypatch):
+    lines = re.findall(r"^python -m vaswani\.conversion (\S+ .*)$", README, re.M)
+    called = []
+    for toolkit, name in conversion.CONVERTERS.items():
+        module = importlib.import_module(f"vaswani.conversion.{name}")
+        function = "save" if toolkit.startswith("to-") else "convert"
+        keywords = {
+            keyword
+            for named in {function, "load"} & set(dir(module))
+            for keyword in inspect.signature(getattr(module, named)).parameters
+        }
+
+        def record(_toolkit=toolkit, _keywords=keywords, **kwargs):
+            called.append(_toolkit)
+            assert set(kwargs) <= _keywords
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, function, record)
+            for line in lines:
+                if line.split()[0] == toolkit:
+                    conversion.main(shlex.split(line))
+    assert sorted(called) == sorted(conversion.CONVERTERS)
+
+
+def test_conversion_table_names_tests_that_exist():
+    table = README[README.index("## Bring a checkpoint") : README.index("## Share a checkpoint")]
+    named = re.findall(r"\| `(test_\w+)` \|$", table, re.M)
+    written = {
+        name
+        for path in (ROOT / "tests").glob("test_conversion_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
+    }
+    assert len(named) == 10
+    assert set(named) <= written
 
 
 def test_sharing_pushes_a_repository_that_loads_without_the_package(quickstart):
