@@ -9,7 +9,7 @@ V entries of the target vocabulary.
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +86,7 @@ class VaswaniScoringMixin:
         targets: Sentences,
         tokenizer: Any = None,
         *,
+        target_tokenizer: Any = None,
         max_tokens: int = 4096,
         length_penalty: float | None = None,
         length_penalty_type: Literal["gnmt", "hf"] | None = None,
@@ -103,6 +104,8 @@ class VaswaniScoringMixin:
                 start token, so `sequences[:, 1:]` of what `generate` returns. A prefix that the
                 call gave counts among them, and is scored too.
             tokenizer: for strings; it ends them by "</s>", which counts as a target token.
+            target_tokenizer: of the targets, where vocabularies are separate; None, the default,
+                looks for it in the subfolder target_tokenizer of the tokenizer's folder.
             max_tokens: a batch holds at most this many padded tokens on either side.
             length_penalty: the exponent alpha of `sequences_scores`; None takes it, and
                 `length_penalty_type`, from the generation config.
@@ -112,7 +115,7 @@ class VaswaniScoringMixin:
             ValueError: their numbers differ; a sentence has no tokens, one outside the vocabulary
                 or too many for learned positions; strings come without a tokenizer.
         """
-        pairs = self._pairs(sources, targets, tokenizer)
+        pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         log_probs: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
         with self.evaluating():
             for rows, inputs, labels in self._forced_batches(pairs, max_tokens):
@@ -139,6 +142,7 @@ class VaswaniScoringMixin:
         targets: Sentences,
         tokenizer: Any = None,
         *,
+        target_tokenizer: Any = None,
         level: Literal["word", "token"] | None = None,
         layer: int | Iterable[int] | None = None,
         heads: Iterable[int] | None = None,
@@ -155,6 +159,7 @@ class VaswaniScoringMixin:
             sources: strings or token ids, as for `score`.
             targets: likewise.
             tokenizer: for strings.
+            target_tokenizer: as for `score`.
             level: link "word"s, which needs strings, or "token"s; None is words of strings and
                 tokens of token ids.
             layer: a decoder layer, negative from the last, or several to average; None is all. One
@@ -182,11 +187,13 @@ class VaswaniScoringMixin:
         if words:
             encoded = (
                 tokenizer(sides[0], return_offsets_mapping=True),
-                tokenizer(text_target=sides[1], return_offsets_mapping=True),
+                (target_tokenizer or self.target_tokenizer(tokenizer))(
+                    text_target=sides[1], return_offsets_mapping=True
+                ),
             )
-            pairs = self._pairs(encoded[0]["input_ids"], encoded[1]["input_ids"], None)
+            pairs = self._pairs(encoded[0]["input_ids"], encoded[1]["input_ids"], None, None)
         else:
-            pairs = self._pairs(sides[0], sides[1], tokenizer)
+            pairs = self._pairs(sides[0], sides[1], tokenizer, target_tokenizer)
         links = [""] * len(pairs)
         for row, weights in self._attention(pairs, layer, heads, max_tokens):
             # Of every token, the numbers that its links may have; "</s>" and spaces have none.
@@ -216,6 +223,7 @@ class VaswaniScoringMixin:
         targets: Sentences,
         tokenizer: Any = None,
         *,
+        target_tokenizer: Any = None,
         layer: int | Iterable[int] | None = None,
         heads: Iterable[int] | None = None,
         max_tokens: int = 4096,
@@ -224,9 +232,29 @@ class VaswaniScoringMixin:
 
         Arguments and errors are those of `align`. Rows sum to 1, "</s>" included.
         """
-        pairs = self._pairs(sources, targets, tokenizer)
+        pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         weights = dict(self._attention(pairs, layer, heads, max_tokens))
         return [weights[row] for row in range(len(pairs))]
+
+    def target_tokenizer(self, tokenizer: Any) -> Any:
+        """Find the target's tokenizer: the source's own, or one in its folder's target_tokenizer/.
+
+        Raises:
+            ValueError: the target has a vocabulary of its own, and no such folder is there.
+        """
+        config, folder = self.config, tokenizer.name_or_path
+        if config.share_encoder_decoder_embeddings:
+            return tokenizer
+        if folder:
+            with contextlib.suppress(OSError, ValueError):
+                return type(tokenizer).from_pretrained(folder, subfolder="target_tokenizer")
+        if config.vocab_size == config.decoder_vocab_size:
+            return tokenizer  # one vocabulary with two tables of embeddings
+        raise ValueError(
+            f"The target has a vocabulary of its own, of {config.decoder_vocab_size} tokens, but "
+            f"{folder or 'the tokenizer'} has no subfolder target_tokenizer: pass "
+            "target_tokenizer."
+        )
 
     def _token_log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Log-probability of each of `targets` (B * T,) after its state (B * T, D)."""
@@ -305,14 +333,21 @@ class VaswaniScoringMixin:
             yield rows, inputs, labels
 
     def _pairs(
-        self, sources: Sentences, targets: Sentences, tokenizer: Any
+        self, sources: Sentences, targets: Sentences, tokenizer: Any, target_tokenizer: Any
     ) -> list[tuple[list[int], list[int]]]:
         """Token ids of both sides, checked."""
         config = self.config
-        source_ids = self._token_ids("sources", sources, tokenizer, "text", config.vocab_size)
-        target_ids = self._token_ids(
-            "targets", targets, tokenizer, "text_target", config.decoder_vocab_size
-        )
+
+        def read_source(texts: list[str]) -> Any:
+            return tokenizer(texts)["input_ids"]
+
+        def read_target(texts: list[str]) -> Any:
+            reader = target_tokenizer or self.target_tokenizer(tokenizer)
+            return reader(text_target=texts)["input_ids"]
+
+        readers = (read_source, read_target) if tokenizer is not None else (None, None)
+        source_ids = self._token_ids("sources", sources, readers[0], config.vocab_size)
+        target_ids = self._token_ids("targets", targets, readers[1], config.decoder_vocab_size)
         if len(source_ids) != len(target_ids):
             raise ValueError(
                 f"There are {len(source_ids)} sources and {len(target_ids)} targets: every source "
@@ -321,7 +356,7 @@ class VaswaniScoringMixin:
         return list(zip(source_ids, target_ids, strict=True))
 
     def _token_ids(
-        self, name: str, sentences: Sentences, tokenizer: Any, argument: str, vocab_size: int
+        self, name: str, sentences: Sentences, read: Callable | None, vocab_size: int
     ) -> list[list[int]]:
         if isinstance(sentences, str):
             raise TypeError(f"{name} is one string: pass a list of strings, such as [text].")
@@ -330,9 +365,9 @@ class VaswaniScoringMixin:
             for index, row in enumerate(rows):
                 if not isinstance(row, str):
                     raise TypeError(f"{name}[{index}] is {row!r}, but others are strings.")
-            if tokenizer is None:
+            if read is None:
                 raise ValueError(f"{name} are strings: pass the tokenizer too, or token ids.")
-            rows = tokenizer(**{argument: rows})["input_ids"]
+            rows = read(rows)
         limit = self.config.max_position_embeddings
         if self.config.position_encoding != "learned":
             limit = None

@@ -407,3 +407,26 @@ def test_string_links_count_words_and_id_links_count_tokens(frozen):
 def test_layers_heads_and_levels_that_do_not_exist_are_refused(tiny_model, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         tiny_model().align(SOURCES, TARGETS, **settings)
+
+
+def test_strings_of_separate_vocabularies_are_read_by_their_own_tokenizers(tiny_model, tmp_path):
+    english, german = ["one two three", "three one"], ["drei eins", "eins zwei"]
+    source, target = (
+        VaswaniTokenizer.train_from_iterator(lines, "word", vocab_size=30, show_progress=False)
+        for lines in (english, [*german, "noch ein wort"])
+    )
+    model = tiny_model(
+        vocab_size=len(source),
+        decoder_vocab_size=len(target),
+        share_encoder_decoder_embeddings=False,
+    )
+    source.save_pretrained(tmp_path)
+    source = VaswaniTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no subfolder target_tokenizer: pass target_tokenizer"):
+        model.score(english, german, source)
+    ids = source(english)["input_ids"], target(text_target=german)["input_ids"]
+    expected = model.score(*ids).sums
+    assert torch.equal(model.score(english, german, source, target_tokenizer=target).sums, expected)
+    target.save_pretrained(tmp_path / "target_tokenizer")
+    assert torch.equal(model.score(english, german, source).sums, expected)
+    assert model.align(english, german, source) == model.align(*ids)

@@ -4,7 +4,6 @@ transformers 5 has no such task of its own. It finds this class through `custom_
 config.json, or is given it as `pipeline_class`.
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -88,23 +87,7 @@ class VaswaniTranslationPipeline(Pipeline):
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
         super().__init__(model, tokenizer=tokenizer, **kwargs)
-        self.target_tokenizer = target_tokenizer or self._target_tokenizer()
-
-    def _target_tokenizer(self) -> Any:
-        """Find what reads the model's output: the source's tokenizer, or that of its subfolder."""
-        config, folder = self.model.config, self.tokenizer.name_or_path
-        if config.share_encoder_decoder_embeddings:
-            return self.tokenizer
-        if folder:
-            with contextlib.suppress(OSError, ValueError):
-                return type(self.tokenizer).from_pretrained(folder, subfolder="target_tokenizer")
-        if config.vocab_size == config.decoder_vocab_size:
-            return self.tokenizer  # one vocabulary with two tables of embeddings
-        raise ValueError(
-            f"The target has a vocabulary of its own, of {config.decoder_vocab_size} tokens, but "
-            f"{folder or 'the tokenizer'} has no subfolder target_tokenizer: pass "
-            "target_tokenizer."
-        )
+        self.target_tokenizer = target_tokenizer or model.target_tokenizer(self.tokenizer)
 
     def _sanitize_parameters(
         self, **settings: Any
