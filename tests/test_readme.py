@@ -1,53 +1,34 @@
 """What the README prints is what happens: blocks are run, outputs compared, numbers looked up."""
 
-import contextlib
-import importlib
-import inspect
-import io
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate.commands.launch import launch_command_parser
+from documents import (
+    ROOT,
+    Page,
+    converter_call,
+    environment,
+    printed_by,
+    training_call,
+    written_tests,
+)
 from loopback_hub import LoopbackHub
 from num2words import num2words
 from vaswani.conversion import __main__ as conversion
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = [
-    (language, body) for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
-]
-PYTHON = [
-    (body, BLOCKS[i + 1][1] if i + 1 < len(BLOCKS) and not BLOCKS[i + 1][0] else None)
-    for i, (language, body) in enumerate(BLOCKS)
-    if language == "python"
-]
-COMMANDS = [
-    command
-    for language, body in BLOCKS
-    if not language
-    for command in body.replace("\\\n", "").splitlines()
-    if command.startswith("python ")
-]
+PAGE = Page(ROOT / "README.md")
+README, PYTHON = PAGE.text, PAGE.python()
+COMMANDS = [line for line in PAGE.commands("") if line.startswith("python ")]
 
 
 def python_block(containing):
     (block,) = [block for block in PYTHON if containing in block[0]]
     return block
-
-
-def printed_by(code):
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(code, "README.md", "exec"), {})
-    return output.getvalue()
 
 
 @pytest.fixture
@@ -63,11 +44,6 @@ def quickstart(tmp_path, monkeypatch):
     return tmp_path
 
 
-def environment(**extra):
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
-
-
 def test_setup_commands_stand_on_the_first_screen():
     first_screen = README[: README.index("```python")]
     assert (
@@ -80,26 +56,24 @@ def test_setup_commands_stand_on_the_first_screen():
 def test_first_code_block_translates_as_printed_in_six_lines(quickstart):
     code, expected = python_block("three hundred and forty-two")
     assert len(code.splitlines()) == 6
-    assert printed_by(code) == expected
+    assert printed_by(code, "README.md") == expected
 
 
 def test_presets_are_as_printed():
     code, expected = python_block("presets()")
-    assert printed_by(code) == expected
+    assert printed_by(code, "README.md") == expected
 
 
 def test_scores_alignments_and_bulk_translations_are_as_printed(quickstart):
     code, expected = python_block("VaswaniTranslationPipeline")
-    assert printed_by(code) == expected
+    assert printed_by(code, "README.md") == expected
 
 
 def test_the_adapter_block_adapts_every_linear_layer(quickstart):
     pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
     code, _ = python_block("untie_embeddings")
     names = {}
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(compile(code, "README.md", "exec"), names)
-    assert "trainable params" in output.getvalue()
+    assert "trainable params" in printed_by(code, "README.md", names)
     plain = {
         name
         for name, module in names["model"].named_modules()
@@ -110,65 +84,26 @@ def test_the_adapter_block_adapts_every_linear_layer(quickstart):
 
 def test_shell_commands_are_understood_by_accelerate_and_by_the_script(monkeypatch):
     """The flags are accelerate's, what follows the script train_translation.py's."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.chdir(ROOT)
-    import train_translation
-
-    lines = [
-        line
-        for language, body in BLOCKS
-        if language == "sh"
-        for line in body.replace("\\\n", "").splitlines()
-        if not line.startswith("#") and "vaswani.conversion" not in line
-    ]
-    launched = [line for line in lines if line.startswith("accelerate launch ")]
+    lines = [line for line in PAGE.commands("sh") if "vaswani.conversion" not in line]
+    calls = [training_call(line, monkeypatch) for line in lines]
+    launched = [(args, launch) for args, launch in calls if launch]
     assert len(launched) == 4
-    for command in launched:
-        words = launch_command_parser().parse_args(shlex.split(command)[2:])
-        assert words.training_script == "examples/train_translation.py"
-        args = train_translation.parse_args(words.training_script_args)
-        assert abs(args.max_source_tokens * words.num_processes - 25_000) < 10
-    for command in {*lines} - {*launched}:
-        before, script, arguments = command.partition(" examples/train_translation.py ")
-        assert script, command
-        assert before.startswith("python")
-        assert train_translation.parse_args(shlex.split(arguments)).train
+    for args, launch in launched:
+        assert abs(args.max_source_tokens * launch.num_processes - 25_000) < 10
+    assert all(args.train for args, _ in calls)
 
 
 def test_conversions_are_understood_by_their_converters(monkeypatch):
-    lines = re.findall(r"^python -m vaswani\.conversion (\S+ .*)$", README, re.M)
-    called = []
-    for toolkit, name in conversion.CONVERTERS.items():
-        module = importlib.import_module(f"vaswani.conversion.{name}")
-        function = "save" if toolkit.startswith("to-") else "convert"
-        keywords = {
-            keyword
-            for named in {function, "load"} & set(dir(module))
-            for keyword in inspect.signature(getattr(module, named)).parameters
-        }
-
-        def record(_toolkit=toolkit, _keywords=keywords, **kwargs):
-            called.append(_toolkit)
-            assert set(kwargs) <= _keywords
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, function, record)
-            for line in lines:
-                if line.split()[0] == toolkit:
-                    conversion.main(shlex.split(line))
+    lines = PAGE.commands("sh", containing="vaswani.conversion")
+    called = [converter_call(line, monkeypatch)[0] for line in lines]
     assert sorted(called) == sorted(conversion.CONVERTERS)
 
 
 def test_conversion_table_names_tests_that_exist():
     table = README[README.index("## Bring a checkpoint") : README.index("## Share a checkpoint")]
     named = re.findall(r"\| `(test_\w+)` \|$", table, re.M)
-    written = {
-        name
-        for path in (ROOT / "tests").glob("test_conversion_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
-    }
     assert len(named) == 10
-    assert set(named) <= written
+    assert set(named) <= written_tests("test_conversion_*.py")
 
 
 def test_sharing_pushes_a_repository_that_loads_without_the_package(quickstart):
@@ -217,12 +152,9 @@ def test_every_python_block_is_run_by_a_test_above():
 
 
 def test_fidelity_table_names_tests_that_exist():
-    tests = set(
-        re.findall(r"^def (test_\w+)", (ROOT / "tests" / "test_paper.py").read_text(), re.M)
-    )
     rows = re.findall(r"^\| ([\d.]+|Table 3) \| .* \| `(test_\w+)` \|$", README, re.M)
     assert len(rows) >= 20
-    assert {name for _, name in rows} <= tests
+    assert {name for _, name in rows} <= written_tests("test_paper.py")
     for section, name in rows:
         assert name.startswith("test_" + section.lower().replace(".", "_").replace(" ", "_"))
 
@@ -246,8 +178,9 @@ def test_results_table_comes_from_results_files():
 
 
 def test_local_links_lead_to_files():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+    for path, anchor in PAGE.local_links():
+        assert path.exists(), path
+        assert not anchor or anchor in PAGE.anchors(), anchor
 
 
 def test_decoding_table_comes_from_its_results_file():
@@ -264,3 +197,27 @@ def test_decoding_table_comes_from_its_results_file():
         figures = [f"{row['sentences_per_second']:.1f}" for row in speeds]
         figures.append(f"{speeds[0]['bleu']:.2f}")
         assert f"| {engine} | {precision} | {' | '.join(figures)} |" in table
+
+
+def test_training_table_comes_from_its_results_file():
+    results = json.loads((ROOT / "benchmarks/results/training.json").read_text(encoding="utf-8"))
+    assert {"command", "commit", "hardware", "versions", "date", "aims"} <= set(results)
+    section = README[README.index("## Train fast") : README.index("## Repeat a published")]
+    rows = {
+        (row["name"], row["precision"], row["tokens_per_batch"]): row for row in results["trainer"]
+    }
+    for engine, precision in {key[:2] for key in rows}:
+        measured = [rows.get((engine, precision, size), {}) for size in (1024, 2048, 4096, 8192)]
+        figures = [
+            f"{row['tokens_per_second']:.0f}" if "peak_mb" in row else "out of memory"
+            for row in measured
+        ]
+        figures.append(f"{measured[2]['peak_mb'] / 1024:.1f} GB")
+        assert f"| {engine} | {precision} | {' | '.join(figures)} |" in section
+    for part, name in (("trainer", "speed"), ("trainer", "memory"), ("network", "speed")):
+        ratios = [
+            f"{ratio[name]:.2f}"
+            for ratio in results["ratios"][part]
+            if ratio["tokens_per_batch"] == 4096
+        ]
+        assert " and ".join(ratios) in section
