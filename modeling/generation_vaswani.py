@@ -7,6 +7,7 @@ of `generate` is transformers' own.
 import copy
 import functools
 from numbers import Integral, Real
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -354,6 +355,19 @@ class VaswaniGenerationMixin(GenerationMixin):
         # A None in the call switches a default off (eos_token_id=None); merging has refilled it.
         prepared.update(**{name: None for name, value in kwargs.items() if value is None})
         return prepared, model_kwargs
+
+    @functools.wraps(GenerationMixin.compute_transition_scores)
+    def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Score each generated token; transformers would count by the source's vocabulary."""
+        target: Any = SimpleNamespace(config=self.config.get_text_config(decoder=True))
+        return GenerationMixin.compute_transition_scores(target, *args, **kwargs)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Let prompt lookup, too, count by the target's vocabulary."""
+        generator: Any = super()._get_candidate_generator(*args, **kwargs)
+        if hasattr(generator, "vocab_size"):
+            generator.vocab_size = self.config.decoder_vocab_size
+        return generator
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -266,3 +266,38 @@ def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path, monkeypat
         assert predictions.shape == (4, 1 + 6 + 50)
         assert (predictions == model.generate(source).numpy()).all()
         fast.pop()
+
+
+@pytest.fixture(params=[19, 31, 13])
+def two_vocabularies(request, tiny_model):
+    """A model with 19 source tokens and as many target tokens, more or fewer."""
+    return tiny_model(decoder_vocab_size=request.param, share_encoder_decoder_embeddings=False)
+
+
+def test_transition_scores_are_of_the_targets_vocabulary(two_vocabularies, source):
+    call = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 6}
+    beams = two_vocabularies.generate(**source, **call, num_beams=3, length_penalty=0.0)
+    scores = two_vocabularies.compute_transition_scores(
+        beams.sequences, beams.scores, beams.beam_indices
+    )
+    torch.testing.assert_close(
+        scores.sum(dim=1), beams.sequences_scores, rtol=1e-5, atol=1e-5, check_dtype=False
+    )
+    greedy = two_vocabularies.generate(**source, **call, min_new_tokens=6)
+    scores = two_vocabularies.compute_transition_scores(
+        greedy.sequences, greedy.scores, normalize_logits=True
+    )
+    for step, logits in enumerate(greedy.scores):
+        expected = logits.log_softmax(-1).gather(1, greedy.sequences[:, step + 1, None])[:, 0]
+        torch.testing.assert_close(scores[:, step], expected)
+
+
+@pytest.mark.parametrize("banned", [{}, {"bad_words_ids": [[5]]}])
+def test_prompt_lookup_equals_greedy_search(two_vocabularies, source, banned):
+    for row in range(len(source["input_ids"])):
+        one = {name: tensor[row : row + 1] for name, tensor in source.items()}
+        expected = two_vocabularies.generate(**one, max_new_tokens=12, **banned)
+        found = two_vocabularies.generate(
+            **one, max_new_tokens=12, prompt_lookup_num_tokens=3, **banned
+        )
+        assert torch.equal(found, expected)
