@@ -12,6 +12,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from num2words import num2words
@@ -26,6 +27,9 @@ from transformers import (
     Seq2SeqTrainingArguments,
     set_seed,
 )
+from vaswani.hub_cards.card import write_model_card
+from vaswani.hub_cards.results import weights_sha256
+from vaswani.training.circumstances import circumstances
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
@@ -42,8 +46,11 @@ def number_words(numbers: list[int]) -> tuple[list[str], list[str]]:
 
 def train(
     english: list[str], german: list[str], output: str, steps: int
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Train a shared vocabulary (5.1) and a small model with the paper's loss (5.4)."""
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Train a shared vocabulary (5.1) and a small model with the paper's loss (5.4).
+
+    Returns both, and how it went.
+    """
     tokenizer = VaswaniTokenizer.train_from_iterator(english + german, kind="bpe", vocab_size=400)
     encoded = tokenizer(english, text_target=german)
     data = Dataset.from_dict({"input_ids": encoded["input_ids"], "labels": encoded["labels"]})
@@ -79,8 +86,15 @@ def train(
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
     )
+    started = time.monotonic()
     trainer.train()
-    return model.eval(), tokenizer
+    report = {
+        "training_minutes": round((time.monotonic() - started) / 60, 1),
+        "steps": trainer.state.global_step,
+        "arguments": arguments.to_dict(),
+        "log": trainer.state.log_history,
+    }
+    return model.eval(), tokenizer, report
 
 
 def translate(
@@ -118,7 +132,7 @@ def main() -> None:
     english, german = number_words(numbers)
     seen, unseen = slice(args.train_size), slice(args.train_size, None)
 
-    model, tokenizer = train(english[seen], german[seen], args.output, args.steps)
+    model, tokenizer, report = train(english[seen], german[seen], args.output, args.steps)
     answers = translate(model, tokenizer, english[unseen])
 
     model.generation_config.num_beams = 4
@@ -134,10 +148,27 @@ def main() -> None:
         "same_after_reloading": again == answers,
         "minutes": round((time.monotonic() - started) / 60, 1),
     }
+    shown = [
+        {"source": source, "translation": answer, "reference": truth}
+        for source, answer, truth in zip(english[unseen], answers, german[unseen], strict=True)
+    ][:SHOWN]
+    # What a model card needs beside a number: how it came about, and of which weights it is.
+    data = f"English and German number words below {LARGEST:,}, from num2words"
+    results |= {
+        **circumstances(),
+        **report,
+        "parameters": model.num_parameters(),
+        "weights_sha256": weights_sha256(args.output),
+        "settings": vars(args),
+        "data": {"train": data, "test": f"{args.test_size} numbers that were not trained on"},
+        "pairs": {"train": args.train_size, "test": args.test_size},
+        "test": {"exact_match": 100 * results["exactly_right"], "beams": 4, "samples": shown},
+    }
     Path(args.output, "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_model_card(args.output, language=["en", "de"], license="apache-2.0")
     print(f"\n{'number never seen':64}  translation")
-    for source, answer in list(zip(english[unseen], answers, strict=True))[:SHOWN]:
-        print(f"{source:64}  {answer}")
+    for sample in shown:
+        print(f"{sample['source']:64}  {sample['translation']}")
     print(f"\nexactly right          {results['exactly_right']:.1%} of {args.test_size}")
     print(f"same after reloading   {'yes' if results['same_after_reloading'] else 'no'}")
     print(f"parameters             {model.num_parameters():,}")

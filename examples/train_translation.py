@@ -27,8 +27,8 @@ after them:
 
 A run that was killed goes on from its last complete checkpoint with --resume, and ends with the
 same weights. Several processes or GPUs: put `accelerate launch` in place of `python`. The output
-folder holds the model, its tokenizer, TensorBoard logs, learning_curve.png and results.json with
-the scores.
+folder holds the model, its tokenizer, TensorBoard logs, learning_curve.png, results.json with the
+scores, recipe.yaml, which repeats the run, and README.md, the model card.
 """
 
 import argparse
@@ -45,6 +45,7 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
+from huggingface_hub import upload_folder
 from huggingface_hub.errors import StrictDataclassError
 from sentence_pairs import Pair, read_pairs
 from torch.utils.data import DataLoader, SequentialSampler
@@ -60,6 +61,8 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from vaswani.hub_cards.card import write_model_card
+from vaswani.hub_cards.results import is_language, weights_sha256
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.checkpoints import last_complete_checkpoint, run_checkpoints
 from vaswani.training.circumstances import circumstances
@@ -246,6 +249,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="where the model and everything else is written",
     )
     add("--results", metavar="FILE", help="write results.json here too")
+    add(
+        "--languages",
+        nargs="+",
+        metavar="CODE",
+        help="ISO 639 codes for the model card, the source's first (default: the names of the "
+        "columns or the endings of the files, if these have two letters)",
+    )
+    add("--license", metavar="ID", help="of the weights, for the model card: --license cc-by-4.0")
     add("--push-to-hub", metavar="HUB_ID", help="upload the finished model to this repository")
     argv = sys.argv[1:] if argv is None else argv
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -260,6 +271,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for needed, name in (("max_source_tokens", "max_target_tokens"), ("valid", "patience")):
         if getattr(args, name) and not getattr(args, needed):
             parser.error(f"--{name} needs --{needed}".replace("_", "-"))
+    for code in args.languages or ():
+        if not is_language(code):
+            parser.error(f"--languages takes ISO 639 codes, such as de, not {code!r}")
     if args.nbest > args.beams:
         parser.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
     return args
@@ -290,6 +304,17 @@ def recipe_arguments(path: str) -> list[str]:
     return arguments
 
 
+def recipe_of(args: argparse.Namespace) -> str:
+    """Write the recipe that repeats a run: every argument, the defaults included."""
+    not_repeated = {"recipe", "resume", "results", "push_to_hub"}
+    fields = {
+        name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        for name, value in vars(args).items()
+        if name not in not_repeated and value not in (None, [])
+    }
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+
+
 def settings(assignments: list[str]) -> dict[str, Any]:
     """Read NAME=VALUE arguments; a value that is no literal (0.1, true, null) is a string."""
     values = {}
@@ -305,17 +330,18 @@ def settings(assignments: list[str]) -> dict[str, Any]:
 
 
 def tokenized(
-    pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+    pairs: list[Pair],
+    tokenizer: PreTrainedTokenizerBase,
+    target_tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
 ) -> Dataset:
     """Turn pairs into token ids; by `length` the Trainer puts similar pairs in a batch."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list]:
-        encoded = tokenizer(batch["source"], text_target=batch["target"])
-        lengths = [
-            max(map(len, pair))
-            for pair in zip(encoded["input_ids"], encoded["labels"], strict=True)
-        ]
-        return {"input_ids": encoded["input_ids"], "labels": encoded["labels"], "length": lengths}
+        sources = tokenizer(batch["source"])["input_ids"]
+        labels = target_tokenizer(text_target=batch["target"])["input_ids"]
+        lengths = [max(map(len, pair)) for pair in zip(sources, labels, strict=True)]
+        return {"input_ids": sources, "labels": labels, "length": lengths}
 
     sources, targets = zip(*pairs, strict=True)
     data = Dataset.from_dict({"source": sources, "target": targets})
@@ -477,10 +503,13 @@ class Scores:
         args: argparse.Namespace,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
         metric: TranslationMetric,
     ) -> None:
         self.args, self.model, self.metric = args, model, metric
-        self.translator = VaswaniTranslationPipeline(model, tokenizer, device=model.device)
+        self.translator = VaswaniTranslationPipeline(
+            model, tokenizer, target_tokenizer, device=model.device
+        )
 
     def __call__(self, pairs: list[Pair], beams: int, nbest: int = 1) -> dict[str, Any]:
         """Translate; return the translations, best first, beside their scores."""
@@ -498,11 +527,13 @@ class Scores:
             predictions=[best for best, *_ in candidates], references=references
         )
         names = ("chrf", "compound_split_bleu", "exact_match")
+        signatures = ("chrf_signature", "compound_split_bleu_signature")
         scores = {
             "bleu": round(figures["bleu"], 2),
             "brevity_penalty": round(figures["brevity_penalty"], 4),
             "signature": figures["bleu_signature"],
             **{name: round(figures[name], 2) for name in names},
+            **{name: figures[name] for name in signatures},
             "beams": beams,
             "seconds": round(time.monotonic() - started, 1),
         }
@@ -525,8 +556,12 @@ class Scores:
         (Path(self.args.output) / "test.txt").write_text(lines, encoding="utf-8")
         print(f"Test BLEU {scores['bleu']}  ({scores['signature']})")
         print(f"Exactly right {scores['exact_match']}%")
-        for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]:
-            print(f"  source      {source}\n  translation {best}\n  reference   {reference}\n")
+        scores["samples"] = [
+            {"source": source, "translation": best, "reference": reference}
+            for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]
+        ]
+        for sample in scores["samples"]:
+            print("".join(f"  {name:11} {text}\n" for name, text in sample.items()))
         return scores
 
 
@@ -540,6 +575,7 @@ def main() -> None:
     valid_pairs = read_pairs(args.valid, args.columns, "validation") if args.valid else []
     test_pairs = read_pairs(args.test, args.columns, "test") if args.test else []
     model, tokenizer = build(args, train_pairs, checkpoint)
+    target_tokenizer = model.target_tokenizer(tokenizer)  # another where vocabularies are separate
     print(
         f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {model.num_parameters():,} parameters."
     )
@@ -553,7 +589,7 @@ def main() -> None:
     def score_validation(prediction: EvalPrediction) -> dict[str, float]:
         # Several processes repeat sentences at the end, so that each has as many batches.
         rows = prediction.predictions[: len(references)].tolist()
-        hypotheses = tokenizer.batch_decode(
+        hypotheses = target_tokenizer.batch_decode(
             [[token for token in row if token >= 0] for row in rows], skip_special_tokens=True
         )
         scores = metric.compute(predictions=hypotheses, references=references)
@@ -572,8 +608,8 @@ def main() -> None:
     trainer = OrderedEvaluation(
         model=model,
         args=training_arguments(args, model.config.d_model),
-        train_dataset=tokenized(train_pairs, tokenizer, args.max_length),
-        eval_dataset=tokenized(valid_pairs, tokenizer) if valid_pairs else None,
+        train_dataset=tokenized(train_pairs, tokenizer, target_tokenizer, args.max_length),
+        eval_dataset=tokenized(valid_pairs, tokenizer, target_tokenizer) if valid_pairs else None,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_metrics=score_validation,
@@ -592,17 +628,21 @@ def main() -> None:
         "resumed": args.resume,
         "steps": trainer.state.global_step,
         "parameters": model.num_parameters(),
+        "pairs": {"train": len(train_pairs), "valid": len(valid_pairs), "test": len(test_pairs)},
         "settings": vars(args),
+        "arguments": trainer.settings(),
     }
     trainer.model.generation_config = generation_config
     trainer.save_model()
+    if target_tokenizer is not tokenizer and trainer.is_world_process_zero():
+        target_tokenizer.save_pretrained(Path(args.output) / "target_tokenizer")
     if trainer.is_world_process_zero():
         # What is scored is what was saved, whatever wrapped the model while it was trained.
         model = AutoModelForSeq2SeqLM.from_pretrained(args.output)
         if args.average > 1:
             results["averaged"] = average(args, model)
         model.to(trainer.args.device).eval()
-        score = Scores(args, model, tokenizer, metric)
+        score = Scores(args, model, tokenizer, target_tokenizer, metric)
         if valid_pairs:
             batches = DataLoader(
                 trainer.eval_dataset.remove_columns("length"),
@@ -612,13 +652,21 @@ def main() -> None:
             results["valid"] = score.validation(valid_pairs, batches)
         if test_pairs:
             results["test"] = score.test(test_pairs)
+        results["weights_sha256"] = weights_sha256(args.output)
         results["log"] = trainer.state.log_history
         for path in filter(None, (Path(args.output) / "results.json", args.results)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        (Path(args.output) / "recipe.yaml").write_text(recipe_of(args), encoding="utf-8")
+        write_model_card(args.output)
         if args.push_to_hub:
             model.push_to_hub(args.push_to_hub)
             tokenizer.push_to_hub(args.push_to_hub)
+            if target_tokenizer is not tokenizer:
+                folder = Path(args.output) / "target_tokenizer"
+                upload_folder(
+                    repo_id=args.push_to_hub, folder_path=folder, path_in_repo=folder.name
+                )
 
 
 if __name__ == "__main__":

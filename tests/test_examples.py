@@ -14,7 +14,7 @@ from loopback_hub import LoopbackHub
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from vaswani import VaswaniTranslationPipeline
+from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
@@ -181,6 +181,38 @@ def test_fine_tuning_keeps_the_checkpoints_generation_settings(examples, paralle
     kept = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").generation_config
     assert (kept.length_penalty, kept.max_length_offset, kept.no_repeat_ngram_size) == (1.2, 7, 3)
     assert (kept.num_beams, kept.max_length) == (5, None)
+
+
+def test_fine_tuning_keeps_separate_vocabularies_apart(
+    examples, parallel_files, pairs, tmp_path, tiny_model
+):
+    english, german = (
+        VaswaniTokenizer.train_from_iterator(lines, "bpe", vocab_size=size, show_progress=False)
+        for lines, size in zip(zip(*pairs, strict=True), (300, 350), strict=True)
+    )
+    model = tiny_model(
+        dtype=torch.float32,
+        vocab_size=len(english),
+        decoder_vocab_size=len(german),
+        share_encoder_decoder_embeddings=False,
+    )
+    model.save_pretrained(tmp_path / "model")
+    english.save_pretrained(tmp_path / "model")
+    german.save_pretrained(tmp_path / "model" / "target_tokenizer")
+    examples(
+        examples.train, "--model", tmp_path / "model", "--train", *parallel_files,
+        "--valid", *parallel_files, "--steps", 60, "--eval-steps", 60, "--batch-size", 40,
+        "--warmup", 10, "--learning-rate", 0.01, "--output", tmp_path / "run",
+    )  # fmt: skip
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "target_tokenizer")
+    assert saved.get_vocab() == german.get_vocab()
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").get_vocab() == english.get_vocab()
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").eval()
+    sources, targets = zip(*pairs, strict=True)
+    labels = german(text_target=list(targets))["input_ids"]
+    found = model.score(english(list(sources))["input_ids"], labels).sums.sum()
+    tokens = sum(map(len, labels))
+    assert found / tokens > -3, "chance is -5.9 a token"
 
 
 def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(

@@ -1,0 +1,1 @@
+"""Model cards, written from files; `python -m vaswani.hub_cards --help`."""

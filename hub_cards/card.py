@@ -1,0 +1,316 @@
+"""Model cards: the README.md of a saved model, written from the files beside it alone.
+
+    write_model_card("runs/en-de")
+    write_model_card("runs/en-de", results="benchmarks/results/en-de.json", license="cc-by-4.0")
+
+A card says of itself whether it is as it was written: one that somebody has changed is left alone.
+"""
+
+import contextlib
+import hashlib
+import html
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers.utils import logging
+
+from .. import __version__
+from .results import Results, is_language, read_results
+from .saved_model import RESULTS, SavedModel, same_weights
+
+logger = logging.get_logger(__name__)
+
+CARD = "README.md"
+_TEMPLATE = Path(__file__).with_name("card_template.md.j2")
+_CURVE = "learning_curve.png"
+_RECIPE = "recipe.yaml"
+_LICENCE = "LICENSE"
+_TRANSLATIONS = "test.txt"
+_SAMPLE = ("source", "translation", "reference")
+_TAGS = ("vaswani", "transformer", "attention-is-all-you-need", "sequence-to-sequence")
+_LINK = re.compile(r"\]\(([\w.-]+(?:/[\w.-]+)?)\)")
+_MARK = "<!-- Written by vaswani.hub_cards, which leaves a changed card alone: {} -->\n"
+_MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", r"(\w{64})"))
+
+
+def write_model_card(
+    folder: str | os.PathLike,
+    results: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    *,
+    repo_id: str | None = None,
+    output: str | os.PathLike | None = None,
+    overwrite: bool = False,
+    language: str | Sequence[str] | None = None,
+    license: str | None = None,
+    datasets: str | Sequence[str] | None = None,
+    tags: str | Sequence[str] | None = None,
+    base_model: str | None = None,
+) -> Path:
+    """Write README.md for a saved model from its files, and return its path.
+
+    Numbers come from results files alone: JSON that says by which command, commit, hardware and
+    versions it was made, and when. Those in `folder` are found. A card that somebody has changed
+    stays as it is, and a warning says so.
+
+    Args:
+        folder: of the model, as `save_pretrained` or a Trainer leaves it.
+        results: more results files; they are copied to the card's folder "results".
+        repo_id: under which the model is loaded in the card's examples; None is the folder.
+        output: folder of the card and of the files it links to; None is `folder`.
+        overwrite: also replace a card that somebody has changed.
+        language: ISO 639 codes, the source's first. This and what follows go to the card's
+            metadata; None is what the results files say, or the card that is there already.
+        license: of the weights, by the Hub's name for it.
+        datasets: ids of the Hub's data sets that were trained on.
+        tags: more tags.
+        base_model: id of the model that was fine-tuned.
+
+    Raises:
+        TypeError: `results` is no path.
+        FileNotFoundError: the folder has no saved model; there is no such results file.
+        ValueError: the folder holds another kind of model; a results file does not say how it was
+            made, or is of another model; `language` is no code.
+    """
+    folder = Path(folder)
+    target = folder if output is None else Path(output)
+    model = SavedModel(folder, [_given(path, folder) for path in _listed(results)])
+    stated: dict[str, Any] = {
+        "language": _listed(language),
+        "license": license,
+        "datasets": _listed(datasets),
+        "base_model": base_model,
+    }
+    for code in stated["language"]:
+        if not is_language(code):
+            raise ValueError(f"language {code!r} is no ISO 639 code, such as 'de'.")
+    card = target / CARD
+    if not overwrite and not may_be_written(card):
+        logger.warning(
+            f"{card} was changed by hand and stays as it is; overwrite=True writes it again."
+        )
+        return card
+    earlier = [_metadata(folder / CARD)] + ([] if target == folder else [_metadata(card)])
+    metadata = _metadata_of(model, stated, earlier, _listed(tags))
+
+    target.mkdir(parents=True, exist_ok=True)
+    for file in model.given:
+        (target / file.name).parent.mkdir(exist_ok=True)
+        if file.path.resolve() != (target / file.name).resolve():
+            shutil.copyfile(file.path, target / file.name)
+    _add_licence(target)
+    _draw_curve(model, target)
+    text = _render(model, metadata, target, repo_id)
+    if target != folder:
+        _copy_linked(text, folder, target)
+    card.write_text(text, encoding="utf-8")
+    return card
+
+
+def may_be_written(card: Path) -> bool:
+    """Whether a card is missing, as `write_model_card` left it, or transformers' empty draft."""
+    if not card.exists():
+        return True
+    text = card.read_text(encoding="utf-8")
+    mark = _MARKED.search(text)
+    if mark and mark.end() == len(text):
+        return _sha256(text[: mark.start()]) == mark[1]
+    # The draft is huggingface_hub's template with nothing filled in but one line.
+    draft = ModelCard.from_template(ModelCardData(), model_description="DESCRIPTION").text
+    body = re.escape(draft.strip()).replace("DESCRIPTION", ".*")
+    return bool(re.fullmatch(rf"---\n(?s:.*?)\n---\s*{body}", text.strip()))
+
+
+def add_to_push(
+    folder: str | os.PathLike, origin: str, repo_id: str, files_timestamps: dict[str, float]
+) -> None:
+    """Give a folder that is about to be pushed its card, with the files that the card links to.
+
+    They come from `origin` if the weights there are the same; a card that was changed there is
+    taken as it is. A card that somebody has changed on the Hub stays.
+
+    Args:
+        folder: that transformers has filled, with the Hub's card or a draft of one.
+        origin: where the model was loaded from.
+        repo_id: where it goes to.
+        files_timestamps: transformers' record of what was in the folder before and is not pushed
+            again; changed in place.
+    """
+    pushed = Path(folder)
+    # Of an adapter there is no more to say than the draft does.
+    whole = any(pushed.glob("model*.safetensors"))
+    if not whole or not may_be_written(pushed / CARD):
+        return
+    source = pushed
+    if os.path.isdir(origin) and same_weights(Path(origin), pushed):
+        source = Path(origin)
+    if may_be_written(source / CARD):
+        write_model_card(source, repo_id=repo_id, output=pushed)
+    else:
+        shutil.copyfile(source / CARD, pushed / CARD)
+        _copy_linked((source / CARD).read_text(encoding="utf-8"), source, pushed)
+    linked = _LINK.findall((pushed / CARD).read_text(encoding="utf-8"))
+    for name in (CARD, *linked):
+        files_timestamps.pop(name.partition("/")[0], None)
+
+
+def _metadata_of(
+    model: SavedModel, stated: dict[str, Any], earlier: list[dict[str, Any]], tags: list[str]
+) -> dict[str, Any]:
+    """What the card says of language, licence and origin: as stated, recorded, or said before."""
+    run = model.run
+    recorded = {
+        "language": run.languages() if run else [],
+        "license": run.settings.get("license") if run else None,
+        "datasets": run.hub_data_sets() if run else [],
+        "base_model": _hub_id(run.settings.get("model")) if run else None,
+    }
+    chosen = {
+        key: next((said[key] for said in (stated, recorded, *earlier) if said.get(key)), None)
+        for key in stated
+    }
+    pair = chosen["language"] if len(chosen["language"] or ()) == 2 else []
+    tags = [*_TAGS, *(["-".join(pair)] if pair else []), *tags]
+    return {**chosen, "tags": sum((said.get("tags", []) for said in earlier), tags)}
+
+
+def _render(model: SavedModel, metadata: dict[str, Any], target: Path, repo_id: str | None) -> str:
+    """Fill the template."""
+    folder, run = model.folder, model.run
+    name = repo_id.split("/")[-1] if repo_id else folder.resolve().name
+    scores = [score for results in model.results for score in results.scores()]
+    evaluations = [score.evaluation for score in scores if score.evaluation]
+    data = ModelCardData(
+        language=metadata["language"],
+        license=metadata["license"],
+        library_name="transformers",
+        pipeline_tag="translation",
+        tags=metadata["tags"],
+        base_model=metadata["base_model"],
+        datasets=metadata["datasets"],
+        metrics=sorted({entry.metric_type for entry in evaluations}) or None,
+        model_name=name if evaluations else None,
+        eval_results=evaluations or None,
+    )
+    samples = run.samples if run else []
+    log, log_file = model.log
+    card = ModelCard.from_template(
+        data,
+        template_path=str(_TEMPLATE),
+        model=model,
+        run=run,
+        metadata=metadata,
+        name=name,
+        place=repo_id or (name if folder.is_absolute() else folder.as_posix()),
+        scores=scores,
+        samples=[[_cell(sample[key]) for key in _SAMPLE] for sample in samples],
+        sentence=json.dumps(samples[0]["source"] if samples else "Hello", ensure_ascii=False),
+        translations=(folder / _TRANSLATIONS).exists(),
+        separate=(folder / "target_tokenizer").is_dir(),
+        training_data=run.data_of("train") if run else None,
+        hardware=_hardware(run.content["hardware"]) if run else None,
+        recipe=_text(folder / _RECIPE),
+        settings=_indented(run.settings) if run else None,
+        arguments=_indented(run.content.get("arguments")) if run else None,
+        curve=any((place / _CURVE).exists() for place in (folder, target)),
+        last_evaluation=next((entry for entry in reversed(log) if "eval_loss" in entry), None),
+        log_file=log_file,
+        licence_file=(target / _LICENCE).exists(),
+        version=__version__,
+    )
+    # As transformers writes it when it adds a tag: the mark has to survive that.
+    text = str(card).rstrip() + "\n\n"
+    return text + _MARK.format(_sha256(text))
+
+
+def _given(path: Any, folder: Path) -> Results:
+    """A results file that was asked for, under the name by which the card will link to it."""
+    results = read_results(path)
+    if results.path.resolve().is_relative_to(folder.resolve()):
+        return results.renamed(results.path.resolve().relative_to(folder.resolve()).as_posix())
+    return results.renamed(f"{RESULTS}/{results.path.name}")
+
+
+def _listed(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+
+def _indented(content: Any) -> str | None:
+    return json.dumps(content, indent=1, ensure_ascii=False) if content else None
+
+
+def _cell(text: str) -> str:
+    """Text in a table: neither markup nor a border."""
+    return html.escape(text, quote=False).replace("|", "\\|")
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hub_id(name: str | None) -> str | None:
+    return None if not name or os.path.isdir(name) else name
+
+
+def _hardware(hardware: Mapping[str, Any]) -> str:
+    cpu = f"{hardware.get('cpu', 'unknown CPU')}, {hardware.get('cores', '?')} cores"
+    return f"{hardware['gpu']}; {cpu}" if hardware.get("gpu") else cpu
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    """The metadata of a card, if there is one."""
+    if not card.exists():
+        return {}
+    data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    return {**data, **{key: _listed(data.get(key)) for key in ("language", "datasets", "tags")}}
+
+
+def _draw_curve(model: SavedModel, target: Path) -> None:
+    """Have a learning curve, if there is a log to draw it from."""
+    log, _ = model.log
+    if not log or (model.folder / _CURVE).exists():
+        return
+    try:
+        from ..training.curves import draw_learning_curve
+    except ImportError:  # matplotlib is no core dependency
+        return
+    score = model.run.settings.get("score", "bleu") if model.run else "bleu"
+    draw_learning_curve(log, target / _CURVE, score)
+
+
+def _add_licence(target: Path) -> None:
+    """Put the licence of the code beside it, from the checkout or the installation."""
+    if (target / _LICENCE).exists():
+        return
+    checkout = Path(__file__).resolve().parent.parent / _LICENCE
+    if checkout.exists():
+        shutil.copyfile(checkout, target / _LICENCE)
+        return
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        text = importlib.metadata.distribution("vaswani").read_text(f"licenses/{_LICENCE}")
+        (target / _LICENCE).write_text(text or "", encoding="utf-8")
+
+
+def _copy_linked(text: str, source: Path, target: Path) -> None:
+    """Copy the files that a card links to, and that lie beside it, to where the card goes."""
+    for name in _LINK.findall(text):
+        file = source / name
+        if file.is_file() and file.resolve().is_relative_to(source.resolve()):
+            (target / name).parent.mkdir(exist_ok=True)
+            if file.resolve() != (target / name).resolve():
+                shutil.copyfile(file, target / name)
+
+
+__all__ = ["write_model_card"]

@@ -1,0 +1,257 @@
+"""Results files: every number of a model card stands in one, beside how it was made."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import EvalResult
+
+# What `vaswani.training.circumstances` writes: without it nobody can repeat a number.
+PROVENANCE = ("command", "commit", "hardware", "versions", "date")
+# Figures of a results file: what a card calls them, and their metric on the Hub, if it has one.
+_METRICS = {
+    "bleu": ("BLEU", "bleu"),
+    "greedy_bleu": ("BLEU, greedy search", None),
+    "chrf": ("chrF", "chrf"),
+    "compound_split_bleu": ("compound-split BLEU", None),
+    "exact_match": ("exactly right, %", "exact_match"),
+    "perplexity": ("perplexity", "perplexity"),
+}
+_HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
+_TWO_LETTERS = re.compile(r"[a-z]{2}")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure as a card shows it; `evaluation` is its entry in the metadata, if it has one."""
+
+    data: str
+    metric: str
+    value: str
+    beams: int | None
+    signature: str | None
+    file: str
+    evaluation: EvalResult | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results file: its content, and the name by which a card links to it."""
+
+    path: Path
+    name: str
+    content: dict[str, Any]
+
+    def renamed(self, name: str) -> Self:
+        """The same file under another name."""
+        return dataclasses.replace(self, name=name)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the run, if the file has them."""
+        return self._object("settings")
+
+    @property
+    def minutes(self) -> float | None:
+        """How long training took."""
+        return self.content.get("training_minutes", self.content.get("minutes"))
+
+    @property
+    def pairs(self) -> int | None:
+        """Sentence pairs that were trained on."""
+        return self._object("pairs").get("train")
+
+    @property
+    def samples(self) -> list[dict[str, str]]:
+        """Some of the test set: source, translation, reference."""
+        return self._object("test").get("samples") or []
+
+    def data_of(self, split: str) -> str | None:
+        """Name the data of "train", "valid" or "test"."""
+        return self._object("data").get(split) or _names(self.settings.get(split))
+
+    def languages(self) -> list[str]:
+        """Source and target language: as stated, or by columns or file endings of two letters."""
+        stated = self.settings.get("languages")
+        if stated:
+            return list(stated)
+        files = [
+            Path(path.removesuffix(".gz")).suffix[1:] for path in self.settings.get("train", ())
+        ]
+        for pair in (list(self.settings.get("columns", ())), files):
+            if len(pair) == 2 and pair[0] != pair[1] and all(map(_TWO_LETTERS.fullmatch, pair)):
+                return pair
+        return []
+
+    def hub_data_sets(self) -> list[str]:
+        """Ids of the Hub's data sets that were trained on."""
+        found = _on_the_hub(self.settings.get("train"))
+        return [found["id"]] if found else []
+
+    def contradiction(self, parameters: int, weights_sha256: str | None) -> str | None:
+        """Say why these are not the results of a model; None if nothing speaks against it."""
+        content = self.content
+        for run in (content, *content.get("runs", ())):
+            counted = run.get("parameters", parameters)
+            if counted != parameters:
+                return f"is of a model of {counted:,} parameters, not {parameters:,}"
+        weights = content.get("weights_sha256")
+        if weights and weights_sha256 and weights != weights_sha256:
+            return f"is of other weights (SHA-256 {weights[:12]}..., not {weights_sha256[:12]}...)"
+        return None
+
+    def scores(self) -> list[Score]:
+        """All figures of the test and the validation set, in this order."""
+        return [score for split in ("test", "valid") for score in self._scores_of(split)]
+
+    def _object(self, key: str) -> dict[str, Any]:
+        """An object inside the file; nothing if there is none by that name."""
+        value = self.content.get(key)
+        return value if isinstance(value, dict) else {}
+
+    def _scores_of(self, split: str) -> Iterator[Score]:
+        figures = self._object(split)
+        recipe = self.content.get("recipe")
+        unnamed = {"test": "test set", "valid": "validation set"}[split]
+        data = self.data_of(split) or (f"{unnamed} of {recipe}" if recipe else unnamed)
+        if "mean" in figures:
+            yield self._mean_score(data, split, figures)
+            return
+        for name, (label, metric) in _METRICS.items():
+            value = figures.get(name)
+            if value is None:
+                continue
+            signature = _signature(name, figures)
+            yield Score(
+                data=data,
+                metric=label,
+                value=_rounded(value),
+                beams={"greedy_bleu": 1, "perplexity": None}.get(name, figures.get("beams")),
+                signature=signature,
+                file=self.name,
+                evaluation=(
+                    self._evaluation(split, data, metric, label, value, signature)
+                    if metric
+                    else None
+                ),
+            )
+        if accuracy := figures.get("nbest_accuracy"):
+            label = f"right among the best {len(accuracy)}, %"
+            value = _rounded(accuracy[-1])
+            yield Score(data, label, value, figures.get("beams"), None, self.name)
+
+    def _mean_score(self, data: str, split: str, figures: Mapping[str, Any]) -> Score:
+        """The score of a recipe, over several seeds; it is no score of one model."""
+        name = self.content.get("score", "bleu")
+        first = self.content["runs"][0].get(split, {})
+        deviation = figures.get("standard_deviation")
+        spread = "" if deviation is None else f" ± {_rounded(deviation)}"
+        return Score(
+            data=data,
+            metric=f"{_METRICS[name][0]}, mean of {len(figures['seeds'])} seeds",
+            value=_rounded(figures["mean"]) + spread,
+            beams=first.get("beams"),
+            signature=_signature(name, first),
+            file=self.name,
+        )
+
+    def _evaluation(
+        self, split: str, data: str, metric: str, label: str, value: float, signature: str | None
+    ) -> EvalResult:
+        hub = _on_the_hub(self.settings.get(split)) or {}
+        arguments = {"signature": signature} if signature else None
+        return EvalResult(
+            task_type="translation",
+            task_name="Translation",
+            dataset_type=hub.get("id") or re.sub(r"\W+", "-", data).strip("-").lower(),
+            dataset_name=data,
+            dataset_config=hub.get("config"),
+            dataset_split=hub.get("split") or {"valid": "validation"}.get(split, split),
+            metric_type=metric,
+            metric_name=label,
+            metric_value=value,
+            metric_args=arguments,
+        )
+
+
+def read_results(path: str | os.PathLike) -> Results:
+    """Read a results file.
+
+    Raises:
+        TypeError: `path` is no path: a number, for example, or a dict of them.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no JSON object, or does not say how its numbers were made.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"results are paths of results files, got {path!r}: a number without a file behind it "
+            "cannot enter a card. Write it to a JSON file beside circumstances() of "
+            "vaswani.training.circumstances."
+        )
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no results file {path}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no results file: it is not JSON ({error}).") from error
+    content = content if isinstance(content, dict) else {}
+    objects = [key for key in ("hardware", "versions") if not isinstance(content.get(key), dict)]
+    missing = [key for key in PROVENANCE if not content.get(key) or key in objects]
+    if missing:
+        raise ValueError(
+            f"{path} is no results file: it has no {', '.join(missing)}. A number enters a card "
+            "only beside circumstances() of vaswani.training.circumstances."
+        )
+    return Results(path, path.name, content)
+
+
+def is_language(code: str) -> bool:
+    """Whether a language has the form in which the Hub names it: "de", "deu", "pt-BR"."""
+    return bool(_LANGUAGE.fullmatch(code))
+
+
+def weights_sha256(folder: str | os.PathLike) -> str | None:
+    """SHA-256 of a saved model's weights, which the Hub shows beside the file; None for shards."""
+    path = Path(folder) / "model.safetensors"
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _signature(name: str, figures: Mapping[str, Any]) -> str | None:
+    plain = name in ("bleu", "greedy_bleu")
+    return figures.get("signature" if plain else f"{name}_signature")
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _names(data: Sequence[str] | None) -> str | None:
+    """Data as examples/train_translation.py takes them, without their folders and languages."""
+    if not data:
+        return None
+    if _on_the_hub(data):
+        return data[0]
+    stems = [Path(path.removesuffix(".gz")).stem for path in data]
+    return ", ".join(dict.fromkeys(stems))
+
+
+def _on_the_hub(data: Sequence[str] | None) -> dict[str, Any] | None:
+    """Take ID[@CONFIG][:SPLIT] apart; None for files and folders."""
+    if not data or len(data) != 1 or Path(data[0].partition(":")[0]).exists():
+        return None
+    name = data[0].removesuffix(".gz")
+    match = _HUB_DATA.fullmatch(data[0])
+    return (
+        None if match is None or name.endswith((".tsv", ".jsonl", ".json")) else match.groupdict()
+    )

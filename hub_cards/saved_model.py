@@ -1,0 +1,192 @@
+"""What the files of a saved model say about it."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from filecmp import cmp
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers.utils import logging
+
+from ..configuration.configuration_vaswani import VaswaniConfig
+from .results import Results, read_results, weights_sha256
+
+logger = logging.get_logger(__name__)
+
+# The folder of results files from elsewhere: there they cannot take the place of the model's own.
+RESULTS = "results"
+_TRAINER_STATE = "trainer_state.json"
+_PIECES = {"BPE": "byte pairs", "WordPiece": "word pieces", "Unigram": "unigram pieces"}
+
+
+@dataclass
+class SavedModel:
+    """What the files of a saved model, and results files from elsewhere, say about it.
+
+    Raises:
+        FileNotFoundError: the folder has no config.json, or no weights.
+        ValueError: it holds another model than a VaswaniForConditionalGeneration, or a results file
+            is about another one.
+    """
+
+    folder: Path
+    given: Sequence[Results] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            fields = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{self.folder} holds no config.json: save a model there first."
+            ) from error
+        generates = (self.folder / "generation_config.json").exists()
+        if fields.get("model_type") != "vaswani" or not generates:
+            held = (fields.get("architectures") or [fields.get("model_type")])[0]
+            raise ValueError(
+                f"{self.folder} holds a {held}: cards are for VaswaniForConditionalGeneration, "
+                "which translates."
+            )
+        self.config = VaswaniConfig.from_pretrained(self.folder)
+        if not self.weights:
+            raise FileNotFoundError(
+                f"{self.folder} holds no model.safetensors: save the model there first."
+            )
+        for results in self.given:
+            if contradiction := results.contradiction(self.parameters, self.weights_sha256):
+                raise ValueError(f"{results.path} {contradiction}: it is not about {self.folder}.")
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files of the weights."""
+        return sorted(self.folder.glob("model*.safetensors"))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Their number; tied ones are stored, and count, once."""
+        count = 0
+        for path in self.weights:
+            with safe_open(path, framework="pt") as tensors:
+                shapes = (tensors.get_slice(name).get_shape() for name in tensors.keys())  # noqa: SIM118
+                count += sum(map(math.prod, shapes))
+        return count
+
+    @cached_property
+    def weights_sha256(self) -> str | None:
+        """SHA-256 of the weights, if they are one file."""
+        return weights_sha256(self.folder)
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """The settings that `generate` follows."""
+        return _json_object(self.folder / "generation_config.json")
+
+    @cached_property
+    def tokenizer(self) -> dict[str, Any]:
+        """The tokenizer of the source, if it lies there."""
+        return _json_object(self.folder / "tokenizer.json")
+
+    @cached_property
+    def results(self) -> list[Results]:
+        """The results files, the run's own first; those in the folder of other weights left out."""
+        found = list(self.given)
+        given = {results.name for results in found}
+        for path in [*self.folder.glob("*.json"), *self.folder.glob(f"{RESULTS}/*.json")]:
+            name = path.relative_to(self.folder).as_posix()
+            if name in given:
+                continue
+            try:
+                results = read_results(path).renamed(name)
+            except ValueError:
+                continue  # any other JSON file
+            if contradiction := results.contradiction(self.parameters, self.weights_sha256):
+                logger.warning(f"{path} {contradiction}: the card leaves it out.")
+            else:
+                found.append(results)
+        return sorted(found, key=lambda results: (results.name != "results.json", results.name))
+
+    @property
+    def run(self) -> Results | None:
+        """The results file that says how the model was trained."""
+        trained = (results for results in self.results if "log" in results.content)
+        return next(trained, next(iter(self.results), None))
+
+    @property
+    def log(self) -> tuple[list[dict[str, Any]], str]:
+        """The log of the training run, and the file that holds it."""
+        if self.run and self.run.content.get("log"):
+            return self.run.content["log"], self.run.name
+        return _json_object(self.folder / _TRAINER_STATE).get("log_history", []), _TRAINER_STATE
+
+    def vocabulary(self) -> str:
+        """Describe the tokens."""
+        config = self.config
+        sizes = f"{config.vocab_size:,} {self._pieces()}"
+        if config.share_encoder_decoder_embeddings:
+            return f"one vocabulary of {sizes}"
+        return f"vocabularies of {sizes} and, for the target, {config.decoder_vocab_size:,}"
+
+    def _pieces(self) -> str:
+        kind = self.tokenizer.get("model", {}).get("type")
+        if kind != "WordLevel":
+            return _PIECES.get(kind, "tokens")
+        splits = self.tokenizer["pre_tokenizer"]
+        if "pretokenizers" not in splits:
+            return "words"
+        pattern = splits["pretokenizers"][0]["pattern"].get("Regex")
+        return "characters" if pattern == r"[\s\S]" else "matches of a pattern"
+
+    def knows_all_characters(self) -> bool:
+        """Whether there is no text that it cannot read and write, as far as can be told."""
+        bytes_known = self.tokenizer.get("model", {}).get("byte_fallback")
+        return not self.tokenizer or bool(bytes_known) or "ByteLevel" in json.dumps(self.tokenizer)
+
+    @property
+    def beams(self) -> int:
+        """Beams of the search by default."""
+        return self.generation.get("num_beams") or 1
+
+    def penalty(self) -> str:
+        """The length penalty of beam search in words."""
+        alpha = self.generation.get("length_penalty", 1.0)
+        if self.generation.get("length_penalty_type") == "gnmt":
+            return f"((5 + length) / 6)^{alpha}"
+        return f"length^{alpha}"
+
+    def differences(self) -> list[tuple[str, Any, Any]]:
+        """Settings in which the model is not the paper's base model: name, value, the paper's."""
+        ours, base = self.config.to_dict(), VaswaniConfig().to_dict()
+        told = {"vocab_size", "decoder_vocab_size", "use_cache"}
+        names = [name for name in VaswaniConfig.__annotations__ if name in base]
+        return [
+            (name, ours[name], base[name])
+            for name in names
+            if name not in told and not name.endswith("_token_id") and ours[name] != base[name]
+        ]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same weights, to the last bit."""
+    names = [
+        sorted(path.name for path in folder.glob("model*.safetensors")) for folder in (one, other)
+    ]
+    return (
+        bool(names[0])
+        and names[0] == names[1]
+        and all(cmp(one / name, other / name, shallow=False) for name in names[0])
+    )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """A JSON file; nothing where there is none, or it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+__all__ = ["RESULTS", "SavedModel", "same_weights"]
