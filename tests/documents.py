@@ -28,7 +28,7 @@ class Page:
 
     def python(self):
         """Its Python blocks, each with what it prints: the block without a language behind it."""
-        following = [*self.blocks[1:], ("", None)]
+        following = [*self.blocks, ("", None)][1:]
         return [
             (body, printed if not language_of_next else None)
             for (language, body), (language_of_next, printed) in zip(
