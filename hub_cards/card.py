@@ -31,7 +31,7 @@ CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card_template.md.j2")
 _CURVE = "learning_curve.png"
 _RECIPE = "recipe.yaml"
-_LICENCE = "LICENSE"
+_LICENCE = "LICENSE-CODE"  # not LICENSE, which is the owner's to give to the weights
 _TRANSLATIONS = "test.txt"
 _SAMPLE = ("source", "translation", "reference")
 _TAGS = ("vaswani", "transformer", "attention-is-all-you-need", "sequence-to-sequence")
@@ -294,12 +294,12 @@ def _add_licence(target: Path) -> None:
     """Put the licence of the code beside it, from the checkout or the installation."""
     if (target / _LICENCE).exists():
         return
-    checkout = Path(__file__).resolve().parent.parent / _LICENCE
+    checkout = Path(__file__).resolve().parent.parent / "LICENSE"
     if checkout.exists():
         shutil.copyfile(checkout, target / _LICENCE)
         return
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        text = importlib.metadata.distribution("vaswani").read_text(f"licenses/{_LICENCE}")
+        text = importlib.metadata.distribution("vaswani").read_text("licenses/LICENSE")
         (target / _LICENCE).write_text(text or "", encoding="utf-8")
 
 

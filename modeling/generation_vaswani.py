@@ -191,7 +191,7 @@ class ForcedEndAtOwnLimit(LogitsProcessor):
         limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self.eos_token_id] = 0
-        return torch.where(input_ids.shape[1] == limits[:, None] - 1, forced, scores)
+        return torch.where(limits[:, None] - 1 == input_ids.shape[1], forced, scores)
 
 
 def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:

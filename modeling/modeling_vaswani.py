@@ -12,6 +12,7 @@ V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 """
 
 import contextlib
+import importlib
 import math
 import os
 from collections.abc import Callable
@@ -146,7 +147,8 @@ class VaswaniAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, num_heads * d_k, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.d_model, num_heads * d_v, bias=config.attention_bias)
         self.out_proj = nn.Linear(num_heads * d_v, config.d_model, bias=config.attention_bias)
-        for linear in (self.q_proj, self.k_proj, self.v_proj):
+        projections: Any = (self.q_proj, self.k_proj, self.v_proj)
+        for linear in projections:
             linear.fairseq_gain = 2**-0.5  # smaller than Xavier's, see _init_weights
 
     def forward(
@@ -225,7 +227,8 @@ class VaswaniLayer(GradientCheckpointingLayer):
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
         self.fc1 = nn.Linear(config.d_model, ffn_dim)
         self.fc2 = nn.Linear(ffn_dim, config.d_model)
-        for linear in (self.fc1, self.fc2):  # to torch's own bound, 1 / sqrt(in_features)
+        maps: Any = (self.fc1, self.fc2)
+        for linear in maps:  # to torch's own bound, 1 / sqrt(in_features)
             linear.fairseq_gain = math.sqrt((config.d_model + ffn_dim) / linear.in_features / 6)
         self.final_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
@@ -323,7 +326,7 @@ class VaswaniPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """Load a model as in transformers, or none: not one with a part of its weights.
 
-        Weights that a checkpoint of the same class lacks, or has left over, are refused unless
+        A checkpoint of the same class that lacks weights, or has others, is refused unless
         `output_loading_info=True` asks which they are.
 
         Raises:
@@ -331,7 +334,7 @@ class VaswaniPreTrainedModel(PreTrainedModel):
         """
         place = pretrained_model_name_or_path
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 place, *model_args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
@@ -340,14 +343,16 @@ class VaswaniPreTrainedModel(PreTrainedModel):
                 "force_download=True does."
             ) from error
         if output_loading_info:
-            return model, info
+            return loaded
+        model, info = loaded
         same_class = cls.__name__ in (model.config.architectures or ())
-        for what, keys in (("lacks", "missing_keys"), ("has left over", "unexpected_keys")):
-            if same_class and "state_dict" not in kwargs and (names := info[keys]):
+        for what, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
+            if same_class and "state_dict" not in kwargs and (names := sorted(info[keys])):
+                others = f" and {len(names) - 1} others" if len(names) > 1 else ""
                 raise OSError(
-                    f"{place} {what} {len(names)} weights, such as {min(names)}: its weights and "
-                    "its configuration do not fit each other. Get both anew, or, if it is meant, "
-                    "pass output_loading_info=True to get the model and a list of them."
+                    f"{place} {what} {names[0]}{others}: its weights and its configuration do not "
+                    "fit each other. Get both anew, or, if that is meant, pass "
+                    "output_loading_info=True to get the model all the same, and a list of them."
                 )
         return model
 
@@ -663,6 +668,20 @@ class VaswaniForConditionalGeneration(
         self.config.decoder_vocab_size = size
         self.tie_weights()
         return decoder.embed_tokens
+
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        **kwargs: Any,
+    ) -> Any:
+        # All of transformers' ways to push a model end here, with an empty draft for a card. Remote
+        # code keeps that: what writes cards does not travel.
+        if self._auto_class is None:
+            cards = importlib.import_module("vaswani.hub_cards.card")
+            cards.add_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Offset the targets (B, T) by one position (3.1): start token first, last token gone.

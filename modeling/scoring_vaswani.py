@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers.utils import cached_file
 
 from .search_vaswani import length_penalty as length_penalty_of
 
@@ -240,14 +241,30 @@ class VaswaniScoringMixin:
         """Find the target's tokenizer: the source's own, or one in its folder's target_tokenizer/.
 
         Raises:
-            ValueError: the target has a vocabulary of its own, and no such folder is there.
+            OSError: a file of the folder is damaged.
+            ValueError: the target has a vocabulary of its own, and no such folder is there, or it
+                cannot be looked for.
         """
         config, folder = self.config, tokenizer.name_or_path
         if config.share_encoder_decoder_embeddings:
             return tokenizer
         if folder:
-            with contextlib.suppress(OSError, ValueError):
-                return type(tokenizer).from_pretrained(folder, subfolder="target_tokenizer")
+            origin = getattr(tokenizer, "origin", {})
+            try:
+                found = cached_file(
+                    folder,
+                    "target_tokenizer/tokenizer.json",
+                    _raise_exceptions_for_missing_entries=False,
+                    **origin,
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"Whether {folder} has a subfolder target_tokenizer cannot be found out, so "
+                    f"pass target_tokenizer: {error}"
+                ) from error
+            if found is not None:
+                reader = type(tokenizer)
+                return reader.from_pretrained(folder, subfolder="target_tokenizer", **origin)
         if config.vocab_size == config.decoder_vocab_size:
             return tokenizer  # one vocabulary with two tables of embeddings
         raise ValueError(

@@ -393,15 +393,15 @@ def test_the_package_is_cited_as_its_citation_file_says(bare):
 
 def test_the_licence_of_the_code_comes_with_the_card(bare):
     text = text_of(bare)
-    assert (bare / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (bare / "LICENSE-CODE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert "Nobody has stated a licence of the weights." in text
     assert "The weights are under `mit`." in text_of(bare, license="mit")
 
 
 def test_a_licence_that_is_there_stays(bare):
-    (bare / "LICENSE").write_text("of my own\n")
+    (bare / "LICENSE-CODE").write_text("of my own\n")
     text_of(bare)
-    assert (bare / "LICENSE").read_text() == "of my own\n"
+    assert (bare / "LICENSE-CODE").read_text() == "of my own\n"
 
 
 def test_the_template_is_part_of_the_package():
@@ -490,7 +490,7 @@ def test_another_folder_gets_the_card_with_every_file_it_links_to(run):
     names = {path.relative_to(card.parent).as_posix() for path in card.parent.rglob("*.*")}
     companions = {"results.json", "results/three-seeds.json", "recipe.yaml", "test.txt"}
     assert names == {"README.md", "learning_curve.png", *companions}
-    assert (card.parent / "LICENSE").exists()
+    assert (card.parent / "LICENSE-CODE").exists()
     assert 'from_pretrained("user/numbers")' in card.read_text("utf-8")
     assert {path.name for path in run.iterdir()} == kept
 
@@ -593,7 +593,7 @@ def test_a_checkpoint_that_a_trainer_pushes_has_a_card(tmp_path, monkeypatch):
     weights = [re.search(r"`(\w{64})`", files["README.md"].decode())[1] for files in pushed]
     assert weights == [weights_sha256(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
     assert b'from_pretrained("user/running")' in pushed[-1]["README.md"]
-    assert {"LICENSE", "learning_curve.png"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"LICENSE-CODE", "learning_curve.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_trainer_leaves_the_card_of_an_adapter_to_transformers(tmp_path, tiny_model):
@@ -727,7 +727,7 @@ def test_a_push_brings_the_card_and_all_it_links_to(pushed):
     assert "mine" in metadata(text)["tags"]
     for link in re.findall(r"\]\(([^):]+)\)", text):
         assert first[link] == (folder / link).read_bytes()
-    assert {"LICENSE", "results.json", "learning_curve.png"} <= set(first)
+    assert {"LICENSE-CODE", "results.json", "learning_curve.png"} <= set(first)
 
 
 def test_the_hub_finds_no_fault_with_the_card_and_would_have_found_one(pushed):
@@ -751,7 +751,7 @@ def test_weights_trained_further_take_no_old_number_with_them(pushed, name):
     text = last["README.md"].decode()
     assert "36.82" not in text
     assert "none is claimed here" in text
-    assert "LICENSE" in last
+    assert "LICENSE-CODE" in last
 
 
 def test_the_code_without_the_package_runs_as_printed(pushed):

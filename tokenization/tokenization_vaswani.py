@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from transformers.utils import extract_commit_hash
 
 from ..configuration.configuration_vaswani import save_remote_code
 
@@ -392,6 +393,37 @@ class VaswaniTokenizer(TokenizersBackend):
         new._tokenizer = _settled(new._tokenizer)
         new._tokenizer.encode_special_tokens = new.split_special_tokens
         return new
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        resolved_vocab_files: dict[str, str | None],
+        pretrained_model_name_or_path: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Self:
+        file = resolved_vocab_files.get("tokenizer_file")
+        if file is None:
+            raise OSError(f"{pretrained_model_name_or_path} has no tokenizer.json.")
+        try:
+            tokenizer = super()._from_pretrained(
+                resolved_vocab_files, pretrained_model_name_or_path, *args, **kwargs
+            )
+        except Exception:
+            try:
+                Tokenizer.from_file(file)
+            except Exception as flaw:  # tokenizers raises the bare class
+                raise OSError(
+                    f"{file} is damaged: {flaw}. Get it anew; from the Hub, force_download=True "
+                    "does."
+                ) from flaw
+            raise
+        # What finds other files of the same state of a repository.
+        names = ("cache_dir", "local_files_only")
+        tokenizer.origin = {name: kwargs[name] for name in names if kwargs.get(name)}
+        if revision := extract_commit_hash(file, None):
+            tokenizer.origin["revision"] = revision
+        return tokenizer
 
     def _save_pretrained(
         self,

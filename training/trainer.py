@@ -1,6 +1,7 @@
 """Seq2SeqTrainer with the paper's batches and schedule (sections 5.1, 5.3), safe from kills."""
 
 import contextlib
+import json
 import math
 import shutil
 from functools import partial
@@ -18,7 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
+from transformers.utils import logging
 
+from ..hub_cards.card import write_model_card
+from ..hub_cards.results import weights_sha256
+from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .batching import TokenBatchSampler
 from .checkpoints import (
     begin_checkpoint,
@@ -28,7 +33,10 @@ from .checkpoints import (
     last_complete_checkpoint,
     limit_checkpoints,
 )
+from .circumstances import circumstances
 from .schedule import noam_schedule
+
+logger = logging.get_logger(__name__)
 
 
 class VaswaniTrainer(Seq2SeqTrainer):
@@ -212,6 +220,88 @@ class VaswaniTrainer(Seq2SeqTrainer):
             self.args.save_total_limit = limit
         if self.args.should_save and limit:
             limit_checkpoints(folder, limit, self.state.best_model_checkpoint)
+        if self.args.push_to_hub:
+            self._report_failed_pushes()
+            if self._has_whole_model(folder):
+                write_model_card(folder, output=run, repo_id=self.hub_model_id)
+            super()._push_from_checkpoint(str(folder))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push nothing yet: this is called while the checkpoint is still being saved."""
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._report_failed_pushes()
+
+    def _report_failed_pushes(self) -> None:
+        """Warn of pushes in the background that failed, of which transformers says nothing."""
+        current: Any = getattr(self, "push_in_progress", None)
+        for job in [job for job in current.jobs if job.done()] if current else []:
+            current.jobs.remove(job)
+            if error := job.exception():
+                logger.warning(
+                    f"A push to {self.hub_model_id} failed, which has its earlier state: {error} "
+                    "The next push, or trainer.push_to_hub(), makes up for it."
+                )
+
+    def settings(self) -> dict[str, Any]:
+        """All hyperparameters of the run, in JSON's types; without tokens of the Hub."""
+        own = ("max_source_tokens", "max_target_tokens", "noam_warmup_steps", "noam_factor")
+        return {**self.args.to_dict(), **{name: getattr(self, name) for name in own}}
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        finetuned_from: str | None = None,
+        dataset_tags: str | list[str] | None = None,
+        **others: Any,
+    ) -> None:
+        """Write the card of the model in the output folder, and training.json, where it is from.
+
+        A card that somebody has changed stays. An adapter gets transformers' card, and so does a
+        model of another class.
+        """
+        output = Path(self.args.output_dir or "trainer_output")
+        if not self._has_whole_model(output):
+            super().create_model_card(
+                language,
+                license,
+                tags,
+                finetuned_from=finetuned_from,
+                dataset_tags=dataset_tags,
+                **others,
+            )
+            return
+        log = self.state.log_history
+        seconds = sum(entry.get("train_runtime", 0.0) for entry in log)
+        report = {
+            **circumstances(),
+            "training_minutes": round(seconds / 60, 1),
+            "steps": self.state.global_step,
+            "weights_sha256": weights_sha256(output),
+            "arguments": self.settings(),
+            "log": log,
+        }
+        path = output / "training.json"
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_model_card(
+            output,
+            repo_id=self.hub_model_id,
+            language=language,
+            license=license,
+            tags=tags,
+            base_model=finetuned_from,
+            datasets=dataset_tags,
+        )
+
+    def _has_whole_model(self, folder: Path) -> bool:
+        """Whether a folder holds what a card describes: no adapter, no shards of many processes."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        translator = isinstance(model, VaswaniForConditionalGeneration)
+        weights = any(folder.glob("model*.safetensors"))
+        return translator and weights and self.is_world_process_zero()
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Sentences of an average update, from which samples per second are reported."""

@@ -1,0 +1,427 @@
+"""Processes that push to a Hub and pull from it, and tell what they found.
+
+Whether the package is there, and which Hub is meant, is settled when a process starts. So `ask`
+runs this file as a program of its own, once for each of its roles.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers as hf
+
+SENTENCES = ["A dog runs over the wet sand.", "Two men are playing chess."]
+RESULTS = json.dumps({"bleu": 36.8})
+
+
+def ask(role, hub, work, package=None, **given):
+    """Run a role in a process of its own and return what it returns.
+
+    `package` is the folder to import vaswani from; without one the process cannot import it.
+    """
+    task, report = work / f"{role.__name__}.task.json", work / f"{role.__name__}.json"
+    task.write_text(json.dumps({"work": str(work), **given}))
+    # -P keeps the folder of this file off sys.path.
+    command = [sys.executable, "-P", __file__, role.__name__, str(package or ""), task, report]
+    finished = subprocess.run(
+        command, env=hub.environment, cwd=work, capture_output=True, text=True, timeout=500
+    )
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    return json.loads(report.read_text())
+
+
+def load(place, tokenizer_place=None, **options):
+    return {
+        "config": hf.AutoConfig.from_pretrained(place, **options),
+        "base": hf.AutoModel.from_pretrained(place, **options),
+        "translator": hf.AutoModelForSeq2SeqLM.from_pretrained(place, **options),
+        "encoder": hf.AutoModelForTextEncoding.from_pretrained(place, **options),
+        "tokenizer": hf.AutoTokenizer.from_pretrained(tokenizer_place or place, **options),
+    }
+
+
+def parts_of(translator, tokenizer):
+    """What `load` should give back, taken from a translator that was never saved."""
+    return {
+        "config": translator.config,
+        "base": translator.model,
+        "translator": translator,
+        "encoder": translator.model.encoder,
+        "tokenizer": tokenizer,
+    }
+
+
+def fingerprint(tensor):
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def behaviour(loaded):
+    """All that a user sees of a model and its tokenizer, to the last bit."""
+    tokenizer, translator = loaded["tokenizer"], loaded["translator"].eval()
+    source = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    inputs = {**source, "decoder_input_ids": source["input_ids"].flip(1)}
+    beams = translator.generate(**source, num_beams=4)
+    return {
+        "token ids": source["input_ids"].tolist(),
+        "decoded": tokenizer.batch_decode(source["input_ids"], skip_special_tokens=True),
+        "logits": fingerprint(translator(**inputs).logits),
+        "base": fingerprint(loaded["base"].eval()(**inputs).last_hidden_state),
+        "encoder": fingerprint(loaded["encoder"].eval()(**source).last_hidden_state),
+        "beams": beams.tolist(),
+        "length limit": translator.generation_config.max_length_offset,
+    }
+
+
+def packages_of(loaded):
+    """Where the classes come from: `vaswani`, or `transformers_modules` for trusted code."""
+    return sorted({type(part).__module__.split(".")[0] for part in loaded.values()})
+
+
+def facts_about(loaded):
+    return {"behaviour": behaviour(loaded), "packages": packages_of(loaded)}
+
+
+def refusal(function, *args, **options):
+    """The name of the error that a call raises and what it says; None if it raises none."""
+    try:
+        function(*args, **options)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+def refusals(place, **options):
+    """What loading each part says."""
+    loaders = {
+        "config": hf.AutoConfig,
+        "translator": hf.AutoModelForSeq2SeqLM,
+        "tokenizer": hf.AutoTokenizer,
+    }
+    return {
+        part: refusal(loader.from_pretrained, place, **options) for part, loader in loaders.items()
+    }
+
+
+def train(trainer_class, loaded, output_dir, repo_id=None, resume=None, **settings):
+    model, tokenizer = loaded["translator"], loaded["tokenizer"]
+    settings = {
+        "max_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **({"push_to_hub": True, "hub_model_id": repo_id} if repo_id else {}),
+        **settings,
+    }
+    Path(output_dir).mkdir()
+    Path(output_dir, "results.json").write_text(RESULTS)
+    trainer = trainer_class(
+        model=model,
+        args=hf.Seq2SeqTrainingArguments(output_dir=output_dir, **settings),
+        data_collator=hf.DataCollatorForSeq2Seq(tokenizer, model=model),
+        train_dataset=[dict(tokenizer(text, text_target=text)) for text in SENTENCES],
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def changed(loaded, value):
+    """Other weights, for a new version."""
+    with torch.no_grad():
+        loaded["translator"].model.encoder.layers[0].fc2.bias.fill_(value)
+    return loaded
+
+
+def push(loaded, repo_id, **options):
+    for part in ("translator", "tokenizer"):
+        loaded[part].push_to_hub(repo_id, **options)
+
+
+def without_waiting():
+    """Have huggingface_hub try again at once when it lost a connection."""
+    from huggingface_hub import file_download
+    from huggingface_hub.utils import _http
+
+    for module in (_http, file_download):
+        module.time = types.SimpleNamespace(sleep=lambda seconds: None)
+
+
+# The roles of test_sharing.py
+
+
+def publisher(saved, work):
+    """Has the package: loads without trust, pushes, pulls its own pushes."""
+    facts = {}
+    loaded = load(saved)
+    facts["folder"] = facts_about(loaded)
+    # A config that was never saved: nothing has written its auto_map yet.
+    config = type(loaded["config"])(d_model=16)
+    parts = {"config": config, "model": loaded["translator"], "tokenizer": loaded["tokenizer"]}
+    for name, part in parts.items():
+        part.push_to_hub(f"pushed/{name}")
+        part.save_pretrained(Path(work, name), push_to_hub=True, repo_id=f"saved/{name}")
+    loaded["config"].save_pretrained(Path(work, "named-by-folder"), push_to_hub=True)
+    for way in ("pushed", "saved"):
+        facts[way] = facts_about(load(f"{way}/model", f"{way}/tokenizer"))
+    return facts
+
+
+def stranger(saved, work):
+    """Has not: loads and pulls with trust, saves again three generations deep, pushes again."""
+    trusted = {"trust_remote_code": True}
+    facts = {}
+    generation = saved
+    for number in (1, 2, 3):
+        loaded = load(generation, **trusted)
+        facts[f"generation {number}"] = facts_about(loaded)
+        generation = f"{work}/generation-{number + 1}"
+        loaded["translator"].save_pretrained(generation)
+        loaded["tokenizer"].save_pretrained(generation)
+    for way in ("pushed", "saved"):
+        pulled = load(f"{way}/model", f"{way}/tokenizer", **trusted)
+        facts[way] = facts_about(pulled)
+    push(pulled, "pushed-again/both")
+    return facts
+
+
+def heir(saved, work):
+    """Has not, and comes last: loads what the two of them left."""
+    trusted = {"trust_remote_code": True}
+    places = {"generation 4": f"{work}/generation-4", "pushed again": "pushed-again/both"}
+    facts = {name: facts_about(load(place, **trusted)) for name, place in places.items()}
+
+    tokenizer = hf.AutoTokenizer.from_pretrained(f"{saved}-tokenizer", **trusted)
+    source = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    facts["tokenizer alone"] = source["input_ids"].tolist()
+    base = hf.AutoModel.from_pretrained(f"{saved}-base", **trusted)
+    outputs = base(**source, decoder_input_ids=source["input_ids"].flip(1))
+    facts["base alone"] = fingerprint(outputs.last_hidden_state)
+    encoder = hf.AutoModelForTextEncoding.from_pretrained(f"{saved}-encoder", **trusted)
+    facts["encoder alone"] = fingerprint(encoder(**source).last_hidden_state)
+    auto_classes = (hf.AutoModel, hf.AutoModelForSeq2SeqLM, hf.AutoModelForTextEncoding)
+    facts["config alone"] = {}
+    for place in (f"{saved}-config", "pushed/config", "saved/config"):
+        config = hf.AutoConfig.from_pretrained(place, **trusted)
+        facts["config alone"][place] = [
+            type(auto_class.from_config(config, **trusted)).__name__ for auto_class in auto_classes
+        ]
+    return facts
+
+
+# The roles of test_hub.py
+
+
+def owner(saved, work, broken):
+    """Has the package: trains, publishes versions, is interrupted, meets broken repositories."""
+    without_waiting()
+    return {
+        "trainers": trained_and_pushed(saved, work),
+        "interrupted training": training_that_lost_a_push(saved, work),
+        "resumed": resumed_from_the_hub(saved, work),
+        "versions": published_versions(saved, work),
+        "interrupted": interrupted_pushes(saved),
+        "broken": {name: refusals(f"broken/{name}") for name in broken},
+    }
+
+
+def trained_and_pushed(saved, work):
+    from vaswani.training.trainer import VaswaniTrainer
+
+    facts = {}
+    for trainer_class in (hf.Seq2SeqTrainer, VaswaniTrainer):
+        for strategy in ("every_save", "end", "checkpoint"):
+            name = f"{trainer_class.__name__}-{strategy}"
+            loaded = load(saved)
+            trainer = train(
+                trainer_class, loaded, f"{work}/{name}", f"trained/{name}", hub_strategy=strategy
+            )
+            if strategy == "end":  # which stands for: when asked
+                trainer.push_to_hub()
+            facts[name] = facts_about(parts_of(loaded["translator"], loaded["tokenizer"]))
+    return facts
+
+
+def training_that_lost_a_push(saved, work):
+    from vaswani.training import trainer as module
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    module.logger.addHandler(handler)
+    loaded = load(saved)
+    place = "interrupted/training"
+    trainer = train(module.VaswaniTrainer, loaded, f"{work}/interrupted", place)
+    trained_to = trainer.state.global_step
+    trainer.push_to_hub()
+    facts = facts_about(parts_of(loaded["translator"], loaded["tokenizer"]))
+    return {**facts, "warnings": messages, "steps": trained_to}
+
+
+def resumed_from_the_hub(saved, work):
+    """Train from the checkpoint that a run of two updates pushed, and without an interruption."""
+    from huggingface_hub import snapshot_download
+    from vaswani.training.checkpoints import flaw_of
+    from vaswani.training.trainer import VaswaniTrainer
+
+    pulled = Path(snapshot_download("trained/VaswaniTrainer-checkpoint"), "last-checkpoint")
+    ends = {}
+    for name, resume in {"resumed": str(pulled), "straight": None}.items():
+        loaded = load(saved)
+        train(VaswaniTrainer, loaded, f"{work}/{name}", resume=resume, max_steps=4)
+        ends[name] = behaviour(parts_of(loaded["translator"], loaded["tokenizer"]))
+    return {"flaw": flaw_of(pulled), **ends}
+
+
+def published_versions(saved, work):
+    """A tag, a branch with code of its own and a later main; private; two vocabularies, twice."""
+    from huggingface_hub import HfApi
+
+    hub, repo_id = HfApi(), "versions/model"
+    facts = {}
+    loaded = load(saved)
+    push(loaded, repo_id)
+    hub.create_tag(repo_id, tag="v1")
+    facts["v1"] = behaviour(parts_of(loaded["translator"], loaded["tokenizer"]))
+    push(changed(loaded, 2.0), repo_id, revision="draft")
+    code = Path(saved, "modeling_vaswani.py").read_bytes() + b"\nVERSION = 'draft'\n"
+    hub.upload_file(
+        path_or_fileobj=code, path_in_repo="modeling_vaswani.py", repo_id=repo_id, revision="draft"
+    )
+    facts["draft"] = behaviour(parts_of(loaded["translator"], loaded["tokenizer"]))
+    push(changed(loaded, 3.0), repo_id)
+    facts["main"] = behaviour(parts_of(loaded["translator"], loaded["tokenizer"]))
+    facts["sha"] = hub.repo_info(repo_id, revision="draft").sha
+
+    push(loaded, "private/model", private=True)
+
+    repo_id = "two/vocabularies"
+    hub.create_repo(repo_id)
+    hub.upload_folder(folder_path=f"{saved}-two", repo_id=repo_id)
+    hub.create_tag(repo_id, tag="v1")
+    hub.upload_folder(
+        folder_path=f"{saved}-two-later", repo_id=repo_id, path_in_repo="target_tokenizer"
+    )
+    return facts
+
+
+def interrupted_pushes(saved):
+    from huggingface_hub import HfApi
+
+    facts = {}
+    for number, part in enumerate(("upload", "publication")):
+        place = f"interrupted/{part}"
+        before = HfApi().repo_info(place).sha
+        loaded = changed(load(saved), -1.0 - number)
+        facts[part] = {
+            "refusal": refusal(loaded["translator"].push_to_hub, place),
+            "nothing is new": HfApi().repo_info(place).sha == before,
+            "after it": behaviour(load(place)),
+        }
+        loaded["translator"].push_to_hub(place)
+        facts[part]["pushed again"] = behaviour(load(place))
+        facts[part]["meant"] = behaviour(parts_of(loaded["translator"], loaded["tokenizer"]))
+    return facts
+
+
+def reader(work, broken, trained, sha):
+    """Has not the package: pulls all of it, refused where it must be, and with a damaged cache."""
+    without_waiting()
+    trusted = {"trust_remote_code": True}
+    places = [*(f"trained/{name}" for name in trained), "interrupted/training", "lost/download"]
+    return {
+        "pulled": {place: facts_about(load(place, **trusted)) for place in places},
+        "versions": read_versions(sha, **trusted),
+        "private": read_private(**trusted),
+        "two vocabularies": {
+            version: translations("two/vocabularies", revision=version, **trusted)
+            for version in ("v1", "main")
+        },
+        "broken": {name: refusals(f"broken/{name}", **trusted) for name in broken},
+        "incomplete downloads": [str(path) for path in cache().rglob("*.incomplete")],
+        "cache": damaged_cache(**trusted),
+    }
+
+
+def cache():
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def translations(place, **options):
+    translate = hf.pipeline("translation", model=place, device="cpu", **options)
+    return [translation["translation_text"] for translation in translate(SENTENCES)]
+
+
+def read_versions(sha, **trusted):
+    place = "versions/model"
+    facts = {
+        "unknown": refusals(place, revision="v9", **trusted),
+        "translations of v1": translations(place, revision="v1", **trusted),
+    }
+    for name, revision in {"v1": "v1", "draft": "draft", "main": "main", "sha": sha}.items():
+        loaded = load(place, revision=revision, **trusted)
+        module = sys.modules[type(loaded["translator"]).__module__]
+        facts[name] = {"behaviour": behaviour(loaded), "code": getattr(module, "VERSION", None)}
+    return facts
+
+
+def read_private(**trusted):
+    facts = {}
+    for name, token in {"without a token": "", "with a wrong token": "hf_wrong"}.items():
+        with mock.patch.dict(os.environ, HF_TOKEN=token):
+            facts[name] = refusals("private/model", **trusted)
+    facts["cached"] = [str(path) for path in cache().glob("*private*/snapshots/*/*")]
+    facts["with the token"] = behaviour(load("private/model", **trusted))
+    return facts
+
+
+def damaged_cache(**trusted):
+    """Load from a cache whose files were changed, and after the Hub's file was."""
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+
+    hub, place = HfApi(), "cache/model"
+    facts = {"at first": behaviour(load(place, **trusted))}
+    weights = Path(try_to_load_from_cache(place, "model.safetensors")).resolve()
+    whole = weights.read_bytes()
+    damages = {"cut off": whole[:-64], "zeros": bytes(len(whole)), "empty": b""}
+    for name, content in damages.items():
+        weights.write_bytes(content)
+        facts[name] = refusals(place, **trusted)["translator"]
+    hf.AutoModelForSeq2SeqLM.from_pretrained(place, force_download=True, **trusted)
+    facts["fetched anew"] = behaviour(load(place, **trusted))
+
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    verified = hub.verify_repo_checksums(place)
+    facts["one bit"] = [mismatch["path"] for mismatch in verified.mismatches]
+    weights.write_bytes(whole)
+
+    later = Path(hf_hub_download("versions/model", "model.safetensors", revision="draft"))
+    hub.upload_file(
+        path_or_fileobj=later.read_bytes(), path_in_repo="model.safetensors", repo_id=place
+    )
+    facts["changed on the Hub"] = behaviour(load(place, **trusted))
+    facts["without the Hub"] = behaviour(load(place, local_files_only=True, **trusted))
+    return facts
+
+
+if __name__ == "__main__":
+    _role, _package, _task, _report = sys.argv[1:]
+    if _package:
+        sys.path.insert(0, _package)
+        import vaswani  # noqa: F401  registers its classes
+    else:
+        # An editable install would be found through site-packages; None forbids the name.
+        sys.modules["vaswani"] = None
+    _facts = globals()[_role](**json.loads(Path(_task).read_text()))
+    Path(_report).write_text(json.dumps(_facts))
