@@ -1,8 +1,10 @@
 """Files in and out: strangers' pickles are opened without running them, folders appear whole."""
 
+import argparse
+import contextlib
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,12 @@ from .rules import ConversionError, Tensors
 
 TARGET_TOKENIZER = "target_tokenizer"  # subfolder, where source and target have one each
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
+# What torch adds to its errors: how to load the file with all that is in it.
+_ADVICE = re.compile(
+    r"Weights only load failed\.|In PyTorch 2\.6.*?trusted source\.|Please file an issue.*?error:"
+    r"|Check the documentation.*",
+    re.DOTALL,
+)
 
 
 class Inert:
@@ -87,7 +95,29 @@ def read_checkpoint(path: Path, harmless: Sequence[str] = ()) -> Any:
                 f"{path} holds {found[1]}, which is neither a tensor nor plain data and is not "
                 "loaded: it could run code."
             ) from error
-        raise ConversionError(f"{path} is no complete checkpoint of torch.save: {error}") from error
+        reason = " ".join(_ADVICE.sub("", str(error)).split())
+        raise ConversionError(
+            f"{path} is no complete checkpoint of torch.save: {reason}"
+        ) from error
+
+
+@contextlib.contextmanager
+def reading_options(path: Path) -> Iterator[None]:
+    """Turn what options of the wrong kind raise where they are used into a ConversionError."""
+    try:
+        yield
+    except ConversionError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise ConversionError(f"The options in {path} make no model: {error}") from error
 
 
 def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditionalGeneration:
@@ -96,10 +126,13 @@ def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditiona
     A tied tensor may come under several of its names, if they agree.
 
     Raises:
-        ConversionError: names are missing or left over, shapes differ, or tied tensors disagree;
-            names all of them.
+        ConversionError: names are missing or left over, tensors have other shapes or no floating
+            point, or tied ones disagree; names all of them.
     """
-    model = VaswaniForConditionalGeneration(config)
+    try:
+        model = VaswaniForConditionalGeneration(config)
+    except RuntimeError as error:
+        raise ConversionError(f"There is no room for a model of these sizes: {error}") from error
     if any(tensor.dtype == torch.float64 for tensor in tensors.values()):
         model = model.double()  # narrower types are held by float32 without rounding
     places = model.state_dict()
@@ -112,18 +145,45 @@ def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditiona
         if not given:
             problems.append(f"{names[0]} is missing")
             continue
-        expected = tuple(places[given[0]].shape)
-        wrong = [name for name in given if tuple(tensors[name].shape) != expected]
-        problems += [
-            f"{name} has the shape {tuple(tensors[name].shape)}, not {expected}" for name in wrong
+        misfits = [
+            f"{name} {reason}" for name in given if (reason := _misfit(tensors[name], places[name]))
         ]
-        if not wrong and any(not torch.equal(tensors[given[0]], tensors[n]) for n in given[1:]):
+        problems += misfits
+        if not misfits and any(not torch.equal(tensors[given[0]], tensors[n]) for n in given[1:]):
             problems.append(f"{' and '.join(given)} differ, but are tied in this configuration")
-        if not wrong:
+        if not misfits:
             places[given[0]].copy_(tensors[given[0]])
     if problems:
         raise ConversionError(f"The weights do not fit: {'; '.join(problems)}.")
     return model.eval()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is what weights are: floating-point numbers, every one stored."""
+    stored = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
+    return stored and tensor.is_floating_point()
+
+
+def _misfit(tensor: torch.Tensor, place: torch.Tensor) -> str | None:
+    """Say why a tensor cannot be copied to its place without loss."""
+    if not is_dense(tensor):
+        return f"is no dense tensor of floating-point numbers, but of {tensor.dtype}"
+    if tensor.shape != place.shape:
+        return f"has the shape {tuple(tensor.shape)}, not {tuple(place.shape)}"
+    return None
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, tokenizers: bool = False) -> None:
+    """Describe what all outgoing converters take: a model and, with `tokenizers`, its tokenizers.
+
+    They are the arguments of `open_model` and `open_tokenizers`.
+    """
+    parser.add_argument("model", metavar="INPUT", help="folder of ours, or its name on the Hub")
+    if tokenizers:
+        parser.add_argument("--tokenizer", help="folder of the tokenizer, if not INPUT")
+        parser.add_argument(
+            "--target-tokenizer", help="folder of the target's tokenizer, where vocabularies differ"
+        )
 
 
 def open_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .checkpoints import new_folder, open_model, open_tokenizers, refuse
+from .checkpoints import add_model_arguments, new_folder, open_model, open_tokenizers, refuse
 from .rules import ConversionError, Rename, Rule, Stack, Tensors, to_theirs
 
 try:
@@ -97,7 +97,7 @@ def _rules() -> list[Rule]:
 
 def add_save_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of `save` but for the output."""
-    parser.add_argument("model", metavar="INPUT", help="folder of ours, or its name on the Hub")
+    add_model_arguments(parser, tokenizers=True)
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS or None,
@@ -108,10 +108,6 @@ def add_save_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"longest sequence that the table of positions serves; by default {MAX_POSITIONS}, "
         "or the size of a learned table",
-    )
-    parser.add_argument("--tokenizer", help="folder of the tokenizer, if not INPUT")
-    parser.add_argument(
-        "--target-tokenizer", help="folder of the target's tokenizer, where vocabularies differ"
     )
 
 

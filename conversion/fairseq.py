@@ -39,20 +39,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
-from .checkpoints import Converted, Inert, build_model, read_checkpoint, refuse
+from .checkpoints import Converted, Inert, build_model, read_checkpoint, reading_options, refuse
+from .files import holds_tensors, read_text
 from .rules import ConversionError, Drop, Rename, Rule, Stack, Tensors, to_ours
+from .sentencepiece import SentencePiece, piece_backend
+from .subword_nmt import Codes, pair_backend, read_codes, word_backend
 
 logger = logging.get_logger(__name__)
 
 _BOS, _PAD, _EOS, _UNK = range(4)
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+_STACKS = ("encoder", "decoder")
 
 # Current names first: what is written in theirs gets these.
 RULES: list[Rule] = [
@@ -97,32 +100,21 @@ RULES: list[Rule] = [
 ]
 
 # Classes in checkpoints of fairseq 0.6 to 0.12: options, their types, and meters of the training.
-_HARMLESS = (
-    "argparse.Namespace",
-    *(f"omegaconf.{name}" for name in ("dictconfig.DictConfig", "listconfig.ListConfig")),
-    *(f"omegaconf.base.{name}" for name in ("Metadata", "ContainerMetadata")),
-    *(
-        f"omegaconf.nodes.{kind}Node"
-        for kind in ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "Path", "String")
-    ),
-    *(f"typing.{name}" for name in ("Any", "Dict", "List", "Optional", "Tuple", "Union")),
-    *(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "str", "tuple")),
-    "collections.defaultdict",
-    "_operator.getitem",
-    *(
-        f"fairseq.{module}.{kind}Meter"
-        for module in ("meters", "logging.meters")
-        for kind in ("Average", "Stopwatch", "Time")
-    ),
-    "fairseq.data.dictionary.Dictionary",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray.scalar",
-    "numpy.dtype",
-    "_codecs.encode",
-)
-
-# What options of the wrong kind raise where they are used.
-_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_HARMLESS = """
+argparse.Namespace collections.defaultdict _codecs.encode _operator.getitem
+builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.str builtins.tuple
+fairseq.data.dictionary.Dictionary
+fairseq.logging.meters.AverageMeter fairseq.meters.AverageMeter
+fairseq.logging.meters.StopwatchMeter fairseq.meters.StopwatchMeter
+fairseq.logging.meters.TimeMeter fairseq.meters.TimeMeter
+numpy.core.multiarray.scalar numpy._core.multiarray.scalar numpy.dtype
+omegaconf.base.ContainerMetadata omegaconf.base.Metadata
+omegaconf.dictconfig.DictConfig omegaconf.listconfig.ListConfig
+omegaconf.nodes.AnyNode omegaconf.nodes.BooleanNode omegaconf.nodes.BytesNode
+omegaconf.nodes.EnumNode omegaconf.nodes.FloatNode omegaconf.nodes.IntegerNode
+omegaconf.nodes.PathNode omegaconf.nodes.StringNode
+typing.Any typing.Dict typing.List typing.Optional typing.Tuple typing.Union
+"""
 
 # What an architecture means where a checkpoint does not say it.
 _BASE: dict[str, Any] = {
@@ -138,29 +130,20 @@ _BASE: dict[str, Any] = {
     "max_target_positions": 1024,
 }
 _TINY = _BASE | {
-    "encoder_embed_dim": 64,
-    "encoder_ffn_embed_dim": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 2,
+    **dict.fromkeys(("encoder_embed_dim", "encoder_ffn_embed_dim"), 64),
+    **dict.fromkeys(("encoder_layers", "encoder_attention_heads"), 2),
+    **dict.fromkeys(("decoder_layers", "decoder_attention_heads"), 2),
 }
-_IWSLT = _BASE | {
-    "encoder_ffn_embed_dim": 1024,
-    "encoder_attention_heads": 4,
-    "decoder_embed_dim": 512,
-    "decoder_ffn_embed_dim": 1024,
-    "decoder_attention_heads": 4,
-}
-_BIG = _BASE | {
-    "encoder_embed_dim": 1024,
-    "encoder_ffn_embed_dim": 4096,
-    "encoder_attention_heads": 16,
-    "decoder_embed_dim": 1024,
-    "decoder_ffn_embed_dim": 4096,
-    "decoder_attention_heads": 16,
-    "dropout": 0.3,
-}
+
+
+def _both(width: int, inner: int, heads: int) -> dict[str, Any]:
+    """Sizes of both stacks alike."""
+    sizes = {"embed_dim": width, "ffn_embed_dim": inner, "attention_heads": heads}
+    return {f"{stack}_{name}": size for stack in _STACKS for name, size in sizes.items()}
+
+
+_IWSLT = _BASE | _both(512, 1024, 4)
+_BIG = _BASE | _both(1024, 4096, 16) | {"dropout": 0.3}
 _T2T = _BIG | {
     "encoder_normalize_before": True,
     "decoder_normalize_before": True,
@@ -190,57 +173,26 @@ _ACTIVATIONS = {
     "linear": "linear",
 }
 # Options that are more than this model has, whatever their value.
-_REFUSED = (
-    "adaptive_input",
-    "adaptive_softmax_cutoff",
-    "base_layers",
-    "char_inputs",
-    "cross_self_attention",
-    "decoder_layers_to_keep",
-    "decoder_xformers_att_config",
-    "encoder_layers_to_keep",
-    "encoder_xformers_att_config",
-    "layernorm_embedding",
-    "no_cross_attention",
-    "no_token_positional_embeddings",
-    "quant_noise_pq",
-    "quant_noise_scalar",
-    "tie_adaptive_proj",
-    "tie_adaptive_weights",
-)
+_REFUSED = """
+adaptive_input adaptive_softmax_cutoff base_layers char_inputs cross_self_attention
+decoder_layers_to_keep decoder_xformers_att_config encoder_layers_to_keep
+encoder_xformers_att_config layernorm_embedding no_cross_attention no_token_positional_embeddings
+quant_noise_pq quant_noise_scalar tie_adaptive_proj tie_adaptive_weights
+"""
 # Options of the model that are carried over, or that change no output.
-_KNOWN = {
-    *_T2T,
-    *_REFUSED,
-    "_name",
-    "adaptive_softmax_dropout",
-    "adaptive_softmax_factor",
-    "arch",
-    "base_shuffle",
-    "base_sublayers",
-    "checkpoint_activations",
-    "decoder_embed_path",
-    "decoder_input_dim",
-    "decoder_layerdrop",
-    "decoder_learned_pos",
-    "decoder_output_dim",
-    "encoder_embed_path",
-    "encoder_layerdrop",
-    "encoder_learned_pos",
-    "export",
-    "min_params_to_wrap",
-    "no_decoder_final_norm",
-    "no_scale_embedding",
-    "offload_activations",
-    "quant_noise_pq_block_size",
-    "relu_dropout",
-    "share_all_embeddings",
-    "share_decoder_input_output_embed",
-}
+_WITHOUT_EFFECT = """
+_name adaptive_softmax_dropout adaptive_softmax_factor arch base_shuffle base_sublayers
+checkpoint_activations decoder_embed_path decoder_input_dim decoder_layerdrop decoder_learned_pos
+decoder_output_dim encoder_embed_path encoder_layerdrop encoder_learned_pos export
+min_params_to_wrap no_decoder_final_norm no_scale_embedding offload_activations
+quant_noise_pq_block_size relu_dropout share_all_embeddings share_decoder_input_output_embed
+"""
+_KNOWN = {*_T2T, *_REFUSED.split(), *_WITHOUT_EFFECT.split()}
 # A Namespace holds the model's options among those of the whole training. These are a model's.
 _OF_A_MODEL = re.compile(
     r"(?:encoder|decoder|adaptive|base|cross|moe|quant_noise|scale|share|tie)_\w+"
-    r"|\w*(?:attn|attention|embedding|layer_?norm|relative|alibi|rotary|char)s?(?:_\w+)?"
+    r"|\w*(?:attn|attention|embedding|layer_?norm|rms_?norm|deepnorm|subln|relative|rel_pos|xpos"
+    r"|alibi|rotary|glu|expert|char)s?(?:_\w+)?"
 )
 
 
@@ -293,26 +245,21 @@ def load(
         ConversionError: something cannot be converted exactly, is missing or damaged; names all.
     """
     path = Path(checkpoint)
-    state = read_checkpoint(path, _HARMLESS)
-    tensors = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(tensors, dict) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in tensors.values()
-    ):
+    state = read_checkpoint(path, _HARMLESS.split())
+    weights = state.get("model") if isinstance(state, dict) else None
+    if not holds_tensors(weights):
         raise ConversionError(f'{path} is no checkpoint of fairseq: it has no weights in "model".')
-    missing = {f"{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")} - tensors.keys()
-    if missing:
-        raise ConversionError(f"{path} has no {' and no '.join(sorted(missing))}.")
-    try:
+    tensors = dict(weights)
+    with reading_options(path):
         options, unknown = _read_options(state, path)
         options = _complete(options)
         final_norms = _final_norms(options, tensors)
         refuse(_problems(options, unknown, final_norms), str(path))
+        missing = {f"{stack}.embed_tokens.weight" for stack in _STACKS} - tensors.keys()
+        if missing:
+            raise ConversionError(f"{path} has no {' and no '.join(sorted(missing))}.")
         config = _config(options, tensors, final_norms["encoder"])
         generation_config = _generation_config(options)
-    except ConversionError:
-        raise
-    except (*_DAMAGE, StrictDataclassError) as error:
-        raise ConversionError(f"The options in {path} make no model: {error}") from error
     model = build_model(config, to_ours(RULES, tensors))
     model.generation_config = generation_config
 
@@ -425,7 +372,7 @@ def _problems(
     options: dict[str, Any], unknown: list[str], final_norms: dict[str, bool]
 ) -> list[str]:
     """What these options ask for and this package does not compute, in fairseq's spelling."""
-    problems = [_flag(name, options) for name in [*_REFUSED, *unknown] if options.get(name)]
+    problems = [_flag(name, options) for name in [*_REFUSED.split(), *unknown] if options.get(name)]
     if _architecture(options) not in ARCHITECTURES:
         problems.append(f"--arch {_architecture(options)}")
     # Before there were tasks, all models translated.
@@ -443,9 +390,9 @@ def _problems(
         if int(options[name]) != options[other]
     ]
     for name in ("learned_pos", "normalize_before"):
-        given = [bool(options.get(f"{stack}_{name}")) for stack in ("encoder", "decoder")]
+        given = [bool(options.get(f"{stack}_{name}")) for stack in _STACKS]
         if given[0] != given[1]:
-            flags = [f"--{stack}-{name.replace('_', '-')}" for stack in ("encoder", "decoder")]
+            flags = [f"--{stack}-{name.replace('_', '-')}" for stack in _STACKS]
             problems.append(f"{flags[given[1]]} without {flags[given[0]]}")
         elif name == "normalize_before" and final_norms["encoder"] != final_norms["decoder"]:
             problems.append(
@@ -482,9 +429,7 @@ def _config(options: dict[str, Any], tensors: Tensors, final_norm: bool) -> Vasw
     learned = bool(options.get("encoder_learned_pos"))
     pre_norm = bool(options.get("encoder_normalize_before"))
     everywhere = bool(options.get("share_all_embeddings"))
-    entries = {
-        stack: len(tensors[f"{stack}.embed_tokens.weight"]) for stack in ("encoder", "decoder")
-    }
+    entries = {stack: len(tensors[f"{stack}.embed_tokens.weight"]) for stack in _STACKS}
     smoothing = 0.0
     if str(options.get("criterion")).startswith("label_smoothed_cross_entropy"):
         # Theirs lies on the wrong tokens alone, ours on all.
@@ -545,24 +490,6 @@ def _generation_config(options: dict[str, Any]) -> VaswaniGenerationConfig:
 
 # Text
 
-# What separates words, as Python and so fairseq know it, in Oniguruma's spelling.
-_SPACES = "".join(f"\\x{{{code:x}}}" for code in range(0x3001) if chr(code).isspace())
-# Ends a word of subword-nmt's oldest codes, where the end is a symbol of its own, and seals it.
-_END, _SEAL, _NEITHER = "\ue000", "\ue001", "\ue002"
-
-
-@dataclass
-class _Codes:
-    """The merges of byte-pair encoding.
-
-    Args:
-        pairs: the first is merged first. A symbol at the end of a word has "</w>" behind it.
-        separate_end: that mark starts as a symbol of its own (subword-nmt until 2017).
-    """
-
-    pairs: list[tuple[str, str]]
-    separate_end: bool
-
 
 @dataclass
 class _Vocabulary:
@@ -576,7 +503,7 @@ class _Vocabulary:
     """
 
     symbols: list[str]
-    codes: _Codes | None
+    codes: Codes | None
     pieces: Path | None
     remove_bpe: bool
 
@@ -593,11 +520,12 @@ class _Vocabulary:
             for index, symbol in enumerate(self.symbols)
         }
         if self.pieces is not None:
-            made = _piece_tokenizer(ids, self.pieces)
+            backend = _piece_backend(ids, self.pieces)
         elif self.codes is not None:
-            made = VaswaniTokenizer.from_backend(_pair_backend(ids, self.codes))
+            backend = pair_backend(ids, _SPECIAL, self.codes)
         else:
-            made = VaswaniTokenizer.from_backend(_word_backend(ids, self.remove_bpe))
+            backend = word_backend(ids, _SPECIAL, self.remove_bpe)
+        made = VaswaniTokenizer.from_backend(backend)
         made.add_special_tokens({"bos_token": _SPECIAL[_BOS]})
         if len(made) > len(self.symbols):
             made.init_kwargs["unknown_from"] = len(self.symbols)
@@ -616,17 +544,10 @@ def _read_vocabulary(
         raise ConversionError(f"Text is cut by {codes} or by {pieces}, not by both.")
     return _Vocabulary(
         _read_dictionary(Path(dictionary)),
-        _read_codes(Path(codes)) if codes else None,
+        read_codes(Path(codes)) if codes else None,
         Path(pieces) if pieces else None,
         remove_bpe,
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
 
 
 def _read_dictionary(path: Path) -> list[str]:
@@ -637,7 +558,8 @@ def _read_dictionary(path: Path) -> list[str]:
     """
     symbols = list(_SPECIAL)
     known = set(symbols)
-    for number, line in enumerate(_read_text(path).removesuffix("\n").split("\n"), start=1):
+    text = re.sub("\r\n?", "\n", read_text(path)).removesuffix("\n")
+    for number, line in enumerate(text.split("\n"), start=1):
         word, _, count = line.rstrip().rpartition(" ")
         replaces = count == "#fairseq:overwrite"
         if replaces:
@@ -651,138 +573,13 @@ def _read_dictionary(path: Path) -> list[str]:
     return symbols
 
 
-def _read_codes(path: Path) -> _Codes:
-    """The codes of subword-nmt, or those of fastBPE, which have counts.
-
-    Raises:
-        ConversionError: they are neither, or of an unknown version.
-    """
-    lines = _read_text(path).rstrip("\n").split("\n")
-    version = None
-    if lines[0].startswith("#version:"):
-        version = lines.pop(0).removeprefix("#version:").strip()
-        if version not in ("0.1", "0.2"):
-            raise ConversionError(f"{path} has the unknown version {version!r}.")
-    fields = [line.strip("\r\n ").split(" ") for line in lines]
-    counted = version is None and all(len(f) == 3 and f[2].isdecimal() for f in fields)
-    for line, pair in zip(lines, fields, strict=True):
-        if len(pair) != 2 + counted:
-            raise ConversionError(f"{path} holds {line!r}, which is not a pair of symbols.")
-    pairs = list(dict.fromkeys((pair[0], pair[1]) for pair in fields))
-    return _Codes(pairs, separate_end=version != "0.2" and not counted)
-
-
-def _word_backend(ids: dict[str, int], remove_bpe: bool) -> Tokenizer:
-    """What stands between spaces, looked up."""
-    backend = Tokenizer(models.WordLevel(ids, unk_token=_SPECIAL[_UNK]))
-    control = "|".join(_SPECIAL[index] for index in (_BOS, _PAD, _EOS))
-    backend.normalizer = normalizers.Replace(
-        Regex(rf"(?<![^{_SPACES}])(?:{control})(?![^{_SPACES}])"), _SPECIAL[_UNK]
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"[{_SPACES}]+"), "removed")
-    # This decoder joins by a space whatever does not start with its prefix: here, every word.
-    steps: list[Any] = [decoders.WordPiece(prefix=" ", cleanup=False), decoders.Fuse()]
-    if remove_bpe:
-        steps.append(decoders.Replace(Regex(r"@@(?: |\z)"), ""))
-    backend.decoder = decoders.Sequence(steps)
-    return backend
-
-
-def _pair_backend(ids: dict[str, int], codes: _Codes) -> Tokenizer:
-    """Words as characters, pairs merged, what comes of it looked up.
-
-    Merges need symbols that the dictionary lacks: these get numbers behind its own.
-
-    Raises:
-        ConversionError: an entry stands for two symbols, or codes are in an order that training
-            does not make.
-    """
-    pairs, end = codes.pairs, "</w>"
-    if codes.separate_end:
-        pairs, end = _sealed(pairs, ids), _END + _SEAL
-    made = {left + right for left, right in pairs}
-    vocabulary: dict[str, int] = {}
-    problems = []
-    for entry, index in ids.items():
-        # Where a word goes on, the tools write "@@" and the codes nothing; where it ends, the codes
-        # write "</w>" and the tools nothing.
-        inside = entry.endswith("@@") and len(entry) > 2
-        symbol = entry[:-2] if inside else entry + end
-        if index < len(_SPECIAL):
-            symbol = entry
-        if symbol in vocabulary or (inside and entry + end in made):
-            problems.append(f"the entry {entry!r} (it stands for two symbols of the codes)")
-        vocabulary[symbol] = index
-    # The first rank at which a symbol is part of a pair.
-    used: dict[str, int] = {}
-    for rank, pair in enumerate(pairs):
-        for symbol in pair:
-            used.setdefault(symbol, rank)
-    problems += [
-        f"the code {left} {right} (its result is merged by an earlier one)"
-        for rank, (left, right) in enumerate(pairs)
-        if used.get(left + right, rank) < rank
-    ]
-    refuse(problems, "The byte-pair encoding")
-    for left, right in pairs:
-        for symbol in (left, right, left + right):
-            vocabulary.setdefault(symbol, len(vocabulary))
-
-    unknown = _SPECIAL[_UNK]
-    suffix = {} if codes.separate_end else {"end_of_word_suffix": end}
-    backend = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, **suffix))
-    if codes.separate_end:
-        backend.normalizer = normalizers.Sequence(
-            [
-                normalizers.Replace(Regex(f"[{_END}{_SEAL}]"), _NEITHER),
-                normalizers.Replace(Regex(rf"(?<=[^{_SPACES}])(?=[{_SPACES}]|\z)"), end),
-            ]
-        )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"[{_SPACES}]+"), "removed")
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(Regex(rf"\A{unknown}\z"), unknown + end),
-            decoders.Replace(Regex(rf"{end}\z"), " "),
-            decoders.Fuse(),
-            # decoders.Strip panics where nothing is left to strip from.
-            decoders.Replace(Regex(r" \z"), ""),
-        ]
-    )
-    return backend
-
-
-def _sealed(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs with _END for "</w>", and behind them those that put a seal on the end of a word.
-
-    subword-nmt drops an end that was not merged, and the symbol before it becomes the last. Here
-    all last symbols get end and seal, when nothing else is left to merge.
-    """
-    ended = [
-        (left, right.removesuffix("</w>") + _END if right.endswith("</w>") else right)
-        for left, right in pairs
-    ]
-    symbols = dict.fromkeys(
-        symbol for left, right in ended for symbol in (left, right, left + right) if symbol != _END
-    )
-    # Characters that no pair has, and what is unknown.
-    symbols |= dict.fromkeys(c for entry in ids if len(c := entry.removesuffix("@@")) == 1)
-    symbols[_SPECIAL[_UNK]] = None
-    seals = [(_END, _SEAL)]
-    for symbol in symbols:
-        seals.append((symbol, _SEAL) if symbol.endswith(_END) else (symbol, _END + _SEAL))
-    return ended + seals
-
-
-def _piece_tokenizer(ids: dict[str, int], path: Path) -> VaswaniTokenizer:
+def _piece_backend(ids: dict[str, int], path: Path) -> Tokenizer:
     """Text cut by SentencePiece, its pieces looked up.
 
     Pieces that the dictionary lacks get numbers behind its own.
     """
-    # It needs libraries that nothing else here does.
-    from .marian import _read_spm, _tokenizer
-
-    vocabulary = dict(ids)
-    pieces = {piece.piece for piece in _read_spm(path).pieces}
+    model, vocabulary = SentencePiece.read(path), dict(ids)
+    pieces = set(model.pieces)
     others = [
         entry
         for entry, index in ids.items()
@@ -796,13 +593,7 @@ def _piece_tokenizer(ids: dict[str, int], path: Path) -> VaswaniTokenizer:
         )
     for piece in sorted(pieces):
         vocabulary.setdefault(piece, len(vocabulary))
-    made = _tokenizer(path, vocabulary)
-    # No piece may equal a special token, fairseq's "<s>" included.
-    names = "|".join(token.removeprefix("<") for token in _SPECIAL)
-    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex(f"<(?={names})"), "merged_with_previous"
-    )
-    return made
+    return piece_backend(model, vocabulary, _SPECIAL)
 
 
 __all__ = ["add_arguments", "convert", "load"]

@@ -28,16 +28,13 @@ What differs between JoeyNMT and this package:
 """
 
 import argparse
-import math
 import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -46,7 +43,10 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import SinusoidalPositions
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .checkpoints import Converted, build_model, read_checkpoint, refuse
+from .files import holds_tensors, parse_yaml, read_text
 from .rules import ConversionError, Drop, Rename, Rule, Tensors, to_ours
+from .sentencepiece import SPACE, SentencePiece
+from .subword_nmt import SPACES, joined_by_spaces
 
 # Scores of a training's statistics may be numbers of NumPy.
 _HARMLESS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype")
@@ -54,19 +54,24 @@ _HARMLESS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "n
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu"}
 _SPECIALS = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"}  # in the order of ids
 _EMPTY_WORD = "\n"  # no line of a vocabulary holds it
-_SPACE = "▁"
-# What str.strip takes away; Oniguruma's \s lacks the separators 1C to 1F.
-_OUTER_SPACE = Regex(r"\A[\s\x1c-\x1f]+|[\s\x1c-\x1f]+\z")
+_OUTER_SPACE = Regex(rf"\A[{SPACES}]+|[{SPACES}]+\z")  # what str.strip takes away
+# What the option normalize does to sources and to translations.
+_TIDY: list[tuple[str | Regex, str]] = [
+    ("\u200b", ""),
+    (Regex("[ \u3000]+"), " "),
+    *((f" {mark}", mark) for mark in "?!,.:"),
+    (_OUTER_SPACE, ""),
+]
 
 
 def _check_positions(name: str, table: torch.Tensor) -> None:
     """Refuse a table of positions that is not the paper's."""
-    width = table.shape[-1]
-    if table.dim() == 3 and width % 2 == 0:
+    if table.dim() == 3 and len(table) == 1 and table.shape[-1] % 2 == 0:
+        width = table.shape[-1]
         config = VaswaniConfig(d_model=width, encoder_attention_heads=1, decoder_attention_heads=1)
         ours = SinusoidalPositions(config)(0, table.shape[1], torch.device("cpu"))
         # In float32, angles of thousands are known to 1e-4.
-        if (table.float() - ours).abs().max() < 1e-3:
+        if torch.allclose(table[0].float(), ours, rtol=0, atol=1e-3):
             return
     raise ConversionError(f"{name} is not the table of sines and cosines of section 3.5.")
 
@@ -251,12 +256,9 @@ def _checkpoint_file(given: Path) -> Path:
 
 
 def _read_config(path: Path, problems: list[str]) -> _Section:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConversionError(f"There is no file {path}: name it by --config.") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConversionError(f"{path} is no YAML file: {error}") from error
+    if not path.is_file():
+        raise ConversionError(f"There is no file {path}: name it by --config.")
+    values = parse_yaml(read_text(path), str(path))
     if not isinstance(values, dict) or not {"model", "data"} <= set(values):
         raise ConversionError(
             f"{path} lacks the sections model and data: it is no config of JoeyNMT."
@@ -267,9 +269,7 @@ def _read_config(path: Path, problems: list[str]) -> _Section:
 def _weights(file: Path) -> Tensors:
     content = read_checkpoint(file, _HARMLESS)
     state = content.get("model_state") if isinstance(content, dict) else None
-    if not isinstance(state, Mapping) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in state.values()
-    ):
+    if not holds_tensors(state):
         raise ConversionError(f"{file} holds no model_state: it is no checkpoint of JoeyNMT.")
     return dict(state)
 
@@ -470,13 +470,9 @@ class _Vocabulary:
         elif not file.is_file() and voc_file:
             file = folder / Path(voc_file).name
         option = "--source-vocab" if side == "src" else "--target-vocab"
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError as error:
-            raise ConversionError(f"There is no file {file}: name it by {option}.") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConversionError(f"{file} is no vocabulary in utf-8: {error}") from error
-        tokens = list(dict.fromkeys([*symbols.all, *lines]))
+        if not file.is_file():
+            raise ConversionError(f"There is no file {file}: name it by {option}.")
+        tokens = list(dict.fromkeys([*symbols.all, *read_text(file).splitlines()]))
         level = section.get("level", "")
         why = "it adds the embedding of <unk> to what is no prompt"
         section.require("has_prompt", False, False, why)
@@ -507,11 +503,12 @@ class _Vocabulary:
         elif self.level != "bpe":
             self.section.complain(f"{self.section.name}level: {self.level!r} is unknown")
         elif kind == "sentencepiece":
-            name = Path(options.get("model_file", ""))
+            file = self.folder / Path(options.get("model_file", "")).name
             try:
-                backend = self._pieces(_SentencePiece.read(self.folder / name.name))
+                backend = self._pieces(SentencePiece.read(file))
             except ConversionError as error:
-                options.complain(f"{options.name}model_file: {error} ({way_out})")
+                problem = str(error).removesuffix(".")
+                options.complain(f"{options.name}model_file: {problem} ({way_out})")
         else:
             options.ignore("codes", "separator")
             self.section.complain(f"{self.section.name}tokenizer_type: {kind} ({way_out})")
@@ -524,13 +521,7 @@ class _Vocabulary:
         """What `normalize` does to the output."""
         if not self.normalize:
             return []
-        changes: list[tuple[str | Regex, str]] = [("\u200b", ""), (Regex("[ \u3000]+"), " ")]
-        changes += [(f" {mark}", mark) for mark in "?!,.:"]
-        return [
-            decoders.Fuse(),
-            *(decoders.Replace(pattern, content) for pattern, content in changes),
-            decoders.Replace(_OUTER_SPACE, ""),
-        ]
+        return [decoders.Fuse(), *(decoders.Replace(*change) for change in _TIDY)]
 
     def _words(self) -> Tokenizer:
         vocab = {token or _EMPTY_WORD: index for index, token in enumerate(self.tokens)}
@@ -539,62 +530,57 @@ class _Vocabulary:
         gap = normalizers.Replace(Regex(r"(?<= )(?= )|\A(?= )|(?<= )\z"), _EMPTY_WORD)
         backend.normalizer = normalizers.Sequence([*self.before, gap])
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-        # This decoder joins by a space whatever does not start with its prefix: here, every word.
         backend.decoder = decoders.Sequence(
-            [
-                decoders.Replace(_EMPTY_WORD, ""),
-                decoders.WordPiece(prefix=" ", cleanup=False),
-                *self._after(),
-            ]
+            [decoders.Replace(_EMPTY_WORD, ""), joined_by_spaces(), *self._after()]
         )
         return backend
 
     def _characters(self) -> Tokenizer:
         vocab = {token: index for index, token in enumerate(self.tokens)}
         backend = Tokenizer(models.WordLevel(vocab, unk_token=self.symbols.first[0]))
-        backend.normalizer = normalizers.Sequence([*self.before, normalizers.Replace(" ", _SPACE)])
+        backend.normalizer = normalizers.Sequence([*self.before, normalizers.Replace(" ", SPACE)])
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         backend.decoder = decoders.Sequence(
-            [decoders.Fuse(), decoders.Replace(_SPACE, " "), *self._after()]
+            [decoders.Fuse(), decoders.Replace(SPACE, " "), *self._after()]
         )
         return backend
 
-    def _pieces(self, pieces: "_SentencePiece") -> Tokenizer:
+    def _pieces(self, model: SentencePiece) -> Tokenizer:
         """SentencePiece restricted to a vocabulary, as JoeyNMT does by SetVocabulary."""
-        unk, specials = self.symbols.first[0], self.symbols.all
-        strangers = [t for t in self.tokens if t not in pieces.scores and t not in specials]
-        if strangers:
-            raise ConversionError(f"it has no piece {strangers[0]!r}, which {self.file.name} has")
-        known = set(self.tokens)
-        lost = [piece for piece in pieces.scores if piece not in known]
+        special, known = self.symbols.all, set(self.tokens)
+        strangers = [t for t in self.tokens if t not in model.scores and t not in special]
+        lost = [piece for piece in model.scores if piece not in known]
+        # Entries that SentencePiece finds in no text; merges cannot make them.
+        hidden = [] if model.bpe else [token for token in special if token not in model.scores]
+        cuts = {token: model.cut(token) for token in hidden}
+        problems = list(model.problems)
+        if model.byte_fallback:
+            problems.append("byte_fallback")
+        elif strangers:
+            problems.append(f"it has no piece {strangers[0]!r}, which {self.file.name} has")
         # SentencePiece keeps single characters, each of which JoeyNMT then takes for <unk>.
-        if lost and (pieces.bpe or any(len(piece) == 1 for piece in lost)):
-            raise ConversionError(f"its piece {lost[0]!r} is not in {self.file.name}")
-        scores = {token: pieces.scores.get(token, pieces.lowest) for token in self.tokens}
-        if pieces.bpe:
-            vocab = {token: index for index, token in enumerate(self.tokens)}
-            merges = _merges(pieces.scores)
-            backend = Tokenizer(models.BPE(vocab, merges, unk_token=unk, fuse_unk=True))
-        else:
-            backend = Tokenizer(models.Unigram(list(scores.items()), unk_id=0))
-        tags = [token for token in self.symbols.further if token in pieces.scores]
-        after_space = Regex(f"\\A{_SPACE}(?={'|'.join(map(re.escape, tags))})")
-        backend.normalizer = normalizers.Sequence(
-            [
-                *self.before,
-                *pieces.normalizers(),
-                *([normalizers.Replace(after_space, "")] if tags else []),
-            ]
-        )
-        if not pieces.bpe:
-            hidden = [token for token in specials if token not in pieces.scores]
-            # They are entries of the model, but SentencePiece finds none of them in a text.
+        if lost and (model.bpe or any(len(piece) == 1 for piece in lost)):
+            problems.append(f"its piece {lost[0]!r} is not in {self.file.name}")
+        problems += [
+            f"it does not keep apart {token!r} as text and as a token"
+            for token, cut in cuts.items()
+            if cut is None
+        ]
+        refuse(problems, str(model.path))
+        vocabulary = {token: index for index, token in enumerate(self.tokens)}
+        backend = Tokenizer(model.model(vocabulary, self.symbols.first[0], model.lowest))
+        steps = [*self.before, *model.normalizers()]
+        if tags := [token for token in self.symbols.further if token in model.scores]:
+            after_space = f"\\A{SPACE}(?={'|'.join(map(re.escape, tags))})"
+            steps.append(normalizers.Replace(Regex(after_space), ""))
+        backend.normalizer = normalizers.Sequence(steps)
+        if hidden:
             backend.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Split(pieces.cut(t), "merged_with_previous") for t in hidden]
+                [pre_tokenizers.Split(cut, "merged_with_previous") for cut in cuts.values() if cut]
             )
         backend.decoder = decoders.Sequence(
             [
-                decoders.Replace(_SPACE, " "),
+                decoders.Replace(SPACE, " "),
                 decoders.Fuse(),
                 decoders.Replace(_OUTER_SPACE, ""),
                 *self._after(),
@@ -605,15 +591,8 @@ class _Vocabulary:
 
 def _normalize() -> list[normalizers.Normalizer]:
     """The option normalize: NFKC, plain quotes, single spaces, none before some marks."""
-    changes: list[tuple[str | Regex, str]] = [("\u2019", "'"), ("“", '"'), ("”", '"')]
-    changes += [("\u200b", ""), (Regex("[ \u3000]+"), " ")]
-    changes += [(f" {mark}", mark) for mark in "?!,.:"]
-    replace = normalizers.Replace
-    return [
-        normalizers.NFKC(),
-        *(replace(pattern, content) for pattern, content in changes),
-        replace(_OUTER_SPACE, ""),
-    ]
+    changes = [("\u2019", "'"), ("“", '"'), ("”", '"'), *_TIDY]
+    return [normalizers.NFKC(), *(normalizers.Replace(*change) for change in changes)]
 
 
 def _lowercase() -> list[normalizers.Normalizer]:
@@ -639,148 +618,4 @@ def _dressed(backend: Tokenizer, symbols: _Symbols) -> VaswaniTokenizer:
     )
 
 
-def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The pairs whose union is a piece, best piece first."""
-    pairs = [
-        (-score, position, (piece[:cut], piece[cut:]))
-        for position, (piece, score) in enumerate(scores.items())
-        for cut in range(1, len(piece))
-        if piece[:cut] in scores and piece[cut:] in scores
-    ]
-    return [pair for _, _, pair in sorted(pairs)]
-
-
-@dataclass
-class _SentencePiece:
-    """A SentencePiece model: pieces that texts can have, and how text is normalised.
-
-    Args:
-        scores: of pieces in their order, those of the user's own symbols as the search counts them.
-        lowest: the lowest score, from which that of unknown characters follows.
-        bpe: byte pairs; else the most probable pieces.
-        charsmap: SentencePiece's compiled table of characters to replace.
-        prefix, single_spaces: whether a space is put first, and spaces are united.
-    """
-
-    scores: dict[str, float]
-    lowest: float
-    bpe: bool
-    charsmap: bytes
-    prefix: bool
-    single_spaces: bool
-
-    @classmethod
-    def read(cls, path: Path) -> "_SentencePiece":
-        """Read a .model file (a protocol buffer).
-
-        Raises:
-            ConversionError: it is missing, damaged, or of a kind that the tokenizers library does
-                not have.
-        """
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConversionError(f"there is no file {path}") from error
-        try:
-            fields = list(_protobuf(content))
-            trainer = dict(_protobuf(dict(fields).get(2, b"")))
-            normalizer = dict(_protobuf(dict(fields).get(3, b"")))
-            decoding = dict(_protobuf(dict(fields).get(5, b"")))
-            entries = [dict(_protobuf(value)) for number, value in fields if number == 1]
-            rows = [
-                (entry[1].decode("utf-8"), _float(entry.get(2, b"\0" * 4)), entry.get(3, 1))
-                for entry in entries
-            ]
-        except (IndexError, KeyError, ValueError, TypeError, AttributeError, struct.error) as error:
-            raise ConversionError(f"{path.name} is no model of SentencePiece") from error
-        normal = {piece: score for piece, score, kind in rows if kind == 1}
-        own = [piece for piece, _, kind in rows if kind == 4]
-        model_type = trainer.get(3, 1)
-        if not normal:
-            raise ConversionError(f"{path.name} is no model of SentencePiece")
-        if model_type not in (1, 2):
-            raise ConversionError("only models of types unigram and bpe can be converted")
-        if trainer.get(35) or any(kind == 6 for _, _, kind in rows):
-            raise ConversionError("byte_fallback cannot be converted")
-        if model_type == 2 and any(kind == 5 for _, _, kind in rows):
-            raise ConversionError("unused pieces of type bpe cannot be converted")
-        if decoding.get(2):
-            raise ConversionError("a table for decoding cannot be converted")
-        if trainer.get(24) or not normalizer.get(5, 1):
-            raise ConversionError("spaces are not written before words, as is usual")
-        if own and model_type == 2:
-            raise ConversionError("user_defined_symbols of type bpe cannot be converted")
-        highest = max(normal.values())
-        scores = normal | {piece: len(piece) * highest - 0.1 for piece in own}
-        return cls(
-            scores={piece: scores[piece] for piece, _, _ in rows if piece in scores},
-            lowest=min(normal.values()),
-            bpe=model_type == 2,
-            charsmap=normalizer.get(2, b""),
-            prefix=bool(normalizer.get(3, 1)),
-            single_spaces=bool(normalizer.get(4, 1)),
-        )
-
-    def cut(self, special: str) -> Regex:
-        """Where to cut a text so that the model does not find a special token, which it has.
-
-        SentencePiece takes these strings for text. The cut must hurt no piece, and no run of
-        unknown characters, which is one unknown token.
-        """
-        for place in range(1, len(special)):
-            before, after = special[place - 1], special[place]
-            known = before in self.scores or after in self.scores
-            if known and not any(before + after in piece for piece in self.scores):
-                left, right = re.escape(special[:place]), re.escape(special[place:])
-                return Regex(f"{left}(?={right})")
-        raise ConversionError(f"it does not keep apart {special!r} as text and as a token")
-
-    def normalizers(self) -> list[normalizers.Normalizer]:
-        """What SentencePiece does to a text before it looks for pieces."""
-        steps: list[normalizers.Normalizer] = []
-        if self.charsmap:
-            steps.append(normalizers.Precompiled(self.charsmap))
-        if self.single_spaces:
-            steps += [
-                normalizers.Replace(Regex(r"\A +| +\z"), ""),
-                normalizers.Replace(Regex(" {2,}"), " "),
-            ]
-        if self.prefix:
-            steps.append(normalizers.Prepend(_SPACE))
-        return [*steps, normalizers.Replace(" ", _SPACE)]
-
-
-def _float(value: bytes) -> float:
-    (number,) = struct.unpack("<f", value)
-    if not math.isfinite(number):
-        raise ValueError("a score is not finite")
-    return number
-
-
-def _protobuf(content: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer: numbers as int, all else as bytes."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = content[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while position < len(content):
-        key = varint()
-        if key & 7 == 0:
-            yield key >> 3, varint()
-            continue
-        length = {1: 8, 5: 4}.get(key & 7)
-        if key & 7 == 2:
-            length = varint()
-        if length is None or position + length > len(content):
-            raise ValueError("no protocol buffer")
-        yield key >> 3, content[position : position + length]
-        position += length
+__all__ = ["add_arguments", "convert", "load"]

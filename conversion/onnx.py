@@ -27,13 +27,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..modeling.search_vaswani import length_penalty as length_penalty_of
-from .checkpoints import new_folder, open_model, open_tokenizers, refuse, save_tokenizers
+from .checkpoints import (
+    add_model_arguments,
+    new_folder,
+    open_model,
+    open_tokenizers,
+    refuse,
+    save_tokenizers,
+)
 from .rules import ConversionError
 
 Array = np.ndarray[Any, Any]
@@ -53,13 +58,9 @@ _WITHOUT_EFFECT = ("transformers_version", "use_cache", "_from_model_config")
 
 def add_save_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of `save` but for the output."""
-    parser.add_argument("model", metavar="INPUT", help="folder of ours, or its name on the Hub")
+    add_model_arguments(parser, tokenizers=True)
     parser.add_argument(
         "--opset", type=int, help="version of ONNX's operators; the newest if left out"
-    )
-    parser.add_argument("--tokenizer", help="folder of the tokenizer, if not INPUT")
-    parser.add_argument(
-        "--target-tokenizer", help="folder of the target's tokenizer, where vocabularies differ"
     )
 
 
@@ -124,22 +125,8 @@ def _problems(config: Any) -> list[str]:
     return []
 
 
-class _Lookup(nn.Module):
-    """The rows of learned positions, without the check of their number, which no tracer passes."""
-
-    def __init__(self, positions: Any) -> None:
-        super().__init__()
-        self.table = nn.Parameter(positions.weight[positions.offset :])
-
-    def forward(self, start: Any, length: Any, device: torch.device) -> torch.Tensor:
-        return functional.embedding(torch.arange(length, device=device) + start, self.table)
-
-
 def _graphs(exporter: Any, options: Any, model: Any) -> dict[str, Any]:
     """Trace the three graphs; `model` is not to be used afterwards."""
-    if model.config.position_encoding == "learned":
-        for stack in (model.model.encoder, model.model.decoder):
-            stack.embed_positions = _Lookup(stack.embed_positions)
     token = min(model.config.vocab_size, model.config.decoder_vocab_size) - 1
     source = {
         "input_ids": torch.full((_BATCH, _SOURCE), token),
@@ -280,7 +267,7 @@ class OnnxTranslator:
             max_new_tokens: one limit for all, in its place.
 
         Raises:
-            ValueError: a source is empty, or nothing limits the translations.
+            ValueError: a source is empty or too long, or nothing limits the translations.
         """
         if not sources:
             return []
@@ -316,6 +303,11 @@ class OnnxTranslator:
             raise ValueError(
                 f"Source {int(lengths.argmin())} has no tokens: even an empty sentence has its "
                 "end-of-sentence token."
+            )
+        if self.positions is not None and lengths.max() > self.positions:
+            raise ValueError(
+                f"Source {int(lengths.argmax())} has {lengths.max()} tokens, more than "
+                f"max_position_embeddings ({self.positions}) of the learned positions: shorten it."
             )
         if most is not None:
             return np.full_like(lengths, most)

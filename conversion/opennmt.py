@@ -29,17 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..modeling.modeling_vaswani import SinusoidalPositions
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
-from .checkpoints import Converted, build_model, read_checkpoint, refuse
+from .checkpoints import Converted, build_model, is_dense, read_checkpoint, reading_options, refuse
 from .rules import ConversionError, Drop, Rename, Rule, Tensors, to_ours
+from .subword_nmt import SPACES, joined_by_spaces
 
 # Version 2 pickles its vocabularies in the fields of torchtext that cut up and pad the corpus.
 _HARMLESS = (
@@ -69,7 +69,7 @@ _HARMLESS = (
 )
 
 _PAD, _UNK, _START, _END = "<blank>", "<unk>", "<s>", "</s>"
-_SPACE = r"[\s\x1c-\x1f]"  # what str.split and str.strip take; Oniguruma's \s lacks 1C to 1F
+_SPACE = f"[{SPACES}]"
 
 # OpenNMT-py's defaults of the options read here; old checkpoints lack some.
 _DEFAULTS = {
@@ -140,13 +140,15 @@ _GENERATION: dict[int, dict[str, Any]] = {
 
 def _check_positions(config: VaswaniConfig, name: str, table: torch.Tensor) -> None:
     """Refuse a table of positions that is not the one of `config`."""
-    table = table.float().flatten(1)
-    expected = SinusoidalPositions(config)(0, len(table), table.device)
-    # Float32 leaves sines of large angles, and half precision all of them, only three digits.
-    if table.shape != expected.shape or not torch.allclose(table, expected, rtol=0, atol=4e-3):
-        raise ConversionError(
-            f"{name} is not the table of position_encoding={config.position_encoding!r}."
-        )
+    if table.shape[-1:] == (config.d_model,):
+        table = table.float().reshape(-1, config.d_model)
+        expected = SinusoidalPositions(config)(0, len(table), table.device)
+        # Float32 leaves sines of large angles, and half precision all of them, only three digits.
+        if torch.allclose(table, expected, rtol=0, atol=4e-3):
+            return
+    raise ConversionError(
+        f"{name} is not the table of position_encoding={config.position_encoding!r}."
+    )
 
 
 def rules(config: VaswaniConfig) -> list[Rule]:
@@ -222,17 +224,17 @@ def load(checkpoint: str | Path) -> Converted:
         raise ConversionError(f"{path} lacks opt and vocab: it is no checkpoint of OpenNMT-py.")
     given = content["opt"]
     given = given if isinstance(given, dict) else getattr(given, "__dict__", {})
-    version, source, target, problems = _vocabularies(content["vocab"], path)
-    # Before these were options, there were biases.
-    options = _DEFAULTS | {"add_qkvbias": version == 2, "add_ffnbias": version == 2} | given
-    refuse(_problems(options) + problems, str(path))
-
-    start = content["vocab"].get("decoder_start_token", _START)
-    config = _config(options, source, target, start)
+    with reading_options(path):
+        version, source, target, problems = _vocabularies(content["vocab"], path)
+        # Before these were options, there were biases.
+        options = _DEFAULTS | {"add_qkvbias": version == 2, "add_ffnbias": version == 2} | given
+        refuse(_problems(options) + problems, str(path))
+        start = content["vocab"].get("decoder_start_token", _START)
+        config = _config(options, source, target, start)
     ours = to_ours(rules(config), _weights(content, path))
     if not options["add_ffnbias"] and not any(name.endswith(_INNER_BIASES) for name in ours):
         inner = [name for name in ours if name.endswith((".fc1.weight", ".fc2.weight"))]
-        ours |= {f"{name[:-6]}bias": ours[name].new_zeros(len(ours[name])) for name in inner}
+        ours |= {f"{name[:-6]}bias": ours[name].new_zeros(ours[name].shape[:1]) for name in inner}
     model = build_model(config, ours)
     model.generation_config = VaswaniGenerationConfig(
         num_beams=5,
@@ -311,7 +313,8 @@ def _index(token: str, vocabulary: list[str]) -> int:
 
 def _weights(content: dict[str, Any], path: Path) -> Tensors:
     """All weights, those of the generator as "generator.", under the names of today."""
-    weights, generator = content.get("model"), content.get("generator") or {}
+    weights, generator = content.get("model"), content.get("generator")
+    generator = {} if generator is None else generator
     if weights is None:
         stem = path.name.removesuffix(".pt")
         files = sorted(path.parent.glob(f"{glob.escape(stem)}*.safetensors"))
@@ -324,13 +327,14 @@ def _weights(content: dict[str, Any], path: Path) -> Tensors:
             weights = {name: weight for file in files for name, weight in load_file(file).items()}
         except (SafetensorError, OSError) as error:
             raise ConversionError(f"The weights beside {path} are damaged: {error}") from error
-    if not isinstance(weights, Mapping) or not isinstance(generator, Mapping):
-        raise ConversionError(f"model or generator of {path} is no dict of weights.")
+    for part in (weights, generator):
+        if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
+            raise ConversionError(f"model or generator of {path} is no dict of weights.")
     merged = {_name_of_today(name): weight for name, weight in weights.items()}
     merged |= {f"generator.{name.removeprefix('0.')}": w for name, w in generator.items()}
     for name, weight in merged.items():
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-            raise ConversionError(f"{name} of {path} is no tensor of floating-point numbers.")
+        if not isinstance(weight, torch.Tensor) or not is_dense(weight):
+            raise ConversionError(f"{name} of {path} is no dense tensor of floating-point numbers.")
     return merged
 
 
@@ -352,38 +356,36 @@ def _config(
         options[name][0] if isinstance(options[name], list) else options[name]
         for name in ("dropout", "attention_dropout")
     )
-    try:
-        same = options["layers"] > 0
-        return VaswaniConfig(
-            vocab_size=len(source),
-            decoder_vocab_size=len(target),
-            d_model=next(options[name] for name in _WIDTHS if options.get(name, -1) > 0),
-            encoder_layers=options["layers" if same else "enc_layers"],
-            decoder_layers=options["layers" if same else "dec_layers"],
-            encoder_attention_heads=options["heads"],
-            decoder_attention_heads=options["heads"],
-            encoder_ffn_dim=options["transformer_ff"],
-            decoder_ffn_dim=options["transformer_ff"],
-            dropout=dropout,
-            attention_dropout=attention_dropout,
-            activation_dropout=dropout,
-            label_smoothing=options["label_smoothing"],
-            activation_function=options["pos_ffn_activation_fn"],
-            norm_position="pre",
-            position_encoding=_POSITIONS[options["position_encoding_type"]],
-            attention_bias=options["add_qkvbias"],
-            lm_head_bias=True,
-            layer_norm_eps=options["norm_eps"],
-            tie_word_embeddings=tied,
-            share_encoder_decoder_embeddings=tied and options["share_embeddings"],
-            pad_token_id=pads[1],
-            unk_token_id=_index(_UNK, target),
-            eos_token_id=_index(_END, target),
-            bos_token_id=_index(_START, target),
-            decoder_start_token_id=_index(start, target),
-        )
-    except (StrictDataclassError, TypeError, StopIteration) as error:
-        raise ConversionError(f"The options make no model: {error}") from error
+    widths = [options[name] for name in _WIDTHS if options.get(name, -1) > 0]
+    same = options["layers"] > 0
+    return VaswaniConfig(
+        vocab_size=len(source),
+        decoder_vocab_size=len(target),
+        d_model=widths[0],
+        encoder_layers=options["layers" if same else "enc_layers"],
+        decoder_layers=options["layers" if same else "dec_layers"],
+        encoder_attention_heads=options["heads"],
+        decoder_attention_heads=options["heads"],
+        encoder_ffn_dim=options["transformer_ff"],
+        decoder_ffn_dim=options["transformer_ff"],
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+        activation_dropout=dropout,
+        label_smoothing=options["label_smoothing"],
+        activation_function=options["pos_ffn_activation_fn"],
+        norm_position="pre",
+        position_encoding=_POSITIONS[options["position_encoding_type"]],
+        attention_bias=options["add_qkvbias"],
+        lm_head_bias=True,
+        layer_norm_eps=options["norm_eps"],
+        tie_word_embeddings=tied,
+        share_encoder_decoder_embeddings=tied and options["share_embeddings"],
+        pad_token_id=pads[1],
+        unk_token_id=_index(_UNK, target),
+        eos_token_id=_index(_END, target),
+        bos_token_id=_index(_START, target),
+        decoder_start_token_id=_index(start, target),
+    )
 
 
 def _tokenizer(tokens: list[str], version: int, source_eos: bool = True) -> VaswaniTokenizer:
@@ -393,8 +395,7 @@ def _tokenizer(tokens: list[str], version: int, source_eos: bool = True) -> Vasw
     backend.normalizer = normalizers.Replace(Regex(rf"\A{_SPACE}+|{_SPACE}+\z"), "")
     between = Regex(f"{_SPACE}+" if version == 2 else " +")
     backend.pre_tokenizer = pre_tokenizers.Split(between, "removed")
-    # This decoder joins by a space whatever does not start with its prefix: here, every token.
-    backend.decoder = decoders.WordPiece(prefix=" ", cleanup=False)
+    backend.decoder = joined_by_spaces()
     return VaswaniTokenizer(
         tokenizer_object=backend,
         pad_token=_PAD,

@@ -58,10 +58,10 @@ class Stack:
         taken = {}
         for name, fields in _matches(tensors, self.theirs):
             parts = tensors.pop(name)
-            if parts.shape[0] % len(self.ours):
+            if parts.dim() == 0 or parts.shape[0] % len(self.ours):
                 raise ConversionError(
-                    f"{name} holds {len(self.ours)} tensors of equal size, but has "
-                    f"{parts.shape[0]} rows."
+                    f"{name} holds {len(self.ours)} tensors of equal size, but has the shape "
+                    f"{tuple(parts.shape)}."
                 )
             for template, part in zip(self.ours, parts.chunk(len(self.ours)), strict=True):
                 taken[template.format(**fields)] = part
@@ -132,9 +132,8 @@ def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) ->
     for take in takes:
         renamed |= take(rest)
     if rest:
-        raise ConversionError(
-            f"No rule knows {len(rest)} of {len(tensors)} tensors: {', '.join(sorted(rest))}."
-        )
+        names = ", ".join(sorted(map(str, rest)))
+        raise ConversionError(f"No rule knows {len(rest)} of {len(tensors)} tensors: {names}.")
     return renamed
 
 
@@ -156,5 +155,5 @@ def _matches(tensors: Tensors, template: str) -> list[tuple[str, dict[str, str]]
     pattern = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     pattern = re.sub(r"\{i\}", r"(?P<i>\\d+)", pattern)
     pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>\\w+)", pattern)
-    found = ((name, re.fullmatch(pattern, name)) for name in tensors)
+    found = ((name, re.fullmatch(pattern, str(name))) for name in tensors)
     return [(name, match.groupdict()) for name, match in found if match]

@@ -48,7 +48,16 @@ from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import SinusoidalPositions
-from .checkpoints import Converted, build_model, new_folder, open_model, read_checkpoint, refuse
+from .checkpoints import (
+    Converted,
+    add_model_arguments,
+    build_model,
+    new_folder,
+    open_model,
+    read_checkpoint,
+    refuse,
+)
+from .files import holds_tensors, parse_yaml, read_text
 from .rules import ConversionError, Rename, Rule, Stack, Tensors, to_ours, to_theirs
 
 logger = logging.get_logger(__name__)
@@ -61,6 +70,20 @@ _SOURCE, _TARGET, _HEAD = (
 _POSITIONS = {stack: f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")}
 # nn.Transformer's two functions, both written as transformers does.
 _ACTIVATIONS = ("relu", "gelu")
+# Fields of the description that are VaswaniConfig's by the same name.
+_SAME_FIELDS = """
+layer_norm_eps dropout label_smoothing scale_embedding position_encoding position_offset
+pad_token_id unk_token_id bos_token_id eos_token_id decoder_start_token_id
+"""
+# Fields that name tensors outside of nn.Transformer.
+_PLACES = (
+    "source_embedding",
+    "target_embedding",
+    "generator",
+    "generator_bias",
+    "source_positions",
+    "target_positions",
+)
 
 
 @dataclass
@@ -97,25 +120,30 @@ class Description:
 
 def _rules() -> list[Rule]:
     """nn.Transformer's names; the order of the parts of in_proj is that of its own forward."""
+    there, here = "{stack}.layers.{i}", "model.{stack}.layers.{i}"
     rules: list[Rule] = []
-    for stack in ("encoder", "decoder"):
-        there, here = f"{stack}.layers.{{i}}", f"model.{stack}.layers.{{i}}"
-        parts = {"self_attn": "self_attn", "multihead_attn": "encoder_attn"}
-        norms = ["self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"]
-        if stack == "encoder":
-            del parts["multihead_attn"], norms[1]
-        for theirs, ours in parts.items():
-            projections = tuple(f"{here}.{ours}.{x}_proj.{{kind}}" for x in "qkv")
-            rules.append(Stack(f"{there}.{theirs}.in_proj_{{kind}}", projections))
-            rules.append(
-                Rename(f"{there}.{theirs}.out_proj.{{kind}}", f"{here}.{ours}.out_proj.{{kind}}")
-            )
-        for number in (1, 2):
-            rules.append(Rename(f"{there}.linear{number}.{{kind}}", f"{here}.fc{number}.{{kind}}"))
-        for number, norm in enumerate(norms, start=1):
-            rules.append(Rename(f"{there}.norm{number}.{{kind}}", f"{here}.{norm}.{{kind}}"))
-        rules.append(Rename(f"{stack}.norm.{{kind}}", f"model.{stack}.layer_norm.{{kind}}"))
-    return rules
+    for theirs, ours in (("self_attn", "self_attn"), ("multihead_attn", "encoder_attn")):
+        projections = [f"{here}.{ours}.{x}_proj.{{kind}}" for x in "qkv"]
+        rules.append(Stack(f"{there}.{theirs}.in_proj_{{kind}}", projections))
+        rules.append(
+            Rename(f"{there}.{theirs}.out_proj.{{kind}}", f"{here}.{ours}.out_proj.{{kind}}")
+        )
+    rules += [
+        Rename(f"{there}.linear{number}.{{kind}}", f"{here}.fc{number}.{{kind}}")
+        for number in (1, 2)
+    ]
+    rules += [
+        Rename(
+            f"{stack}.layers.{{i}}.norm{number}.{{kind}}",
+            f"model.{stack}.layers.{{i}}.{norm}_layer_norm.{{kind}}",
+        )
+        for stack, norms in (
+            ("encoder", ("self_attn", "final")),
+            ("decoder", ("self_attn", "encoder_attn", "final")),
+        )
+        for number, norm in enumerate(norms, start=1)
+    ]
+    return [*rules, Rename("{stack}.norm.{kind}", "model.{stack}.layer_norm.{kind}")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,24 +215,11 @@ def _described(description: str | Path | Mapping[str, Any] | Description) -> Des
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
+    text = read_text(path)
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as json_error:
-        try:
-            import yaml
-        except ImportError as error:
-            raise ConversionError(
-                f"{path} is no JSON ({json_error}), and YAML needs PyYAML: "
-                "pip install 'vaswani[convert]'."
-            ) from error
-        try:
-            found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConversionError(f"{path} is neither JSON nor YAML: {error}") from error
+    except json.JSONDecodeError:
+        found = parse_yaml(text, str(path))
     if not isinstance(found, dict):
         raise ConversionError(f"{path} does not hold fields of a description.")
     return found
@@ -214,9 +229,7 @@ def _state_dict(given: str | Path | Mapping[str, torch.Tensor]) -> Tensors:
     place, loaded = "The state dict", given
     if not isinstance(given, Mapping):
         place, loaded = str(given), read_checkpoint(Path(given))
-    if not isinstance(loaded, Mapping) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in loaded.values()
-    ):
+    if not holds_tensors(loaded):
         raise ConversionError(
             f"{place} is not a dict of tensors: save module.state_dict(), not what holds it."
         )
@@ -225,14 +238,7 @@ def _state_dict(given: str | Path | Mapping[str, torch.Tensor]) -> Tensors:
 
 def _places(about: Description) -> dict[str, str]:
     """Which tensors lie outside nn.Transformer, by the field that names them."""
-    names = {
-        "source_embedding": about.source_embedding,
-        "target_embedding": about.target_embedding,
-        "generator": about.generator,
-        "generator_bias": about.generator_bias,
-        "source_positions": about.source_positions,
-        "target_positions": about.target_positions,
-    }
+    names = {field_name: getattr(about, field_name) for field_name in _PLACES}
     return {field_name: name for field_name, name in names.items() if name is not None}
 
 
@@ -341,32 +347,23 @@ def _config(about: Description, outside: Tensors, tensors: Tensors) -> VaswaniCo
         "decoder_attention_heads": about.nhead,
         "encoder_ffn_dim": inner("encoder"),
         "decoder_ffn_dim": inner("decoder"),
-        "dropout": about.dropout,
         "attention_dropout": about.dropout,
         "activation_dropout": about.dropout,
-        "label_smoothing": about.label_smoothing,
         "activation_function": about.activation,
         "norm_position": "pre" if about.norm_first else "post",
         "final_layer_norm": "model.encoder.layer_norm.weight" in tensors,
-        "position_encoding": about.position_encoding,
-        "position_offset": about.position_offset,
         "max_position_embeddings": positions[0] - about.position_offset if learned else None,
         "attention_bias": any(name.endswith("q_proj.bias") for name in tensors),
         "lm_head_bias": "generator_bias" in outside,
-        "scale_embedding": about.scale_embedding,
-        # PyYAML reads 1e-5 as a string.
-        "layer_norm_eps": float(about.layer_norm_eps),
         "share_encoder_decoder_embeddings": one_table,
         "tie_word_embeddings": tie,
-        "pad_token_id": about.pad_token_id,
-        "unk_token_id": about.unk_token_id,
-        "bos_token_id": about.bos_token_id,
-        "eos_token_id": about.eos_token_id,
-        "decoder_start_token_id": about.decoder_start_token_id,
     }
+    settings |= {name: getattr(about, name) for name in _SAME_FIELDS.split()}
     try:
+        # PyYAML reads 1e-5 as a string.
+        settings["layer_norm_eps"] = float(about.layer_norm_eps)
         return VaswaniConfig(**settings)
-    except StrictDataclassError as error:
+    except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConversionError(f"The description cannot be used: {error}") from error
 
 
@@ -442,9 +439,7 @@ def _missing_biases(tensors: Tensors, config: VaswaniConfig) -> Tensors:
 # From us to torch.nn.Transformer
 
 
-def add_save_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of `save` but for the output."""
-    parser.add_argument("model", metavar="INPUT", help="folder of ours, or its name on the Hub")
+add_save_arguments = add_model_arguments
 
 
 def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
@@ -502,22 +497,7 @@ def to_torch(model: PreTrainedModel) -> tuple[Tensors, Description]:
         prefix="transformer.",
         activation=ours.activation_function,
         norm_first=ours.norm_position == "pre",
-        **{
-            name: getattr(ours, name)
-            for name in (
-                "layer_norm_eps",
-                "dropout",
-                "label_smoothing",
-                "scale_embedding",
-                "position_encoding",
-                "position_offset",
-                "pad_token_id",
-                "unk_token_id",
-                "bos_token_id",
-                "eos_token_id",
-                "decoder_start_token_id",
-            )
-        },
+        **{name: getattr(ours, name) for name in _SAME_FIELDS.split()},
     )
     return outside | {f"transformer.{name}": tensor for name, tensor in inside.items()}, about
 

@@ -12,12 +12,13 @@ from argparse import Namespace
 
 import pytest
 import torch
+from hostile import Hostile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.conversion import fairseq
+from vaswani.conversion import fairseq, subword_nmt
 from vaswani.conversion.__main__ import main
 from vaswani.conversion.rules import ConversionError, to_theirs
 
@@ -211,8 +212,8 @@ class Fairseq(nn.Module):
         return self.decoder.output_projection(self.decoder.end(y))
 
 
-def checkpoint(path, network, args=None, cfg=None, model=None, zipped=True):
-    """Save what fairseq's trainer saves."""
+def checkpoint(path, network, args=None, cfg=None, model=None, zipped=True, **others):
+    """Save what fairseq's trainer saves; `others` replace parts of it."""
     args = Namespace(**network.options) if args is None and cfg is None else args
     model = dict(network.state_dict()) if model is None else model
     state = {
@@ -225,7 +226,7 @@ def checkpoint(path, network, args=None, cfg=None, model=None, zipped=True):
         "extra_state": {"metrics": [(0, "loss", "AverageMeter", {"sum": 1.5})], "best": 1.0},
         "last_optimizer_state": {"state": {0: {"exp_avg": torch.rand(3)}}, "param_groups": []},
     }
-    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    torch.save(state | others, path, _use_new_zipfile_serialization=zipped)
     return path
 
 
@@ -465,6 +466,8 @@ REFUSED = [
     ({"max_relative_position": 4}, "--max-relative-position 4"),
     ({"decoder_langtok": True}, "--decoder-langtok"),
     ({"use_alibi": True}, "--use-alibi"),
+    ({"deepnorm": True}, "--deepnorm"),
+    ({"rel_pos_buckets": 32}, "--rel-pos-buckets 32"),
 ]
 
 
@@ -475,6 +478,15 @@ def test_what_this_model_does_not_compute_is_refused_by_its_name(tmp_path, chang
     with pytest.raises(ConversionError, match=re.escape(name)):
         fairseq.convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_another_architecture_is_refused_by_its_name_whatever_its_weights_are(tmp_path):
+    network = Fairseq(OPTIONS)
+    model = {f"models.de-en.{name}": tensor for name, tensor in network.state_dict().items()}
+    options = Namespace(**OPTIONS | {"arch": "multilingual_transformer_iwslt_de_en"})
+    path = checkpoint(tmp_path / "a.pt", network, options, model=model)
+    with pytest.raises(ConversionError, match="--arch multilingual_transformer_iwslt_de_en"):
+        fairseq.load(path)
 
 
 def test_all_reasons_are_given_at_once(tmp_path):
@@ -554,38 +566,40 @@ def test_other_files_are_refused(tmp_path, state):
         {"arch": ["transformer"]},
         {"label_smoothing": {}},
         {"max_target_positions": Namespace()},
+        {"encoder_ffn_embed_dim": 10**15},
     ],
 )
 def test_damaged_options_are_a_clear_error(tmp_path, changes):
     path = checkpoint(tmp_path / "a.pt", Fairseq(OPTIONS), Namespace(**OPTIONS | changes))
-    with pytest.raises(ConversionError, match=r"a\.pt"):
+    with pytest.raises(ConversionError, match=r"a\.pt|no room"):
         fairseq.load(path)
 
 
-class Hostile:
-    def __init__(self, command):
-        self.command = command
-
-    def __reduce__(self):
-        return os.system, (self.command,)
-
-
-@pytest.mark.parametrize("place", ["args", "cfg", "weights", "optimizer"])
-def test_hostile_checkpoints_are_refused_and_not_run(tmp_path, place):
-    network, trace = Fairseq(OPTIONS), tmp_path / "trace"
-    evil = Hostile(f"touch {trace}")
-    options = Namespace(**OPTIONS)
-    given = {"args": options}
-    if place == "args":
-        options.user_dir = evil
-    elif place == "cfg":
-        given = {"cfg": config(options) | {"evil": evil}}
-    else:
-        given["model"] = {**network.state_dict(), "x": evil}
-    path = checkpoint(tmp_path / "a.pt", network, **given)
-    with pytest.raises(ConversionError, match=r"system.*could run code"):
-        fairseq.convert(path, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(os.system, ["touch trace"]), (eval, ["open('trace', 'w')"]), (getattr, [os, "system"])],
+)
+def test_hostile_checkpoints_are_refused_wherever_it_hides_and_not_run(
+    tmp_path, monkeypatch, function, arguments, zipped
+):
+    monkeypatch.chdir(tmp_path)
+    network, options = Fairseq(OPTIONS), Namespace(**OPTIONS)
+    arguments = [Hostile(__import__, "os") if one is os else one for one in arguments]
+    evil = Hostile(function, *arguments)
+    name = r"(posix|nt)\.system" if function is os.system else r"eval|getattr|__import__"
+    for hidden in (
+        {"args": Namespace(**OPTIONS, user_dir=evil)},
+        {"cfg": config(options) | {"evil": evil}},
+        {"model": {**network.state_dict(), "x": evil}},
+        {"optimizer_history": [{"lr_scheduler_state": {"best": [None, (1.0, evil)]}}]},
+        {"extra_state": {"train_iterator": {"epoch": 1}, "metrics": [(0, "loss", evil)]}},
+        {"last_optimizer_state": {"state": {0: {evil: torch.rand(3)}}}},
+    ):
+        path = checkpoint(tmp_path / "a.pt", network, zipped=zipped, **hidden)
+        with pytest.raises(ConversionError, match=rf"holds ({name}), .*could run code"):
+            fairseq.convert(path, tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 # Decoding
@@ -695,6 +709,12 @@ def test_words_are_looked_up_as_in_fairseqs_dictionary(word_tokenizer, parts, sp
     assert tokenizer(text_target=line)["input_ids"] == looked_up(line, words)
 
 
+def test_words_end_at_every_space_that_python_knows_and_at_nothing_else(word_tokenizer):
+    words, tokenizer = word_tokenizer
+    lines = [f"the{chr(code)}is" for code in range(0x3100)]
+    assert tokenizer(lines)["input_ids"] == [looked_up(line, words) for line in lines]
+
+
 def test_control_symbols_written_in_a_text_are_unknown_words(word_tokenizer):
     _, tokenizer = word_tokenizer
     ids = tokenizer("<s> the</s> <pad>\u00a0</s>\t<unk> <pad>x the")["input_ids"]
@@ -742,6 +762,11 @@ def test_shared_embeddings_need_one_dictionary(tmp_path):
     with pytest.raises(ConversionError, match="differ, but share their embeddings"):
         fairseq.load(path, source_dict=left, target_dict=right)
     assert fairseq.load(path, source_dict=left, target_dict=left).target_tokenizer is None
+
+
+def test_lines_of_a_dictionary_may_end_as_on_other_systems(tmp_path):
+    (tmp_path / "a").write_bytes(b"one 1\r\ntwo 2\r\n")
+    assert fairseq._read_dictionary(tmp_path / "a")[4:] == ["one", "two"]
 
 
 def test_a_later_line_may_replace_an_earlier_entry(tmp_path):
@@ -877,7 +902,7 @@ def test_codes_of_fastbpe_are_those_of_subword_nmt_with_counts(tmp_path):
     lines = codes.strip().split("\n")[1:]
     (tmp_path / "fast").write_text("\n".join(f"{line} {99 - n}" for n, line in enumerate(lines)))
     (tmp_path / "subword").write_text(codes)
-    assert fairseq._read_codes(tmp_path / "fast") == fairseq._read_codes(tmp_path / "subword")
+    assert subword_nmt.read_codes(tmp_path / "fast") == subword_nmt.read_codes(tmp_path / "subword")
 
 
 @pytest.mark.parametrize(

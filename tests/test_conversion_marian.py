@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
 from transformers import MarianTokenizer as TheirTokenizer
-from vaswani.conversion import marian
+from vaswani.conversion import marian, marian_npz
+from vaswani.conversion import sentencepiece as converted_pieces
 from vaswani.conversion.__main__ import main
 from vaswani.conversion.rules import ConversionError
 
@@ -53,6 +54,11 @@ def trained(lines, **options):
 @pytest.fixture(scope="module")
 def spms():
     return {"source": trained(SOURCE_LINES), "target": trained(TARGET_LINES)}
+
+
+def model_proto():
+    name = "sentencepiece.sentencepiece_model_pb2"
+    return pytest.importorskip(name, reason="needs protobuf").ModelProto
 
 
 def pieces(model):
@@ -313,7 +319,8 @@ def test_models_of_ours_leave_for_marianmt(
 @pytest.fixture
 def warnings_of(monkeypatch):
     found = []
-    monkeypatch.setattr(marian.logger, "warning", found.append)
+    for module in (marian, marian_npz, converted_pieces):
+        monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
 
@@ -389,6 +396,10 @@ def resaved(folder, change):
             lambda tensors: tensors.update(
                 {"model.encoder.embed_positions.weight": torch.ones(512, 16)}
             ),
+            "not MarianMTModel's table",
+        ),
+        (
+            lambda tensors: tensors.update({"model.decoder.embed_positions.weight": torch.ones(3)}),
             "not MarianMTModel's table",
         ),
         (
@@ -489,10 +500,12 @@ def test_random_text_gets_the_ids_of_marian(both_tokenizers, spms):
         assert ours(text).input_ids == theirs(text).input_ids, text
 
 
-def test_special_tokens_in_a_text_are_text(both_tokenizers):
+def test_special_tokens_in_a_text_are_text(both_tokenizers, spms, vocabulary):
     ours, _, _ = both_tokenizers
+    processor = sentencepiece.SentencePieceProcessor(model_proto=spms["source"])
     for text in ("a </s> b", "</s>", "x<pad>y", "<unk>"):
         ids = ours(text, add_special_tokens=False).input_ids
+        assert ids == [vocabulary.get(piece, 1) for piece in processor.encode(text, out_type=str)]
         assert 0 not in ids
         assert SIZE - 1 not in ids
 
@@ -508,6 +521,42 @@ def test_byte_pairs_of_sentencepiece_are_cut_alike(tmp_path):
     theirs = TheirTokenizer.from_pretrained(tmp_path)
     for line in [*SOURCE_LINES[:6], "catcat matdog vexingly"]:
         assert ours(line).input_ids == theirs(line).input_ids
+
+
+def test_what_the_tokenizers_library_cannot_do_is_named_at_once(tmp_path):
+    model = model_proto().FromString(trained(SOURCE_LINES, model_type="bpe", vocab_size=80))
+    model.trainer_spec.treat_whitespace_as_suffix = True
+    model.normalizer_spec.escape_whitespaces = False
+    model.denormalizer_spec.precompiled_charsmap = b"table"
+    model.pieces[40].type, model.pieces[41].type = 4, 5
+    path = tmp_path / "m.model"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ConversionError) as caught:
+        converted_pieces.piece_backend(
+            converted_pieces.SentencePiece.read(path), {"<unk>": 0}, ("<unk>",)
+        )
+    for name in (
+        "treat_whitespace_as_suffix",
+        "escape_whitespaces",
+        "denormalization_rule_tsv",
+        f"user_defined_symbols of type bpe, {model.pieces[40].piece!r}",
+        "unused pieces of type bpe",
+        "pieces without an id",
+    ):
+        assert name in str(caught.value)
+
+
+def test_unknown_characters_become_bytes_where_the_model_has_them(tmp_path):
+    spm = trained(SOURCE_LINES, byte_fallback=True, vocab_size=330)
+    (tmp_path / "source.spm").write_bytes(spm)
+    names = ["</s>", "<unk>", *pieces(spm), "<pad>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    ours = marian._tokenizer(tmp_path / "source.spm", vocabulary)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=spm)
+    for text in (SOURCE_LINES[0], "the 日 cat"):
+        ids = [vocabulary[piece] for piece in processor.encode(text, out_type=str)]
+        assert ours(text, add_special_tokens=False).input_ids == ids
+        assert ours.decode(ids) == text
 
 
 def test_pieces_without_an_id_are_said(spms, vocabulary, tmp_path, warnings_of):
@@ -528,11 +577,18 @@ def test_other_tokenizers_are_refused(write, tmp_path):
         marian.load(folder)
     path.unlink()
     (folder / "source.spm").write_bytes(trained(SOURCE_LINES, model_type="char"))
-    with pytest.raises(ConversionError, match="model_type"):
+    with pytest.raises(ConversionError, match=r"model_type char.*no_tokenizer"):
         marian.load(folder)
-    (folder / "source.spm").write_bytes(b"\xff\xff nothing")
-    with pytest.raises(ConversionError, match="no SentencePiece model"):
-        marian.load(folder)
+    whole = trained(SOURCE_LINES)
+    model = model_proto().FromString(whole)
+    model.ClearField("trainer_spec")
+    broken = model_proto().FromString(whole)
+    broken.pieces[5].score = math.nan
+    wrong = (b"\xff\xff nothing", b"", whole[:200], model.SerializeToString())
+    for content in (*wrong, broken.SerializeToString()):
+        (folder / "source.spm").write_bytes(content)
+        with pytest.raises(ConversionError, match="no SentencePiece model"):
+            marian.load(folder)
     (folder / "source.spm").unlink()
     with pytest.raises(ConversionError, match=r"source.spm.*no_tokenizer"):
         marian.load(folder)
@@ -919,13 +975,16 @@ def test_odd_tokens_of_a_vocabulary_are_read(tmp_path):
     )
     names = ["</s>", "<unk>", '"', "\\", "'", "▁long", "\x85", ":", "true", "~", "▁a\u2028b"]
     names += ["1.0", "▁x:y", "#"]
-    assert marian._read_vocabulary(path) == {name: number for number, name in enumerate(names)}
+    assert marian_npz.read_vocabulary(path) == {name: number for number, name in enumerate(names)}
     path.write_text("</s>: 0\n<unk>: 1\na: 3\n")
     with pytest.raises(ConversionError, match="not 0 to 2"):
-        marian._read_vocabulary(path)
+        marian_npz.read_vocabulary(path)
+    (tmp_path / "words.json").write_text('{"</s>": 0, "<unk>": "1"}')
+    with pytest.raises(ConversionError, match="not 0 to 1"):
+        marian_npz.read_vocabulary(tmp_path / "words.json")
     path.write_text("</s>: 0\n<unk>: 1\nsomething\n")
     with pytest.raises(ConversionError, match="line 3"):
-        marian._read_vocabulary(path)
+        marian_npz.read_vocabulary(path)
 
 
 REFUSED = {
@@ -970,6 +1029,9 @@ def test_average_attention_and_several_sources_are_refused(write_marian):
     folder, _, _ = write_marian("ensemble", decoder={"models": ["a.npz", "b.npz"]})
     with pytest.raises(ConversionError, match="not an ensemble"):
         marian.load(folder)
+    folder, _, _ = write_marian("words", decoder={"normalize": "yes", "beam-size": [2]})
+    with pytest.raises(ConversionError, match=r"beam-size \[2\].*normalize 'yes' \(no number"):
+        marian.load(folder)
 
 
 def test_papers_positions_need_the_papers_wavelengths(write_marian):
@@ -991,15 +1053,24 @@ def test_damaged_marian_files_are_named_and_nothing_is_left(write_marian, tmp_pa
     np.savez(path, **{**weights, "special:model.yml": np.array([{}], dtype=object)})
     with pytest.raises(ConversionError, match=r"no complete .npz"):
         marian.convert(folder, tmp_path / "out")
+    text = np.frombuffer(b"type: transformer", dtype=np.int8)
+    odd = {"whole": np.ones((2, 2), np.int64), "cube": np.ones((2, 2, 2), np.float32)}
+    np.savez(path, **odd, **{"special:model.yml": text})
+    with pytest.raises(ConversionError, match=r"whole \(int64, 2 .*cube \(float32, 3 dimensions"):
+        marian.convert(folder, tmp_path / "out")
+    np.savez(path, **weights, **{"special:model.yml": text[:4]})
+    with pytest.raises(ConversionError, match="does not hold options"):
+        marian.convert(folder, tmp_path / "out")
     path.unlink()
     with pytest.raises(ConversionError, match=r"There is no file .*opus.npz"):
         marian.convert(folder, tmp_path / "out")
-    for name, message in (("missing", "is missing"), ("extra", "No rule knows")):
-        changed = dict(weights)
-        if name == "missing":
-            del changed["decoder_l1_context_bk"]
-        else:
-            changed["decoder_l1_rnn_W"] = np.ones((2, 2), np.float32)
+    bias = "decoder_l1_context_bk"
+    for name, change, message in (
+        ("missing", {bias: None}, "is missing"),
+        ("extra", {"decoder_l1_rnn_W": np.ones((2, 2), np.float32)}, "No rule knows"),
+        ("rows", {bias: np.ones((2, 16), np.float32)}, r"has the shape \(2, 16\)"),
+    ):
+        changed = {n: array for n, array in (weights | change).items() if array is not None}
         other, _, _ = write_marian(name, weights=changed)
         with pytest.raises(ConversionError, match=message):
             marian.convert(other, tmp_path / "out")

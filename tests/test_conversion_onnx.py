@@ -196,6 +196,8 @@ def test_learned_positions_limit_the_translations(tiny_model, translator_of):
     assert max(map(len, found)) <= 11
     expected = model.generate(**batch_of(sources), num_beams=2)[:, 1:].tolist()
     assert [row[: len(ours)] for row, ours in zip(expected, found, strict=True)] == found
+    with pytest.raises(ValueError, match=r"Source 1 has 13 tokens.*max_position_embeddings \(12\)"):
+        translator_of(model).generate(sentences([5, 13]))
 
 
 def test_several_end_tokens_end_a_translation(tiny_model, translator_of):

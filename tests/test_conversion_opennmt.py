@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostile import Hostile
 from safetensors.torch import save_file
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -574,6 +575,13 @@ def put(part, name, value):
         (put("model", "decoder.gate.weight", torch.ones(1)), "No rule knows 1 .*gate"),
         (put("model", "encoder.layer_norm.bias", "text"), "encoder.layer_norm.bias"),
         (put("model", "encoder.layer_norm.bias", torch.ones(WIDTH).long()), "floating-point"),
+        (put("model", "encoder.layer_norm.bias", torch.ones(WIDTH).to_sparse()), "no dense tensor"),
+        (put("model", 7, torch.ones(WIDTH)), "is no dict of weights"),
+        (
+            put("model", "encoder.transformer.1.feed_forward.w_2.weight", torch.ones(())),
+            "fc2.weight has the shape",
+        ),
+        (put("model", "encoder.embeddings.make_embedding.pe.pe", torch.ones(())), "not the table"),
         (
             put("model", "encoder.embeddings.make_embedding.pe.pe", torch.zeros(5000, 1, WIDTH)),
             "not the table of position_encoding='sinusoidal'",
@@ -628,14 +636,8 @@ def test_a_file_cut_off_is_refused(save, tmp_path, kept):
     assert not (tmp_path / "out").exists()
 
 
-class Runs:
-    def __reduce__(self):
-        return os.mkdir, ("evidence",)
-
-
-def test_a_pickle_that_would_run_code_is_refused_with_its_name(save, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = some_options(src_prefix=Runs())
+def test_a_pickle_that_would_run_code_is_refused_with_its_name(save, tmp_path):
+    options = some_options(src_prefix=Hostile(os.mkdir, str(tmp_path / "evidence")))
     with pytest.raises(ConversionError, match=r"(posix|nt)\.mkdir"):
         load(save(3, options, some_weights(options)))
     assert not (tmp_path / "evidence").exists()

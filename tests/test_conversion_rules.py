@@ -1,13 +1,19 @@
 """Claims about the core of all converters: rules, checkpoints of strangers, folders."""
 
+import argparse
+import importlib
+import inspect
 import io
 import os
 import pickle
+import tarfile
 import zipfile
 from argparse import Namespace
 
 import pytest
 import torch
+from hostile import Hostile
+from vaswani.conversion.__main__ import CONVERTERS
 from vaswani.conversion.checkpoints import (
     Converted,
     Inert,
@@ -68,6 +74,11 @@ def test_all_leftover_tensors_are_named_in_both_directions(convert):
         convert(RULES, numbered("alien.2", "alien.1"))
 
 
+def test_a_name_that_is_no_text_is_left_over():
+    with pytest.raises(ConversionError, match=r"2 of 3 tensors: 7, alien"):
+        to_ours(RULES, {7: torch.ones(1), **numbered("head.kernel", "alien")})
+
+
 def test_conversion_leaves_the_given_dict_as_it_is():
     theirs = numbered("head.kernel")
     to_ours(RULES, theirs)
@@ -77,8 +88,9 @@ def test_conversion_leaves_the_given_dict_as_it_is():
 def test_a_stack_refuses_parts_that_are_missing_or_uneven():
     with pytest.raises(ConversionError, match=r"decoder\.0\.k\.bias, decoder\.0\.v\.bias"):
         to_theirs(RULES, numbered("decoder.0.q.bias"))
-    with pytest.raises(ConversionError, match=r"dec\.0\.qkv_bias.*3 tensors.*4 rows"):
-        to_ours(RULES, numbered("dec.0.qkv_bias", rows=4))
+    for parts in (torch.ones(4, 3), torch.tensor(1.0)):
+        with pytest.raises(ConversionError, match=r"dec\.0\.qkv_bias.*3 tensors.*shape \("):
+            to_ours(RULES, {"dec.0.qkv_bias": parts})
 
 
 def test_what_says_nothing_is_dropped_unless_its_check_objects():
@@ -94,14 +106,6 @@ def test_what_says_nothing_is_dropped_unless_its_check_objects():
 
 
 # Checkpoints
-
-
-class Hostile:
-    def __init__(self, function, *arguments):
-        self.call = (function, arguments)
-
-    def __reduce__(self):
-        return self.call
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -181,6 +185,35 @@ def test_a_changed_byte_of_a_weight_is_noticed(tmp_path):
         read_checkpoint(path)
 
 
+def save_in_tar(content, path):
+    """The format of torch before 0.1.10."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("sys_info", "pickle", "tensors", "storages"):
+            data = pickle.dumps(content, protocol=2)
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+@pytest.mark.parametrize(
+    ("save", "reason"),
+    [
+        (save_in_tar, "legacy .tar format"),
+        (lambda content, path: torch.save(content, path, pickle_protocol=4), "Unsupported operand"),
+        (lambda content, path: path.write_bytes(b"no pickle"), "invalid load key|Unsupported"),
+    ],
+    ids=["tar", "protocol 4", "text"],
+)
+def test_the_error_says_what_is_wrong_and_not_how_to_load_it_unprotected(tmp_path, save, reason):
+    trace = tmp_path / "trace"
+    save([Hostile(os.mkdir, str(trace))], tmp_path / "a.pt")
+    with pytest.raises(ConversionError, match=reason) as error:
+        read_checkpoint(tmp_path / "a.pt")
+    assert "False" not in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not trace.exists()
+
+
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     with pytest.raises(ConversionError, match=r"There is no file .*nothing\.pt"):
         read_checkpoint(tmp_path / "nothing.pt")
@@ -228,6 +261,23 @@ def test_missing_leftover_misshapen_and_disagreeing_tensors_are_named_together(t
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "strange",
+    [
+        torch.ones(24, dtype=torch.int64),
+        torch.ones(24, dtype=torch.complex64),
+        torch.ones(24).to_sparse(),
+        torch.ones(24, device="meta"),
+    ],
+    ids=["integers", "complex", "sparse", "meta"],
+)
+def test_what_is_no_dense_tensor_of_real_numbers_is_named(tiny_model, strange):
+    model = tiny_model(dtype=torch.float32)
+    name = "model.encoder.layers.0.fc1.bias"
+    with pytest.raises(ConversionError, match=f"{name} is no dense tensor of floating-point"):
+        build_model(model.config, weights(model) | {name: strange})
+
+
 def test_half_precision_is_carried_over_without_rounding(tiny_model):
     model = tiny_model(dtype=torch.float32)
     half = {name: tensor.half() for name, tensor in weights(model).items()}
@@ -240,6 +290,19 @@ def test_all_problems_are_refused_at_once():
     refuse([], "a.pt")
     with pytest.raises(ConversionError, match=r"a\.pt cannot .*: --one; --two 3\."):
         refuse(["--one", "--two 3"], "a.pt")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("toolkit", CONVERTERS)
+def test_command_line_and_function_take_the_same_arguments(toolkit):
+    module = importlib.import_module(f"vaswani.conversion.{CONVERTERS[toolkit]}")
+    outgoing, parser = toolkit.startswith("to-"), argparse.ArgumentParser()
+    (module.add_save_arguments if outgoing else module.add_arguments)(parser)
+    given = {action.dest for action in parser._actions} - {"help"}
+    taken = inspect.signature(module.save if outgoing else module.load).parameters
+    assert given == set(taken) - {"output"}
 
 
 # Folders

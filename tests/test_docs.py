@@ -484,7 +484,7 @@ def test_a_model_is_shared_as_printed(quickstart, run, monkeypatch):
         assert finished.stdout == "".join(printed or "" for _, printed in page.python())
         files = hub.files("user/number-words", "v1")
         assert not hub.unknown_requests
-    assert {"README.md", "LICENSE", "model.safetensors", "tokenizer.json"} <= files.keys()
+    assert {"README.md", "LICENSE-CODE", "model.safetensors", "tokenizer.json"} <= files.keys()
     assert b"user/number-words" in files["README.md"]
     assert {name for name in files if name.endswith("_vaswani.py")} == {
         path.name for path in (quickstart / "runs/quickstart").glob("*_vaswani.py")

@@ -1,0 +1,359 @@
+"""Marian's own folders, as OPUS-MT publishes them: what their files hold, checked.
+
+decoder.yml says how to search, and names the weights (.npz) and two vocabularies. Among the weights
+lie the options that they were trained with, special:model.yml. source.spm and target.spm beside
+them cut text. Marian has no token for padding: one is put behind its vocabularies, as transformers
+does.
+"""
+
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from transformers.utils import logging
+
+from ..modeling.generation_vaswani import VaswaniGenerationConfig
+from .checkpoints import refuse
+from .files import parse_yaml, read_json, read_text
+from .rules import ConversionError, Tensors
+from .sentencepiece import SentencePiece
+
+logger = logging.get_logger(__name__)
+
+MAX_LENGTH = 512  # tokens of a translation, as transformers' own conversion of OPUS-MT sets it
+
+# Logit of the padding, which Marian does not have: its probability is 0 even in float16.
+_NEVER = -1e4
+
+# Options that are read here or by the converter, or that change nothing in a trained transformer.
+_READ = """
+dec-depth dim-emb dim-vocabs enc-depth input-types output-omit-bias tied-embeddings
+tied-embeddings-all tied-embeddings-src transformer-decoder-autoreg transformer-decoder-dim-ffn
+transformer-decoder-ffn-depth transformer-dim-ffn transformer-ffn-activation transformer-ffn-depth
+transformer-heads transformer-postprocess transformer-postprocess-emb transformer-postprocess-top
+transformer-preprocess type
+"""
+_HARMLESS = """
+bert-train-type-embeddings bert-type-vocab-size dec-cell dec-cell-base-depth dec-cell-high-depth
+dim-rnn enc-cell enc-cell-depth enc-type layer-normalization separator-symbol skip
+transformer-aan-activation transformer-aan-depth transformer-aan-nogate transformer-depth-scaling
+transformer-dim-aan transformer-dropout transformer-dropout-attention transformer-dropout-ffn
+transformer-guided-alignment-layer ulr-dim-emb ulr-dropout ulr-softmax-temperature
+ulr-trainable-transformation version
+"""
+# Values other than an empty one that leave an option off.
+_OFF = {"factors-combine": "sum", "transformer-attention-mask": "default"}
+
+_SIZES = ("dim-emb", "enc-depth", "dec-depth", "transformer-heads", "transformer-dim-ffn")
+
+# Marian's functions, and what transformers takes them for.
+ACTIVATIONS = {
+    "relu": ("relu", "relu"),
+    "swish": ("swish", "swish"),
+    "gelu": ("quick_gelu", "gelu"),
+}
+
+# Preprocess, postprocess and postprocess-top, but for dropout: norm_position, final_layer_norm.
+PLACEMENTS = {
+    ("", "an", ""): ("post", False),
+    ("", "an", "n"): ("post", True),
+    ("n", "a", ""): ("pre", False),
+    ("n", "a", "n"): ("pre", True),
+}
+
+_FLOATS = (np.float16, np.float32, np.float64)
+# What NumPy raises for files that are no .npz, or not a whole one.
+_DAMAGE = (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class MarianFolder:
+    """A folder of Marian's.
+
+    Args:
+        path: the folder.
+        decoder: the options of decoder.yml.
+        options: those of special:model.yml.
+        weights: by Marian's names and in its layout.
+    """
+
+    path: Path
+    decoder: dict[str, Any]
+    options: dict[str, Any]
+    weights: Tensors
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read decoder.yml and the weights; the vocabularies are read by `vocabularies`.
+
+        Raises:
+            ConversionError: files are missing or damaged, or this is no single model with a source
+                and a target.
+        """
+        decoder = _options(read_text(path / "decoder.yml"), f"{path / 'decoder.yml'}")
+        names, vocabularies = decoder.get("models"), decoder.get("vocabs")
+        problems = []
+        if not isinstance(names, list) or len(names) != 1:
+            problems.append(f"models {names} (one, not an ensemble)")
+        if not isinstance(vocabularies, list) or len(vocabularies) != 2:
+            problems.append(f"vocabs {vocabularies} (one of the source and one of the target)")
+        refuse(problems, str(path))
+        weights, options = _read_npz(_beside(path, decoder["models"][0]))
+        return cls(path, decoder, options, weights)
+
+    @property
+    def shares(self) -> bool:
+        """Whether source and target have one table."""
+        return any(self.options.get(f"tied-embeddings-{kind}") for kind in ("all", "src"))
+
+    @property
+    def ties(self) -> bool:
+        """Whether the target's table is the map to the vocabulary."""
+        return any(self.options.get(f"tied-embeddings{kind}") for kind in ("-all", ""))
+
+    @property
+    def placement(self) -> tuple[str, str, str]:
+        """Where LayerNorms stand, in Marian's letters; one of `PLACEMENTS`, else a problem."""
+
+        def letters(part: str, default: str) -> str:
+            # Dropout is nothing once a model is trained.
+            return str(self.options.get(f"transformer-{part}", default) or "").replace("d", "")
+
+        before, after = letters("preprocess", ""), letters("postprocess", "dan")
+        return before, after, letters("postprocess-top", "")
+
+    def problems(self) -> list[str]:
+        """Options that this package does not have, in Marian's spelling."""
+        options = self.options
+        problems = []
+
+        def expect(name: str, *allowed: Any) -> None:
+            value = options.get(name, allowed[0])
+            if value not in allowed:
+                problems.append(f"{name} {value!r}")
+
+        expect("type", "transformer")
+        expect("transformer-decoder-autoreg", "self-attention")
+        expect("transformer-ffn-depth", 2)
+        expect("transformer-decoder-ffn-depth", 0, 2)
+        expect("transformer-postprocess-emb", "d", "")
+        activation = options.get("transformer-ffn-activation")
+        if str(activation) not in ACTIVATIONS:
+            problems.append(f"transformer-ffn-activation {activation!r}")
+        if self.placement not in PLACEMENTS:
+            problems += [
+                f"transformer-{part} {options.get(f'transformer-{part}', '')!r}"
+                for part in ("preprocess", "postprocess", "postprocess-top")
+            ]
+        types = options.get("input-types") or []
+        if not isinstance(types, list) or any(kind != "sequence" for kind in types):
+            problems.append(f"input-types {types}")
+        sizes = options.get("dim-vocabs")
+        if not isinstance(sizes, list) or [type(size) for size in sizes] != [int, int]:
+            problems.append(f"dim-vocabs {sizes} (one source and one target)")
+        elif sizes[0] != sizes[1] and self.shares:
+            problems.append(f"dim-vocabs {sizes} (tied, but of different sizes)")
+        for name in _SIZES:
+            if not isinstance(options.get(name), int) or options[name] < 1:
+                problems.append(f"{name} {options.get(name)}")
+        if isinstance(options.get("dim-emb"), int) and options["dim-emb"] % 2:
+            problems.append(f"dim-emb {options['dim-emb']} (odd)")
+        for name in ("beam-size", "normalize"):
+            if not isinstance(self.decoder.get(name, 0), int | float | None):
+                problems.append(f"{name} {self.decoder[name]!r} (no number)")
+        for name in sorted(options.keys() - {*_READ.split(), *_HARMLESS.split()}, key=str):
+            if options[name] and options[name] != _OFF.get(name):
+                problems.append(f"{name} {options[name]!r}")
+        return problems
+
+    def tensors(self, as_transformers: bool) -> Tensors:
+        """The weights with layers counted from 0 and one name for each part, whatever is tied.
+
+        The padding's vector is zeros, which is also Marian's first decoder input. Its logit is 0 if
+        computed `as_transformers`, else it is never chosen.
+
+        Raises:
+            ConversionError: tables are one, but not by the options.
+        """
+        named: Tensors = {}
+        for name, tensor in self.weights.items():
+            stack, found, rest = name.partition("_l")
+            number, _, part = rest.partition("_")
+            if found and number.isdecimal():
+                name = f"{stack}_l{int(number) - 1}_{part}"
+            # Vectors are rows, but for a Marian of the first days.
+            named[name] = tensor[None] if tensor.dim() == 1 else tensor
+        if "Wemb" in named:
+            if not self.shares:
+                raise ConversionError("There is one table (Wemb), but its options tie none.")
+            named["encoder_Wemb"] = named.pop("Wemb")
+        if "decoder_ff_logit_out_W" in named:
+            named["decoder_ff_logit_out_Wt"] = named.pop("decoder_ff_logit_out_W").T.contiguous()
+        bias = "decoder_ff_logit_out_b"
+        if self.options.get("output-omit-bias") and "encoder_Wemb" in named:
+            no_bias = named["encoder_Wemb"].new_zeros(1, self.options["dim-vocabs"][1])
+            named.setdefault(bias, no_bias)
+        for name in ("encoder_Wemb", "decoder_Wemb", "decoder_ff_logit_out_Wt"):
+            if name in named:
+                named[name] = pad(named[name], (0, 0, 0, 1))
+        if bias in named:
+            named[bias] = pad(named[bias], (0, 1), value=0.0 if as_transformers else _NEVER)
+        return named
+
+    def vocabularies(self) -> list[dict[str, int]]:
+        """Tokens and their ids, "<pad>" last, of the source and of the target.
+
+        Raises:
+            ConversionError: one cannot be read, or does not fit the options and the padding.
+        """
+        found = [read_vocabulary(_beside(self.path, name)) for name in self.decoder["vocabs"]]
+        sizes = self.options["dim-vocabs"]
+        for vocabulary, size, name in zip(found, sizes, self.decoder["vocabs"], strict=True):
+            if len(vocabulary) != size:
+                raise ConversionError(
+                    f"{name} has {len(vocabulary)} entries, dim-vocabs says {size}."
+                )
+            if "<pad>" in vocabulary:
+                raise ConversionError(f"{name} has an entry '<pad>', the padding's name here.")
+            vocabulary["<pad>"] = size
+        return found
+
+    def sentencepiece_models(self) -> list[Path]:
+        """What cuts the source and the target: Marian's vocabulary may be a model itself."""
+        return [
+            _beside(self.path, name) if _is_model(Path(str(name))) else self.path / f"{side}.spm"
+            for side, name in zip(("source", "target"), self.decoder["vocabs"], strict=True)
+        ]
+
+    def generation(self, target: dict[str, int], as_transformers: bool) -> VaswaniGenerationConfig:
+        """Marian's beam search, as far as there are words for it here; says what there is not.
+
+        Args:
+            target: the vocabulary.
+            as_transformers: search as the model's copy on the Hub does.
+        """
+        decoder = self.decoder
+        if decoder.get("word-penalty"):
+            logger.warning(f"word-penalty {decoder['word-penalty']} is not carried over.")
+        if "max-length-factor" in decoder:
+            logger.warning(
+                f"max-length-factor {decoder['max-length-factor']} is not carried over: a "
+                f"translation has at most {MAX_LENGTH} tokens."
+            )
+        pad_id, end, unknown = (target[token] for token in ("<pad>", "</s>", "<unk>"))
+        forbidden = [] if decoder.get("allow-unk") or as_transformers else [unknown]
+        return VaswaniGenerationConfig(
+            num_beams=int(decoder.get("beam-size") or 12),
+            length_penalty_type="hf",
+            # Marian's `normalize` without a number is 1.
+            length_penalty=1.0 if as_transformers else float(decoder.get("normalize") or 0.0),
+            early_stopping=False,
+            max_length_offset=0,
+            max_length=MAX_LENGTH,
+            pad_token_id=pad_id,
+            eos_token_id=end,
+            decoder_start_token_id=pad_id,
+            suppress_tokens=forbidden or None,
+            bad_words_ids=[[pad_id]] if as_transformers else None,
+            forced_eos_token_id=end if as_transformers else None,
+        )
+
+
+def _beside(folder: Path, name: Any) -> Path:
+    """A file that decoder.yml names, which may lie where it was when the model was trained."""
+    for path in (folder / str(name), folder / Path(str(name)).name):
+        if path.is_file():
+            return path
+    raise ConversionError(f"There is no file {folder / Path(str(name)).name}.")
+
+
+def _is_model(path: Path) -> bool:
+    return path.suffix == ".spm"
+
+
+def _options(text: str | bytes, place: str) -> dict[str, Any]:
+    found = parse_yaml(text, place)
+    if not isinstance(found, dict):
+        raise ConversionError(f"{place} does not hold options.")
+    return found
+
+
+def _read_npz(path: Path) -> tuple[Tensors, dict[str, Any]]:
+    """The weights and the options that lie among them.
+
+    Raises:
+        ConversionError: the file is damaged, or is none that Marian writes after training.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            loaded = {name: np.asarray(arrays[name]) for name in arrays.files}
+    except _DAMAGE as error:
+        raise ConversionError(f"{path} is no complete .npz: {error}") from error
+    text = loaded.pop("special:model.yml", None)
+    if text is None:
+        raise ConversionError(f"{path} has no special:model.yml: Marian did not write it.")
+    options = _options(text.tobytes().rstrip(b"\0"), f"special:model.yml of {path}")
+    wrong = [
+        f"{name} ({array.dtype}, {array.ndim} dimensions)"
+        for name, array in loaded.items()
+        if array.dtype not in _FLOATS or array.ndim not in (1, 2)
+    ]
+    if wrong:
+        raise ConversionError(
+            f"{path} holds other weights than vectors and matrices of floats: {', '.join(wrong)}."
+        )
+    return {name: torch.from_numpy(array) for name, array in loaded.items()}, options
+
+
+# Vocabularies
+
+
+def read_vocabulary(path: Path, needed: tuple[str, ...] = ("</s>", "<unk>")) -> dict[str, int]:
+    """Tokens and their ids, of a vocabulary in YAML or JSON, or of a SentencePiece model.
+
+    Raises:
+        ConversionError: the file cannot be read, its ids are not 0, 1, 2, ..., or it lacks a token
+            that is `needed`.
+    """
+    if _is_model(path):
+        pieces = SentencePiece.read(path).pieces
+        vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    else:
+        vocabulary = read_json(path) if path.suffix == ".json" else dict(_entries(path))
+    if missing := [token for token in needed if token not in vocabulary]:
+        raise ConversionError(f"{path} lacks {', '.join(missing)}.")
+    if {*map(repr, vocabulary.values())} != {*map(repr, range(len(vocabulary)))}:
+        raise ConversionError(f"The ids of {path} are not 0 to {len(vocabulary) - 1}, each once.")
+    return vocabulary
+
+
+def _entries(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines "token: id"; a YAML parser would break tokens at rare characters and lose some."""
+    key = None
+    # Not splitlines: U+0085 and others may be tokens.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if not line or line in ("---", "..."):
+            continue
+        if key is None and line.startswith("? "):
+            key = line[2:]
+            continue
+        token, colon, value = line.rpartition(":")
+        if key is not None:
+            token, key = key, None
+        if not colon or not value.strip().isdecimal():
+            raise ConversionError(f"{path}, line {number} is not 'token: id': {line!r}.")
+        yield _unquoted(token, f"{path}, line {number}"), int(value)
+
+
+def _unquoted(token: str, place: str) -> str:
+    token = token.strip(" ")
+    if len(token) > 1 and token[0] == token[-1] and token[0] in "\"'":
+        return str(parse_yaml(token, place))
+    return token
