@@ -3,6 +3,7 @@
 import matplotlib.image
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from test_batching import make_trainer, training_data
 from vaswani.training.curves import LearningCurve, draw_learning_curve
 
@@ -41,8 +42,43 @@ def test_losses_and_score_are_drawn_at_their_updates(drawn, tmp_path, score, poi
     assert width > height > 300
 
 
+def test_the_last_values_of_the_validation_are_written(monkeypatch, tmp_path):
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure,
+        "savefig",
+        lambda self, *args, **kwargs: figures.append(self) or savefig(self, *args, **kwargs),
+    )
+    draw_learning_curve(LOG, tmp_path / "curve.svg")
+    losses, scores = figures[0].axes
+    assert [text.get_text() for text in losses.texts] == ["4.2"]
+    assert [text.get_text() for text in scores.texts] == ["9"]
+    assert scores.get_ylabel() == "validation BLEU"
+    right = losses.child_axes[0]
+    assert right.get_ylabel() == "validation perplexity"
+    for mark, text in zip(right.get_yticks(), right.get_yticklabels(), strict=True):
+        assert float(text.get_text().replace(",", "")) == mark
+
+
+def test_a_write_that_fails_leaves_the_curve_that_was_there(monkeypatch, tmp_path):
+    draw_learning_curve(LOG[:1], tmp_path / "curve.png")
+    before = (tmp_path / "curve.png").read_bytes()
+
+    def fail(self, path, **kwargs):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="No space left"):
+        draw_learning_curve(LOG, tmp_path / "curve.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+    assert (tmp_path / "curve.png").read_bytes() == before
+
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("log", [[], LOG[:1], LOG[5:], [{"step": 1, "loss": 0.0}]])
+@pytest.mark.parametrize(
+    "log", [[], LOG[:1], LOG[5:], [{"step": 1, "loss": 0.0}], [{"step": 0, "loss": 1.0}]]
+)
 def test_a_log_of_little_makes_a_picture_of_little(drawn, tmp_path, log):
     draw_learning_curve(log, tmp_path / "curve.png")
     assert len(drawn) == sum("loss" in entry for entry in log)

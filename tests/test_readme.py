@@ -106,6 +106,13 @@ def test_conversion_table_names_tests_that_exist():
     assert set(named) <= written_tests("test_conversion_*.py")
 
 
+def test_heat_maps_are_drawn_as_printed(quickstart):
+    block, _ = python_block("plot_attention")
+    printed_by(block)
+    assert (quickstart / "attention.png").read_bytes().startswith(b"\x89PNG")
+    assert (quickstart / "heads.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
+
+
 def test_sharing_pushes_a_repository_that_loads_without_the_package(quickstart):
     push, _ = python_block("push_to_hub")
     pull, _ = python_block("trust_remote_code=True")
@@ -145,6 +152,7 @@ def test_every_python_block_is_run_by_a_test_above():
         "presets()",
         "VaswaniTranslationPipeline",
         "untie_embeddings",
+        "plot_attention",
         "push_to_hub",
         "trust_remote_code=True",
     )

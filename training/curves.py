@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..pictures.heat_maps import INK, LINE, write_figure
+
 _PERPLEXITIES = [mark * 10**power for power in range(6) for mark in (1, 2, 5)]
+_NAMES = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match, %"}
+_TRAINING, _VALIDATION = "#9aa3b5", "#2f6db5"
 
 
 def draw_learning_curve(
@@ -20,7 +25,7 @@ def draw_learning_curve(
     """Draw the training loss, the validation loss with its perplexity, and a validation score.
 
     The training loss is label-smoothed and under dropout (5.4), the validation loss is neither:
-    the two do not meet.
+    the two do not meet. The file appears whole or not at all.
 
     Args:
         log: a Trainer's `state.log_history`.
@@ -28,21 +33,32 @@ def draw_learning_curve(
         score: the evaluation metric to draw, without its "eval_".
     """
     scores = _series(log, f"eval_{score}")
-    figure = Figure(figsize=(11, 4) if scores else (6, 4), layout="constrained")
-    panels = figure.subplots(1, 2 if scores else 1, squeeze=False)[0]
-    _plot(panels[0], _series(log, "loss"), "training (smoothed, with dropout)")
-    _plot(panels[0], _series(log, "eval_loss"), "validation")
-    panels[0].set(xlabel="update", ylabel="loss, nats per target token")
-    if panels[0].lines:
-        panels[0].legend()
-        lowest, highest = panels[0].get_ylim()
-        right = panels[0].secondary_yaxis("right", functions=(np.exp, _log))
-        right.set_yticks([mark for mark in _PERPLEXITIES if lowest <= math.log(mark) <= highest])
-        right.set_ylabel("perplexity")
+    count = 2 if scores else 1
+    figure = Figure(figsize=(5.5 * count, 3.8), dpi=150, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+    panels = figure.subplots(1, count, squeeze=False)[0]
+    losses = panels[0]
+    _plot(losses, _series(log, "loss"), "training (smoothed, with dropout)", _TRAINING)
+    validation = _series(log, "eval_loss")
+    _plot(losses, validation, "validation", _VALIDATION)
+    _dress(losses, "loss, nats per target token")
+    if losses.lines:
+        losses.legend(frameon=False, labelcolor=INK)
+    if validation:
+        lowest, highest = losses.get_ylim()
+        right = losses.secondary_yaxis("right", functions=(np.exp, _log))
+        marks = [mark for mark in _PERPLEXITIES if lowest <= math.log(mark) <= highest]
+        right.set_yticks(marks, [f"{mark:,}" for mark in marks], color=INK)
+        right.set_ylabel("validation perplexity", color=INK)
+        right.tick_params(color=LINE)
+        right.spines[:].set_color(LINE)
     if scores:
-        _plot(panels[1], scores, score)
-        panels[1].set(xlabel="update", ylabel=f"validation {score}")
-    figure.savefig(path, dpi=100)
+        _plot(panels[1], scores, score, _VALIDATION)
+        _dress(panels[1], f"validation {_NAMES.get(score, score)}")
+    last = max((max(line.get_xdata()) for panel in panels for line in panel.lines), default=0)
+    for panel in panels:
+        panel.set_xlim(0, 1.12 * max(last, 1))  # with room for the last values
+    write_figure(figure, Path(path))
 
 
 def _series(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
@@ -59,12 +75,37 @@ def _log(perplexity: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(perplexity, 1e-9))
 
 
-def _plot(panel: Axes, series: list[tuple[int, float]], label: str) -> None:
-    if series:
-        steps, values = zip(*series, strict=True)
-        # A line through a point or two cannot be seen.
-        panel.plot(steps, values, label=label, marker="." if len(series) < 30 else None)
-        panel.grid(alpha=0.3)
+def _plot(panel: Axes, series: list[tuple[int, float]], label: str, colour: str) -> None:
+    """Draw a line, and the value at its end if that is of the validation."""
+    if not series:
+        return
+    steps, values = zip(*series, strict=True)
+    # A line through a point or two cannot be seen.
+    marker = "o" if len(series) < 30 else None
+    panel.plot(steps, values, label=label, color=colour, marker=marker, markersize=3.5)
+    if colour == _VALIDATION:
+        panel.annotate(
+            f"{values[-1]:.4g}",
+            (steps[-1], values[-1]),
+            xytext=(5, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            color=colour,
+            fontsize=9,
+        )
+
+
+def _dress(panel: Axes, name: str) -> None:
+    """Name the axes, and leave of their lines what helps to read values."""
+    panel.set_xlabel("update", color=INK)
+    panel.set_ylabel(name, color=INK)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panel.tick_params(color=LINE, labelcolor=INK)
+    panel.spines[["left", "bottom"]].set_color(LINE)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(color=LINE, alpha=0.5, linewidth=0.6)
+    panel.set_axisbelow(True)
 
 
 class LearningCurve(TrainerCallback):

@@ -1,0 +1,5 @@
+"""Pictures of what a model does; they need matplotlib."""
+
+from .attention import plot_attention
+
+__all__ = ["plot_attention"]

@@ -1,0 +1,244 @@
+"""Heat maps of weights between tokens: how they look."""
+
+import itertools
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+
+from .labels import drawable
+
+FORMATS = (".png", ".svg")
+
+# From white to navy, darker at every step, by equal steps of perceived colour (Oklab): it holds on
+# paper and in grey print.
+COLOURS = LinearSegmentedColormap.from_list(
+    "attention",
+    [
+        *("#ffffff", "#d4f0ff", "#abdeff", "#85cbfe", "#65b5f6", "#4e9de9"),
+        *("#4185d4", "#3a6ebb", "#35589e", "#2f457f", "#283360", "#1f2442"),
+    ],
+)
+INK, LINE, _PALE_INK, _FAINT = "#2b2f3a", "#c9ced8", "#6b7280", "#e6e9ef"
+_DPI = 150
+# In inches:
+_GAP = 0.14  # between neighbours, and around everything
+_RULED = 0.12  # sides of cells from which on lines are drawn between them
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """In inches: a cell, the least side of a map, the longest of all maps; in points: type."""
+
+    cell: float
+    least: float
+    longest: float
+    type: float
+    smallest_type: float
+
+
+_ONE_MAP = _Sizes(cell=0.3, least=0.9, longest=12, type=10, smallest_type=5)
+_GRID = _Sizes(cell=0.14, least=1.1, longest=16, type=7, smallest_type=4.5)
+
+
+def draw_heat_maps(
+    maps: Sequence[tuple[str, np.ndarray]],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str,
+    subtitle: str,
+    row_name: str,
+    column_name: str,
+    across: int | None = None,
+) -> Figure:
+    """Draw maps of the same tokens on one scale of colours.
+
+    The figure grows with the sentences up to a limit; from there on cells and type shrink, and
+    where type would get too small to read, only every second, third, ... token is named. Its axes
+    are those of the maps, in their order, then the colour bar.
+
+    Args:
+        maps: their titles and weights, (rows, columns).
+        rows: labels.
+        columns: labels.
+        title: of the whole.
+        subtitle: more of it; may be empty.
+        row_name: what the rows are.
+        column_name: what the columns are.
+        across: maps beside each other; None chooses.
+    """
+    sizes = _ONE_MAP if len(maps) == 1 else _GRID
+    across = across or _across(len(maps))
+    down = math.ceil(len(maps) / across)
+    longest = sizes.longest / max(across, down)
+    width, height = (_side(len(names), longest, sizes) for names in (columns, rows))
+    labels, families = drawable([*rows, *columns])
+    style = {"family": families, "color": INK, "parse_math": False, "usetex": False}
+    # One inch by one: until everything is measured, fractions of the figure are inches.
+    figure = Figure(figsize=(1, 1), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    peak = max(float(weights.max()) for _, weights in maps)
+    panels = []
+    for index, (name, weights) in enumerate(maps):
+        panel = figure.add_axes((0, 0, width, height))
+        panel.imshow(weights, cmap=COLOURS, vmin=0, vmax=peak, aspect="auto", interpolation="none")
+        panel.spines[:].set(color=LINE, linewidth=0.6)
+        panel.tick_params(length=0, pad=3, which="both")
+        panel.grid(False)
+        _name_rows(panel, labels[: len(rows)], sizes, style, shown=index % across == 0)
+        _rule(panel)
+        last = index + across >= len(maps)
+        _name_columns(panel, labels[len(rows) :], sizes, style, shown=last)
+        if len(maps) > 1:
+            panel.set_title(name, fontsize=sizes.type, color=INK, pad=3)
+        panels.append(panel)
+    bar = figure.add_axes((0, 0, 0.13, min(height, 4)))
+    figure.colorbar(panels[0].images[0], cax=bar)
+    bar.set_ylabel("weight", color=_PALE_INK, fontsize=9)
+    bar.tick_params(length=2, labelsize=8, color=LINE, labelcolor=INK)
+    bar.locator_params(nbins=5)
+    bar.spines[:].set(color=LINE, linewidth=0.6)
+    _arrange(figure, panels, bar, across, (title, subtitle, row_name, column_name))
+    return figure
+
+
+def _across(count: int) -> int:
+    """How many of `count` maps to put beside each other, leaving few places empty."""
+    if count <= 4:
+        return count
+    return 3 if count % 3 == 0 and count % 4 else 4
+
+
+def _side(tokens: int, longest: float, sizes: _Sizes) -> float:
+    """Inches of a map; cells with lines between them are whole pixels, which lines then fit."""
+    cell = min(sizes.cell, longest / tokens)
+    if cell >= _RULED:
+        cell = math.floor(_DPI * cell + 1e-6) / _DPI
+    return max(tokens * cell, sizes.least)
+
+
+def _type(tokens: int, side: float, sizes: _Sizes) -> tuple[float, int]:
+    """Points of labels along a side, and of how many tokens only one is named."""
+    pitch = 72 * side / tokens
+    points = max(min(sizes.type, 0.75 * pitch), sizes.smallest_type)
+    return points, math.ceil(1.2 * points / pitch)
+
+
+def _name_rows(
+    panel: Axes, labels: Sequence[str], sizes: _Sizes, style: dict[str, Any], shown: bool
+) -> None:
+    points, step = _type(len(labels), panel.get_position().height, sizes)
+    if not shown:
+        panel.set_yticks([])
+        return
+    panel.set_yticks(range(0, len(labels), step), labels[::step], fontsize=points, **style)
+
+
+def _name_columns(
+    panel: Axes, labels: Sequence[str], sizes: _Sizes, style: dict[str, Any], shown: bool
+) -> None:
+    side = panel.get_position().width
+    points, step = _type(len(labels), side, sizes)
+    if not shown:
+        panel.set_xticks([])
+        return
+    panel.set_xticks(range(0, len(labels), step), labels[::step], fontsize=points, **style)
+    texts = panel.get_xticklabels()
+    room = 72 * side / len(labels) * step
+    widths = [text.get_window_extent().width * 72 / panel.figure.dpi for text in texts]
+    if any(sum(pair) / 2 + points / 3 > room for pair in itertools.pairwise(widths)):
+        # Slanted lines of type stand closer to each other than their ends do.
+        slanted = room * math.sin(math.pi / 4) >= 1.2 * points
+        for text in texts:
+            text.set(
+                rotation=45 if slanted else 90,
+                horizontalalignment="right",
+                verticalalignment="center",
+                rotation_mode="anchor",
+            )
+        panel.tick_params(axis="x", pad=6)
+
+
+def _rule(panel: Axes) -> None:
+    """Draw faint lines between cells, where they are large enough, to follow with the eye."""
+    rows, columns = panel.images[0].get_size()
+    width, height = panel.get_position().size
+    if min(width / columns, height / rows) >= _RULED:
+        panel.set_xticks(np.arange(0.5, columns - 1), minor=True)
+        panel.set_yticks(np.arange(0.5, rows - 1), minor=True)
+        panel.grid(which="minor", color=_FAINT, linewidth=0.4)
+
+
+def _arrange(
+    figure: Figure, panels: Sequence[Axes], bar: Axes, across: int, names: Sequence[str]
+) -> None:
+    """Put everything where it has room, and make the figure as large as that needs."""
+    texts = [
+        figure.text(0, 0, name, fontsize=points, color=colour, rotation=rotation, va="bottom")
+        for name, points, colour, rotation in zip(
+            names, (11, 9, 9, 9), (INK, *3 * [_PALE_INK]), (0, 0, 90, 0), strict=True
+        )
+    ]
+    title, subtitle, row_name, column_name = (
+        np.array(text.get_window_extent().size) / figure.dpi for text in texts
+    )
+    size, bar_size = panels[0].get_position().size, bar.get_position().size
+    # The first map has all names of rows, the last one all names of columns.
+    left, below, right, above = np.maximum(_overhang(panels[0]), _overhang(panels[-1]))
+    down = math.ceil(len(panels) / across)
+    gap = _whole_pixels([_GAP, above + _GAP])
+
+    start = _whole_pixels([row_name[0] + left + 1.5 * _GAP, column_name[1] + below + 1.5 * _GAP])
+    end = start + (size + gap) * (across, down) - gap
+    middle = (start + end) / 2
+    steps = [(index % across, down - 1 - index // across) for index in range(len(panels))]
+    corners = [start + (size + gap) * step for step in steps]
+    bar_corner = np.array([end[0] + right + _GAP, end[1] - bar_size[1]])
+    heading = end[1] + above + _GAP
+    places = [
+        (_GAP, heading + subtitle[1] + _GAP / 3),
+        (_GAP, heading),
+        (_GAP, middle[1] - row_name[1] / 2),
+        (middle[0] - column_name[0] / 2, _GAP),
+    ]
+    right_end = bar_corner[0] + bar_size[0] + _overhang(bar)[2]
+    whole = _whole_pixels(
+        [max(right_end, _GAP + max(title[0], subtitle[0])) + _GAP, places[0][1] + title[1] + _GAP]
+    )
+    figure.set_size_inches(*whole)
+    for axes, corner in zip((*panels, bar), (*corners, bar_corner), strict=True):
+        axes.set_position((*corner / whole, *axes.get_position().size / whole))
+    for text, place in zip(texts, places, strict=True):
+        text.set_position(place / whole)
+
+
+def _whole_pixels(inches: Sequence[float]) -> np.ndarray:
+    return np.ceil(_DPI * np.array(inches) - 1e-6) / _DPI
+
+
+def _overhang(axes: Axes) -> np.ndarray:
+    """Inches that labels take beyond the left, lower, right and upper edge."""
+    inner: Any = axes.bbox
+    outer: Any = axes.get_tightbbox()
+    beyond = (inner.x0 - outer.x0, inner.y0 - outer.y0, outer.x1 - inner.x1, outer.y1 - inner.y1)
+    return np.array(beyond) / axes.figure.dpi
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a picture, whole or not at all."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        # What a style sheet says of saved figures would not fit the ink.
+        figure.savefig(partial, format=path.suffix[1:].lower(), facecolor=figure.get_facecolor())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
