@@ -195,6 +195,7 @@ def save_in_tar(content, path):
             archive.addfile(member, io.BytesIO(data))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize(
     ("save", "reason"),
     [
