@@ -205,6 +205,11 @@ def test_decoding_table_comes_from_its_results_file():
         figures = [f"{row['sentences_per_second']:.1f}" for row in speeds]
         figures.append(f"{speeds[0]['bleu']:.2f}")
         assert f"| {engine} | {precision} | {' | '.join(figures)} |" in table
+    for part in results["profile"]:
+        if part["batch"] == 1 or part["precision"] == "float32":
+            assert part["shares"]["mkldnn::_linear_pointwise"] > 0.75, "three quarters and more"
+    missed = {aim["aim"] for aim in results["aims"] if not aim["met"]}
+    assert all("batch 1" in aim or "float32, beam 4, batch 32" in aim for aim in missed)
 
 
 def test_training_table_comes_from_its_results_file():
