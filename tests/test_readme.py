@@ -108,7 +108,7 @@ def test_conversion_table_names_tests_that_exist():
 
 def test_heat_maps_are_drawn_as_printed(quickstart):
     block, _ = python_block("plot_attention")
-    printed_by(block)
+    printed_by(block, "README.md")
     assert (quickstart / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert (quickstart / "heads.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
 
