@@ -9,7 +9,11 @@
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
+from safetensors import SafetensorError
+
+from ..training.checkpoints import refuse_existing
 from .rules import ConversionError
 
 CONVERTERS = {
@@ -50,9 +54,13 @@ def main(argv: list[str] | None = None) -> None:
     (module.add_save_arguments if outgoing else module.add_arguments)(own)
     own.add_argument("output", metavar="OUTPUT", help="folder to write, which must not exist")
     arguments = vars(own.parse_args(given.arguments))
+    output = Path(arguments["output"])
     try:
+        refuse_existing(output)  # before any work
+        if not output.name:
+            raise ConversionError(f"{output} is where you are: name a new folder.")
         (module.save if outgoing else module.convert)(**arguments)
-    except (ConversionError, FileExistsError) as error:
+    except (ConversionError, OSError, SafetensorError) as error:  # a full disk among them
         sys.exit(f"{own.prog}: {error}")
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -89,16 +90,18 @@ def read_checkpoint(path: Path, harmless: Sequence[str] = ()) -> Any:
     except FileNotFoundError as error:
         raise ConversionError(f"There is no file {path}.") from error
     except Exception as error:  # what a damaged pickle can raise has no end
-        found = _GLOBAL.search(str(error))
-        if found:
-            raise ConversionError(
-                f"{path} holds {found[1]}, which is neither a tensor nor plain data and is not "
-                "loaded: it could run code."
-            ) from error
-        reason = " ".join(_ADVICE.sub("", str(error)).split())
-        raise ConversionError(
-            f"{path} is no complete checkpoint of torch.save: {reason}"
-        ) from error
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: Exception) -> ConversionError:
+    """Say why a pickle was not loaded, without torch's advice to load it unprotected."""
+    if found := _GLOBAL.search(str(error)):
+        return ConversionError(
+            f"{path} holds {found[1]}, which is neither a tensor nor plain data and is not loaded: "
+            "it could run code."
+        )
+    reason = " ".join(_ADVICE.sub("", str(error)).split())
+    return ConversionError(f"{path} is no complete checkpoint of torch.save: {reason}")
 
 
 @contextlib.contextmanager
@@ -129,16 +132,35 @@ def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditiona
         ConversionError: names are missing or left over, tensors have other shapes or no floating
             point, or tied ones disagree; names all of them.
     """
-    try:
-        model = VaswaniForConditionalGeneration(config)
-    except RuntimeError as error:
-        raise ConversionError(f"There is no room for a model of these sizes: {error}") from error
+    layers = config.encoder_layers + config.decoder_layers
+    problems = [f"{len(tensors)} tensors are too few for {layers} layers"]
+    if layers <= len(tensors):
+        problems = _misfits(config, tensors)
+    if problems:
+        raise ConversionError(f"The weights do not fit: {'; '.join(problems)}.")
+    model = _fresh(config, "cpu")
     if any(tensor.dtype == torch.float64 for tensor in tensors.values()):
         model = model.double()  # narrower types are held by float32 without rounding
     places = model.state_dict()
+    for name, tensor in tensors.items():
+        places[name].copy_(tensor)
+    return model.eval()
+
+
+def _fresh(config: VaswaniConfig, device: str) -> VaswaniForConditionalGeneration:
+    try:
+        with torch.device(device):
+            return VaswaniForConditionalGeneration(config)
+    except RuntimeError as error:
+        raise ConversionError(f"There is no room for a model of these sizes: {error}") from error
+
+
+def _misfits(config: VaswaniConfig, tensors: Tensors) -> list[str]:
+    """Say why `tensors` are not those of a model of `config`, which need not have room here."""
+    places = _fresh(config, "meta").state_dict(keep_vars=True)
     same_place: dict[int, list[str]] = {}
     for name, place in places.items():
-        same_place.setdefault(place.data_ptr(), []).append(name)
+        same_place.setdefault(id(place), []).append(name)
     problems = [f"{name} has no place in the model" for name in tensors if name not in places]
     for names in same_place.values():
         given = [name for name in names if name in tensors]
@@ -151,11 +173,7 @@ def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditiona
         problems += misfits
         if not misfits and any(not torch.equal(tensors[given[0]], tensors[n]) for n in given[1:]):
             problems.append(f"{' and '.join(given)} differ, but are tied in this configuration")
-        if not misfits:
-            places[given[0]].copy_(tensors[given[0]])
-    if problems:
-        raise ConversionError(f"The weights do not fit: {'; '.join(problems)}.")
-    return model.eval()
+    return problems
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -199,7 +217,10 @@ def open_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:
                 "converted."
             )
         return model
-    failures = (OSError, RuntimeError, ValueError, SafetensorError, StrictDataclassError)
+    failures = (
+        *(AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+        *(SafetensorError, StrictDataclassError),
+    )
     try:
         found = AutoConfig.from_pretrained(model).model_type
     except failures as error:
@@ -210,6 +231,8 @@ def open_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:
         found_there: Any = VaswaniForConditionalGeneration.from_pretrained(
             model, output_loading_info=True
         )
+    except pickle.UnpicklingError as error:
+        raise _refused(Path(model), error) from error
     except failures as error:
         raise ConversionError(f"{model} cannot be loaded: {error}") from error
     loaded, report = found_there

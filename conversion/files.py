@@ -1,7 +1,7 @@
 """Strangers' text, JSON and YAML: what cannot be read is a ConversionError that names it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConversionError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConversionError(f"{path} is not a JSON object.")
@@ -51,8 +51,13 @@ def parse_yaml(text: str | bytes, place: str) -> Any:
         ) from error
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConversionError(f"{place} is no YAML: {error}") from error
+    except Exception as error:  # wrong numbers and dates raise whatever Python makes of them
+        raise ConversionError(f"{place} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def is_text(tokens: Iterable[str]) -> bool:
+    """Tell whether all tokens can be written down: a lone half of a surrogate pair cannot."""
+    return not any("\ud800" <= character <= "\udfff" for token in tokens for character in token)
 
 
 def holds_tensors(loaded: Any) -> TypeGuard[Mapping[str, torch.Tensor]]:

@@ -493,6 +493,8 @@ class _Vocabulary:
         way_out = "tokenize before, and pass --pretokenized"
         options = self.section.section("tokenizer_cfg")
         options.ignore("lang", "nbest_size", "alpha", "dropout", "num_threads")
+        # Those by which its script has trained what cuts the text.
+        options.ignore("model_type", "character_coverage", "num_merges")
         kind = self.section.get("tokenizer_type", self.section.get("bpe_type", "sentencepiece"))
         if options.get("pretokenizer", "none").lower() != "none":
             options.complain(f"{options.name}pretokenizer: moses ({way_out})")

@@ -210,6 +210,10 @@ def load(
         ConversionError: the model cannot be converted exactly; names all reasons.
     """
     folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise ConversionError(
+            f"There is no folder {folder}: a model of the Hub has to be downloaded first."
+        )
     if (folder / "config.json").is_file():
         return _from_transformers(folder, paper_positions, not no_tokenizer)
     if (folder / "decoder.yml").is_file():

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from .checkpoints import refuse
-from .files import parse_yaml, read_json, read_text
+from .files import is_text, parse_yaml, read_json, read_text
 from .rules import ConversionError, Tensors
 from .sentencepiece import SentencePiece
 
@@ -69,7 +69,10 @@ PLACEMENTS = {
 
 _FLOATS = (np.float16, np.float32, np.float64)
 # What NumPy raises for files that are no .npz, or not a whole one.
-_DAMAGE = (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (
+    *(OSError, ValueError, TypeError, EOFError, KeyError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class MarianFolder:
 
         expect("type", "transformer")
         expect("transformer-decoder-autoreg", "self-attention")
+        if options.get("transformer-decoder-autoreg") == "rnn":
+            problems.append(f"dec-cell {options.get('dec-cell')!r}")
         expect("transformer-ffn-depth", 2)
         expect("transformer-decoder-ffn-depth", 0, 2)
         expect("transformer-postprocess-emb", "d", "")
@@ -326,6 +331,8 @@ def read_vocabulary(path: Path, needed: tuple[str, ...] = ("</s>", "<unk>")) -> 
         vocabulary = {piece: number for number, piece in enumerate(pieces)}
     else:
         vocabulary = read_json(path) if path.suffix == ".json" else dict(_entries(path))
+    if not is_text(vocabulary):
+        raise ConversionError(f"{path} has a token that is no text.")
     if missing := [token for token in needed if token not in vocabulary]:
         raise ConversionError(f"{path} lacks {', '.join(missing)}.")
     if {*map(repr, vocabulary.values())} != {*map(repr, range(len(vocabulary)))}:

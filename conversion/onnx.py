@@ -22,6 +22,7 @@ import io
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,10 @@ _OUT = -1e9  # score of what must not be chosen, as in search_vaswani.py
 _SETTINGS = ("num_beams", "length_penalty", "length_penalty_type", "early_stopping")
 _LIMITS = ("max_new_tokens", "max_length_offset", "max_length")
 _TOKENS = ("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id")
+_RULES = (
+    *("suppress_tokens", "bad_words_ids", "min_length", "min_new_tokens", "forced_eos_token_id"),
+    "renormalize_logits",
+)
 _WITHOUT_EFFECT = ("transformers_version", "use_cache", "_from_model_config")
 
 
@@ -220,12 +225,14 @@ class OnnxTranslator:
             for name in ("config", "generation_config")
         }
         self.settings: dict[str, Any] = read["generation_config"]
-        known = {*_SETTINGS, *_LIMITS, *_TOKENS, *_WITHOUT_EFFECT}
+        known = {*_SETTINGS, *_LIMITS, *_TOKENS, *_RULES, *_WITHOUT_EFFECT}
         unknown = [
             f"{name}={value!r}"
             for name, value in self.settings.items()
             if value and name not in known
         ]
+        if any(len(words) > 1 for words in self.settings.get("bad_words_ids") or []):
+            unknown.append("bad_words_ids of several tokens")
         if unknown and strict:
             raise ValueError(
                 f"OnnxTranslator does not know {', '.join(unknown)} of generation_config.json: "
@@ -234,6 +241,7 @@ class OnnxTranslator:
         learned = read["config"]["position_encoding"] == "learned"
         self.positions = read["config"]["max_position_embeddings"] if learned else None
         self.pad = self.settings.get("pad_token_id") or 0
+        self.rules = _Rules.read(self.settings)
 
     def translate(self, texts: Sequence[str], **settings: Any) -> list[str]:
         """Translate texts by the tokenizer of the folder; settings as of `generate`."""
@@ -275,15 +283,14 @@ class OnnxTranslator:
         decoder = self.encode(sources)
         start = self.settings.get("decoder_start_token_id", self.settings.get("bos_token_id"))
         logits = decoder.read(np.full((len(sources), 1), start))
-        ends = np.atleast_1d(self.settings.get("eos_token_id") or [])
         beams = self._setting("num_beams", num_beams, 1)
         if beams == 1:
-            return _greedy_search(decoder, logits, limits, ends)
+            return _greedy_search(decoder, logits, limits, self.rules)
         return _beam_search(
             decoder,
             logits,
             limits,
-            ends,
+            self.rules,
             beams,
             self._setting("length_penalty", length_penalty, 1.0),
             self._setting("length_penalty_type", length_penalty_type, None),
@@ -339,6 +346,66 @@ class OnnxTranslator:
         return OnnxDecoder(self.sessions, states, mask)
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """What a generation config says of single tokens.
+
+    Args:
+        never: those that are not to be predicted.
+        ends: those that end a sentence.
+        least: how many tokens come before an end.
+        last: what the last token that a limit allows must be, if any.
+        anew: the probability of what is forbidden goes to what is left.
+    """
+
+    never: list[int]
+    ends: list[int]
+    least: int
+    last: int | None
+    anew: bool
+
+    @classmethod
+    def read(cls, settings: dict[str, Any]) -> "_Rules":
+        """Read a generation config."""
+
+        def tokens(name: str) -> list[int]:
+            found = settings.get(name)
+            return found if isinstance(found, list) else [] if found is None else [found]
+
+        least = settings.get("min_new_tokens")
+        if least is None:
+            least = max((settings.get("min_length") or 0) - 1, 0)  # which counts the start token
+        return cls(
+            never=tokens("suppress_tokens") + [words[0] for words in tokens("bad_words_ids")],
+            ends=tokens("eos_token_id"),
+            least=least,
+            last=next(iter(tokens("forced_eos_token_id")), None),
+            anew=bool(settings.get("renormalize_logits")),
+        )
+
+    def obeyed(self, scores: Array, length: int, limits: Array) -> Array:
+        """Give -inf to what must not be token number `length`, from 1: scores (R, V), limits (R,).
+
+        Where the last token is given, its score is 0.
+        """
+        banned = self.never + (self.ends if length <= self.least else [])
+        if banned:
+            scores = scores.copy()
+            scores[:, banned] = -np.inf
+        if self.last is not None and (at_limit := limits == length).any():
+            scores = np.where(at_limit[:, None], scores.dtype.type(-np.inf), scores)
+            scores[at_limit, self.last] = 0.0
+        return scores
+
+    def log_probabilities(self, logits: Array, length: int, limits: Array) -> Array:
+        """Turn logits (R, V) into log-probabilities that obey."""
+        if self.anew:
+            logits = self.obeyed(logits, length, limits)
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        log_probs: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+        return log_probs if self.anew else self.obeyed(log_probs, length, limits)
+
+
 class OnnxDecoder:
     """The decoder and what it remembers, a row for each of R hypotheses.
 
@@ -390,16 +457,16 @@ def _run(session: Any, feed: dict[str, Array]) -> dict[str, Array]:
 
 
 def _greedy_search(
-    decoder: OnnxDecoder, logits: Array, limits: Array, ends: Array
+    decoder: OnnxDecoder, logits: Array, limits: Array, rules: _Rules
 ) -> list[list[int]]:
     """Take the most probable token at every step."""
     found: list[list[int]] = [[] for _ in limits]
     rows = np.arange(len(limits))  # the sentences still searched
     for length in itertools.count(1):
-        tokens = logits.argmax(axis=-1)
+        tokens = rules.obeyed(logits, length, limits[rows]).argmax(axis=-1)
         for row, token in zip(rows, tokens, strict=True):
             found[row].append(int(token))
-        going = ~np.isin(tokens, ends) & (length < limits[rows])
+        going = ~np.isin(tokens, rules.ends) & (length < limits[rows])
         if not going.any():
             return found
         if not going.all():
@@ -414,7 +481,7 @@ def _beam_search(
     decoder: OnnxDecoder,
     logits: Array,
     limits: Array,
-    ends: Array,
+    rules: _Rules,
     beams: int,
     alpha: float,
     kind: str | None,
@@ -426,7 +493,7 @@ def _beam_search(
     entries of the target vocabulary.
     """
     # As many candidates as leave K to go on with where each hypothesis could end.
-    count = max(2, 1 + len(ends)) * beams
+    count = max(2, 1 + len(rules.ends)) * beams
     rows = np.arange(len(limits))
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in rows]  # the best K, best first
     repeated = rows.repeat(beams)
@@ -436,8 +503,9 @@ def _beam_search(
     running[:, 0] = 0.0
     tokens = np.zeros((len(rows), beams, 0), dtype=np.int64)  # (B, K, T)
     for length in itertools.count(1):
-        scores, parents, new = _best_continuations(logits, running, count)
-        at_end = np.isin(new, ends) | (length >= limits[rows])[:, None]  # (B, C)
+        log_probs = rules.log_probabilities(logits, length, limits[rows].repeat(beams))
+        scores, parents, new = _best_continuations(log_probs, running, count)
+        at_end = np.isin(new, rules.ends) | (length >= limits[rows])[:, None]  # (B, C)
 
         # Of the best K, those that end compete with the ones that ended before.
         for row, place in zip(*at_end[:, :beams].nonzero(), strict=True):
@@ -477,18 +545,16 @@ def _beam_search(
     raise AssertionError
 
 
-def _best_continuations(logits: Array, running: Array, count: int) -> tuple[Array, Array, Array]:
+def _best_continuations(log_probs: Array, running: Array, count: int) -> tuple[Array, Array, Array]:
     """Find the best next tokens: log-probabilities, best first, hypotheses, tokens: (B, C) each."""
     sentences, beams = running.shape
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    log_probs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))  # (B * K, V)
     scores = (log_probs.reshape(sentences, beams, -1) + running[:, :, None]).reshape(sentences, -1)
     count = min(count, scores.shape[1])
     best = np.argpartition(-scores, count - 1, axis=1)[:, :count]
     values = np.take_along_axis(scores, best, axis=1)
     order = np.argsort(-values, axis=1, kind="stable")
     best, values = (np.take_along_axis(array, order, axis=1) for array in (best, values))
-    return values, *np.divmod(best, logits.shape[-1])
+    return values, *np.divmod(best, log_probs.shape[-1])
 
 
 __all__ = ["OnnxDecoder", "OnnxTranslator", "add_save_arguments", "save"]

@@ -38,6 +38,7 @@ from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..modeling.modeling_vaswani import SinusoidalPositions
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .checkpoints import Converted, build_model, is_dense, read_checkpoint, reading_options, refuse
+from .files import is_text
 from .rules import ConversionError, Drop, Rename, Rule, Tensors, to_ours
 from .subword_nmt import SPACES, joined_by_spaces
 
@@ -297,7 +298,8 @@ def _vocabularies(vocab: Any, path: Path) -> tuple[int, list[str], list[str], li
     if vocab.get("data_task", "seq2seq") != "seq2seq":
         problems.append(f"data_task {vocab['data_task']}")
     for side, tokens in zip(("src", "tgt"), found, strict=True):
-        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        whole = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+        if not whole or not is_text(tokens):
             raise ConversionError(f"vocab of {path} holds no list of tokens for {side}.")
         if len(set(tokens)) != len(tokens):
             twice = sorted(token for token, count in Counter(tokens).items() if count > 1)

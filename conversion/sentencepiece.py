@@ -216,6 +216,11 @@ def _parsed(path: Path) -> Any:
         scores = [piece.score for piece in model.pieces if piece.piece and piece.type == _NORMAL]
     except (DecodeError, UnicodeDecodeError, OSError) as error:
         raise ConversionError(f"{path} is no SentencePiece model: {error}.") from error
+    try:
+        if charsmap := model.normalizer_spec.precompiled_charsmap:
+            normalizers.Precompiled(charsmap)
+    except Exception as error:  # the library has no class of its own for them
+        raise ConversionError(f"{path} is no SentencePiece model: {error}.") from error
     # A file cut off between two pieces can be decoded; the options come after the pieces.
     whole = model.HasField("trainer_spec") and model.HasField("normalizer_spec")
     if not whole or not scores or not all(map(math.isfinite, scores)):

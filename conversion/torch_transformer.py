@@ -207,6 +207,13 @@ def _described(description: str | Path | Mapping[str, Any] | Description) -> Des
     problems = [f"{name} is no field of it" for name in given if name not in known]
     needed = ("nhead", "source_embedding", "target_embedding", "generator")
     problems += [f"{name} is missing" for name in needed if name not in given]
+    problems += [
+        f"{name} {given[name]!r} is no text"
+        for name, one in known.items()
+        if one.type in (str, str | None) and not isinstance(given.get(name, ""), one.type)
+    ]
+    if not isinstance(given.get("ignore", []), list):
+        problems.append(f"ignore {given['ignore']!r} is no list")
     if problems:
         raise ConversionError(
             f"The description cannot be used: {'; '.join(problems)}. It has {', '.join(known)}."
@@ -451,7 +458,10 @@ def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
     """
     tensors, about = to_torch(open_model(model))
     with new_folder(Path(output)) as folder:
-        torch.save(tensors, folder / "model.pt")
+        try:
+            torch.save(tensors, folder / "model.pt")
+        except RuntimeError as error:  # so torch reports a full disk
+            raise OSError(f"model.pt cannot be written; is the disk full? {error}") from error
         # JSON is YAML too, and needs no package to write.
         text = json.dumps(asdict(about), indent=2)
         (folder / "description.yaml").write_text(text + "\n", encoding="utf-8")

@@ -661,6 +661,33 @@ def test_text_that_is_already_tokens_needs_no_tokenizer_of_joeynmts(save):
     assert load(folder, pretokenized=True).tokenizer("b Σ dé").input_ids == [5, 8, 7, 3]
 
 
+def test_options_that_joeynmts_published_configs_have_beside_are_known(save):
+    changes = {
+        "data.dataset_type": "huggingface",
+        "data.dataset_cfg": {"name": "de-en"},
+        "data.sample_dev_subset": 200,
+        "data.src.voc_limit": 32000,
+        "data.src.tokenizer_cfg": {
+            "num_merges": 32000,
+            "model_type": "unigram",
+            "character_coverage": 1.0,
+            "nbest_size": 10,
+            "alpha": 0.1,
+            "pretokenizer": "none",
+        },
+        "testing.n_best": 1,
+        "testing.repetition_penalty": -1,
+        "testing.no_repeat_ngram_size": -1,
+        "testing.sacrebleu_cfg": {"tokenize": "13a"},
+        "training.fp16": True,
+        "model.embed_init_gain": 1.0,
+        "model.encoder.freeze": False,
+        "model.encoder.embeddings.freeze": False,
+    }
+    folder, _ = save(a_config(**changes))
+    assert load(folder).tokenizer("b dé").input_ids == [5, 7, 3]
+
+
 SCRIPT = Path(__file__).parent / "toolkits" / "joeynmt.py"
 
 

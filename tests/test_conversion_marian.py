@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -371,7 +372,9 @@ def test_fields_of_other_models_are_refused_at_once(write, tmp_path):
     with pytest.raises(ConversionError, match=r"'bart', not 'marian'"):
         marian.convert(folder, tmp_path / "out")
     with pytest.raises(ConversionError, match=r"neither config.json"):
-        marian.convert(tmp_path / "nowhere", tmp_path / "out")
+        marian.convert(tmp_path, tmp_path / "out")
+    with pytest.raises(ConversionError, match=r"no folder Helsinki-NLP.* downloaded first"):
+        marian.convert("Helsinki-NLP/opus-mt-en-de", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -584,8 +587,10 @@ def test_other_tokenizers_are_refused(write, tmp_path):
     model.ClearField("trainer_spec")
     broken = model_proto().FromString(whole)
     broken.pieces[5].score = math.nan
-    wrong = (b"\xff\xff nothing", b"", whole[:200], model.SerializeToString())
-    for content in (*wrong, broken.SerializeToString()):
+    table = model_proto().FromString(whole)
+    table.normalizer_spec.precompiled_charsmap = b"\x10\0\0\0 no table"
+    wrong = (b"\xff\xff nothing", b"", whole[:200])
+    for content in (*wrong, *(one.SerializeToString() for one in (model, broken, table))):
         (folder / "source.spm").write_bytes(content)
         with pytest.raises(ConversionError, match="no SentencePiece model"):
             marian.load(folder)
@@ -979,6 +984,9 @@ def test_odd_tokens_of_a_vocabulary_are_read(tmp_path):
     path.write_text("</s>: 0\n<unk>: 1\na: 3\n")
     with pytest.raises(ConversionError, match="not 0 to 2"):
         marian_npz.read_vocabulary(path)
+    path.write_text('</s>: 0\n<unk>: 1\n"\\ud800": 2\n')
+    with pytest.raises(ConversionError, match="a token that is no text"):
+        marian_npz.read_vocabulary(path)
     (tmp_path / "words.json").write_text('{"</s>": 0, "<unk>": "1"}')
     with pytest.raises(ConversionError, match="not 0 to 1"):
         marian_npz.read_vocabulary(tmp_path / "words.json")
@@ -1018,13 +1026,18 @@ def test_options_of_other_models_are_refused_at_once(write_marian, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_average_attention_and_several_sources_are_refused(write_marian):
+def test_other_decoders_and_several_sources_are_refused(write_marian):
     folder, _, _ = write_marian(
         weights=marian_weights(OPTIONS),
         transformer_decoder_autoreg="average-attention",
         dim_vocabs=[9, 9, 9],
     )
     with pytest.raises(ConversionError, match=r"'average-attention'.*dim-vocabs \[9, 9, 9\]"):
+        marian.load(folder)
+    folder, _, _ = write_marian(
+        "ssru", weights=marian_weights(OPTIONS), transformer_decoder_autoreg="rnn", dec_cell="ssru"
+    )
+    with pytest.raises(ConversionError, match=r"autoreg 'rnn'; dec-cell 'ssru'"):
         marian.load(folder)
     folder, _, _ = write_marian("ensemble", decoder={"models": ["a.npz", "b.npz"]})
     with pytest.raises(ConversionError, match="not an ensemble"):
@@ -1051,6 +1064,12 @@ def test_damaged_marian_files_are_named_and_nothing_is_left(write_marian, tmp_pa
     with pytest.raises(ConversionError, match=r"special:model.yml"):
         marian.convert(folder, tmp_path / "out")
     np.savez(path, **{**weights, "special:model.yml": np.array([{}], dtype=object)})
+    with pytest.raises(ConversionError, match=r"no complete .npz"):
+        marian.convert(folder, tmp_path / "out")
+    with zipfile.ZipFile(path, "w") as archive:
+        header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**59},)}}\n".encode()
+        start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+        archive.writestr("encoder_Wemb.npy", start + header)
     with pytest.raises(ConversionError, match=r"no complete .npz"):
         marian.convert(folder, tmp_path / "out")
     text = np.frombuffer(b"type: transformer", dtype=np.int8)

@@ -211,6 +211,47 @@ def test_several_end_tokens_end_a_translation(tiny_model, translator_of):
         assert {row[-1] for row in found} & {7, 9}
 
 
+RULES = [
+    {"suppress_tokens": [3, 4, 5, 6, 7, 8, 9, 10]},
+    {"bad_words_ids": [[4], [9]], "renormalize_logits": True},
+    {"min_length": 5},
+    {"min_new_tokens": 4, "forced_eos_token_id": 2},
+    # as of fairseq's models
+    {"min_length": 2, "suppress_tokens": [0], "forced_eos_token_id": 2},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("beams", [1, 4])
+def test_rules_about_single_tokens_are_obeyed(tiny_model, translator_of, rules, beams):
+    changed = 0
+    for seed in range(3):
+        model = tiny_model(
+            seed=seed, init_std=1.0, tie_word_embeddings=False, lm_head_bias=True, decoder_layers=1
+        )
+        with torch.no_grad():
+            model.lm_head.bias[EOS] += 2
+        sources = sentences([5, 1, 8, 3, 6], seed=seed)
+        limits = {"max_new_tokens": 7, "max_length_offset": 0, "num_beams": beams}
+        free = generated(model, sources, **limits)
+        model.generation_config.update(**limits, **rules)
+        found = translator_of(model).generate(sources)
+        rows = model.generate(**batch_of(sources))[:, 1:].tolist()
+        assert found == [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
+        changed += found != free
+    assert changed
+
+
+def test_an_end_token_numbered_0_ends_a_translation(tiny_model, translator_of):
+    model = tiny_model(seed=1, init_std=1.0, tie_word_embeddings=False, lm_head_bias=True)
+    model.generation_config.update(eos_token_id=0, pad_token_id=1, max_length_offset=9)
+    with torch.no_grad():
+        model.lm_head.bias[0] += 4
+    found = translator_of(model).generate(sentences([5, 2, 7, 4]), num_beams=3)
+    assert any(row[-1] == 0 for row in found)
+    assert not any(0 in row[:-1] for row in found)
+
+
 def test_no_sources_give_no_translations_and_empty_ones_are_refused(tiny_model, translator_of):
     translator = translator_of(tiny_model())
     assert translator.generate([]) == []
@@ -221,7 +262,10 @@ def test_no_sources_give_no_translations_and_empty_ones_are_refused(tiny_model, 
 def test_settings_that_the_search_lacks_are_refused_at_once(tiny_model, translator_of):
     model = tiny_model()
     model.generation_config.update(no_repeat_ngram_size=2, repetition_penalty=1.3)
-    with pytest.raises(ValueError, match=r"no_repeat_ngram_size=2, repetition_penalty=1\.3"):
+    model.generation_config.bad_words_ids = [[4], [5, 6]]
+    with pytest.raises(
+        ValueError, match=r"no_repeat_ngram_size=2, repetition_penalty=1\.3, bad_words_ids of sev"
+    ):
         translator_of(model)
 
 

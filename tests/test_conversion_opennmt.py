@@ -566,6 +566,7 @@ def put(part, name, value):
         (without("vocab"), "no checkpoint of OpenNMT-py"),
         (put("vocab", "src", None), "neither that of OpenNMT-py 2"),
         (put("vocab", "src", [1, 2]), "no list of tokens for src"),
+        (put("vocab", "src", [*SOURCE[:-1], "\ud800"]), "no list of tokens for src"),
         (put("vocab", "tgt", [*TARGET[:-1], "x"]), "tgt vocabulary, which has x more than once"),
         (put("vocab", "tgt", ["<unk>", "<pad>", "<s>", "</s>", *TARGET[4:]]), "'<blank>'"),
         (put("vocab", "tgt", ["<blank>", "<unk>", *TARGET[2:]]), "different numbers"),

@@ -1,6 +1,7 @@
 """Claims about the core of all converters: rules, checkpoints of strangers, folders."""
 
 import argparse
+import copy
 import importlib
 import inspect
 import io
@@ -13,7 +14,8 @@ from argparse import Namespace
 import pytest
 import torch
 from hostile import Hostile
-from vaswani.conversion.__main__ import CONVERTERS
+from vaswani.conversion import fairseq
+from vaswani.conversion.__main__ import CONVERTERS, main
 from vaswani.conversion.checkpoints import (
     Converted,
     Inert,
@@ -22,6 +24,7 @@ from vaswani.conversion.checkpoints import (
     read_checkpoint,
     refuse,
 )
+from vaswani.conversion.files import parse_yaml, read_json
 from vaswani.conversion.rules import ConversionError, Drop, Rename, Stack, to_ours, to_theirs
 
 from vaswani import VaswaniForConditionalGeneration
@@ -279,6 +282,24 @@ def test_what_is_no_dense_tensor_of_real_numbers_is_named(tiny_model, strange):
         build_model(model.config, weights(model) | {name: strange})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"encoder_layers": 10**9}, r"too few for 1000000002 layers"),
+        ({"encoder_ffn_dim": 10**10}, r"fc1\.weight has the shape \(24, 16\), not \(10000000000"),
+        ({"encoder_ffn_dim": 10**18}, "no room"),
+    ],
+    ids=["layers", "widths", "numbers beyond all"],
+)
+def test_sizes_that_no_machine_has_are_refused_before_they_are_taken(tiny_model, sizes, reason):
+    model = tiny_model(dtype=torch.float32)
+    config = copy.deepcopy(model.config)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    with pytest.raises(ConversionError, match=reason):
+        build_model(config, weights(model))
+
+
 def test_half_precision_is_carried_over_without_rounding(tiny_model):
     model = tiny_model(dtype=torch.float32)
     half = {name: tensor.half() for name, tensor in weights(model).items()}
@@ -304,6 +325,88 @@ def test_command_line_and_function_take_the_same_arguments(toolkit):
     given = {action.dest for action in parser._actions} - {"help"}
     taken = inspect.signature(module.save if outgoing else module.load).parameters
     assert given == set(taken) - {"output"}
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "a: 2020-13-45",
+        "a: !!timestamp 99",
+        "a: !!int ''",
+        "[" * 10**4,
+        "a: \x00",
+        "a: !!python/name:os.system",
+    ],
+    ids=["cut off", "date", "no date", "number", "deep", "control", "code"],
+)
+def test_what_is_no_yaml_of_plain_values_is_named(text):
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    with pytest.raises(ConversionError, match=r"options\.yml is no YAML"):
+        parse_yaml(text, "options.yml")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 10**6, "[1]", "\udcff"])
+def test_what_is_no_json_object_is_named(tmp_path, text):
+    path = tmp_path / "options.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConversionError, match=r"options\.json (is no|cannot)"):
+        read_json(path)
+
+
+# The command line
+
+
+def test_an_output_that_is_there_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    monkeypatch.setattr(fairseq, "convert", lambda **_: pytest.fail("worked"))
+    with pytest.raises(SystemExit, match=r"fairseq: .*out exists .*choose another"):
+        main(["fairseq", "a.pt", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("toolkit", ["to-marian", "to-torch", "to-ctranslate2"])
+def test_a_full_disk_ends_the_command_in_one_line(tmp_path, tiny_model, toolkit):
+    resource = pytest.importorskip("resource", reason="limits the size of files")
+    if toolkit == "to-ctranslate2":
+        pytest.importorskip("ctranslate2", reason="CTranslate2 is not installed")
+    tiny_model(vocab_size=20_000, dtype=torch.float32).save_pretrained(tmp_path / "ours")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match=rf"{toolkit}: .*(File too large|disk full)"):
+            main([toolkit, str(tmp_path / "ours"), str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_an_output_that_cannot_be_made_ends_the_command_in_one_line(
+    tmp_path, monkeypatch, tiny_model
+):
+    model = tiny_model(dtype=torch.float32)
+    monkeypatch.setattr(fairseq, "load", lambda *_, **__: Converted(model))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SystemExit, match=r"fairseq: .*file"):
+        main(["fairseq", "a.pt", str(tmp_path / "file" / "sub" / "out")])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(SystemExit, match=r"fairseq: \. is where you are"):
+        main(["fairseq", "a.pt", "."])
+
+
+def test_a_folder_of_ours_with_a_hostile_pickle_is_refused(tmp_path, tiny_model):
+    ours, trace = tmp_path / "ours", tmp_path / "trace"
+    tiny_model(dtype=torch.float32).save_pretrained(ours)
+    (ours / "model.safetensors").unlink()
+    torch.save({"a": Hostile(os.system, f"touch {trace}")}, ours / "pytorch_model.bin")
+    with pytest.raises(SystemExit, match=r"holds (posix|nt)\.system, which .* could run code"):
+        main(["to-torch", str(ours), str(tmp_path / "out")])
+    assert not trace.exists()
+    assert not (tmp_path / "out").exists()
 
 
 # Folders

@@ -266,6 +266,10 @@ def test_descriptions_that_do_not_fit_are_refused_at_once(tmp_path):
         torch_transformer.convert(tensors, tmp_path / "out", {**NAMES, **changes})
     for reason in ("nhead 0", "'silu'", "'rope'", "'there'", "generator 'output.weight'"):
         assert reason in str(caught.value)
+    with pytest.raises(
+        ConversionError, match=r"generator \['a'\] is no text.*ignore 'b' is no list"
+    ):
+        torch_transformer.load(tensors, {**NAMES, "generator": ["a"], "ignore": "b"})
     with pytest.raises(ConversionError, match="nhead 5"):
         torch_transformer.load(tensors, {**NAMES, "nhead": 5})
     with pytest.raises(ConversionError, match="learned positions need their table"):

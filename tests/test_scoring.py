@@ -413,7 +413,7 @@ def test_strings_of_separate_vocabularies_are_read_by_their_own_tokenizers(tiny_
     english, german = ["one two three", "three one"], ["drei eins", "eins zwei"]
     source, target = (
         VaswaniTokenizer.train_from_iterator(lines, "word", vocab_size=30, show_progress=False)
-        for lines in (english, [*german, "noch ein wort"])
+        for lines in (english, [*german, "sechs sieben"])
     )
     model = tiny_model(
         vocab_size=len(source),
