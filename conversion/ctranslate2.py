@@ -13,11 +13,11 @@ A model without a tokenizer gets the token ids, written as numbers, for tokens.
 
 Carried over are the weights, the vocabularies, a table of positions, and the start, end and unknown
 tokens. How to search is said in every call of `translate_batch`; its format has no place for it. Of
-a generation config, `num_beams` is `beam_size`, and `length_penalty` with
-`length_penalty_type="hf"` is `length_penalty`; its stopping rule is `early_stopping=True`. It has
-neither the paper's penalty nor its limit for each sentence, source length + 50. It cuts sources
-after `max_input_length` (1024) tokens, and forbids an empty translation unless
-`min_decoding_length=0`.
+a generation config, `num_beams` is `beam_size`, `length_penalty` with `length_penalty_type="hf"` is
+`length_penalty`, and `suppress_tokens`, which converted models have, are `suppress_sequences`; its
+stopping rule is `early_stopping=True`. It has neither the paper's penalty nor its limit for each
+sentence, source length + 50. It cuts sources after `max_input_length` (1024) tokens, and forbids an
+empty translation unless `min_decoding_length=0`.
 
 CTranslate2 computes in float32 at best, to which float64 weights are rounded. Its heads have one
 width: where d_k and d_v differ, the narrower are filled up with zeros, which changes no result.

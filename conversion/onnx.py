@@ -368,7 +368,7 @@ class _Rules:
     def read(cls, settings: dict[str, Any]) -> "_Rules":
         """Read a generation config."""
 
-        def tokens(name: str) -> list[int]:
+        def tokens(name: str) -> list[Any]:
             found = settings.get(name)
             return found if isinstance(found, list) else [] if found is None else [found]
 

@@ -207,10 +207,11 @@ def _described(description: str | Path | Mapping[str, Any] | Description) -> Des
     problems = [f"{name} is no field of it" for name in given if name not in known]
     needed = ("nhead", "source_embedding", "target_embedding", "generator")
     problems += [f"{name} is missing" for name in needed if name not in given]
+    texts: dict[str, Any] = {name: one.type for name, one in known.items()}
     problems += [
         f"{name} {given[name]!r} is no text"
-        for name, one in known.items()
-        if one.type in (str, str | None) and not isinstance(given.get(name, ""), one.type)
+        for name, kind in texts.items()
+        if kind in (str, str | None) and not isinstance(given.get(name, ""), kind)
     ]
     if not isinstance(given.get("ignore", []), list):
         problems.append(f"ignore {given['ignore']!r} is no list")
