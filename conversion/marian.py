@@ -305,20 +305,25 @@ def _generation(folder: Path) -> VaswaniGenerationConfig:
     """The folder's generation config; a folder from before there were any has it in config.json.
 
     transformers' rules are written down where the paper's are the default.
+
+    Raises:
+        ConversionError: it is damaged, or has settings that mean nothing.
     """
-    try:
-        given = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        given = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True
-        )
+    source: dict[str, Any] = {"config_file_name": "generation_config.json"}
+    if not (folder / source["config_file_name"]).is_file():
+        source = {"config_file_name": "config.json", "_from_model_config": True}
     rules = {
         "length_penalty_type": "hf",
         "length_penalty": 1.0,
         "early_stopping": False,
         "max_length_offset": 0,
     }
-    return VaswaniGenerationConfig(**(rules | _set_values(given)))
+    try:
+        given = GenerationConfig.from_pretrained(folder, **source)
+        return VaswaniGenerationConfig(**(rules | _set_values(given)))
+    except (OSError, TypeError, ValueError) as error:
+        path = folder / source["config_file_name"]
+        raise ConversionError(f"{path} cannot be read: {error}") from error
 
 
 def _set_values(given: GenerationConfig) -> dict[str, Any]:

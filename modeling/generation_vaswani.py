@@ -17,6 +17,7 @@ from transformers.generation import (
     ForcedEOSTokenLogitsProcessor,
     GenerateBeamEncoderDecoderOutput,
     GenerateEncoderDecoderOutput,
+    LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -223,6 +224,8 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
             ):
                 return None
             rules.last = int(processor.eos_token_id)
+        elif kind is LogitNormalization:
+            rules.anew = True  # transformers puts it behind all others
         else:
             return None
     return None if rules.last in rules.never else rules

@@ -35,12 +35,14 @@ class TokenRules:
         ends: those that end a sentence.
         least: how many tokens come before an end.
         last: what the last token that a limit allows must be; None leaves it free.
+        anew: the probability of what is banned goes to what is left (renormalize_logits).
     """
 
     never: set[int] = dataclasses.field(default_factory=set)
     ends: set[int] = dataclasses.field(default_factory=set)
     least: int = 0
     last: int | None = None
+    anew: bool = False
 
     def banned(self, length: int, logits: torch.Tensor) -> torch.Tensor | None:
         """List which columns of the logits must not be the token number `length`, from 1."""
@@ -138,6 +140,9 @@ def beam_search(
     open_rows = None  # the hypotheses of which there are logits; None is all
     for length in itertools.count(1):
         banned = rules.banned(length, logits)
+        if banned is not None and rules.anew:
+            logits[:, banned] = -torch.inf
+            banned = None
         best = best_continuations(logits, running, candidates, open_rows, banned)
         if rules.last is not None and bool((limits == length).any()):
             best = _forced(best, running, limits == length, rules.last)

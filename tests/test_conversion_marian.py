@@ -419,6 +419,15 @@ def test_weights_that_do_not_fit_are_named(write, tmp_path, change, message):
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"num_beams": "many"}'])
+def test_a_damaged_generation_config_is_named_and_not_passed_over(write, tmp_path, text):
+    folder = write(their_model())
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConversionError, match=r"generation_config\.json cannot be read"):
+        marian.convert(folder, tmp_path / "out", no_tokenizer=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_damaged_files_are_named_and_nothing_is_left(write, tmp_path):
     folder = write(their_model())
     weights = folder / "model.safetensors"

@@ -114,6 +114,7 @@ RULES = [
     {"min_new_tokens": 4},
     {"min_length": 6},
     {"forced_eos_token_id": 2},
+    {"renormalize_logits": True, "bad_words_ids": [[0], [9]], "forced_eos_token_id": 2},
     {"suppress_tokens": [1, 7, 10_000], "min_new_tokens": 3, "forced_eos_token_id": 5},
 ]
 
