@@ -315,7 +315,8 @@ def test_training_stops_when_the_score_no_longer_rises(train, recipe, tmp_path, 
 
         def compute(self, **kwargs):
             names = ("chrf", "bleu", "exact_match", "compound_split_bleu", "brevity_penalty")
-            return dict.fromkeys(names, next(self.scores)) | {"bleu_signature": "none"}
+            signatures = [f"{name}_signature" for name in ("bleu", "chrf", "compound_split_bleu")]
+            return dict.fromkeys(names, next(self.scores)) | dict.fromkeys(signatures, "none")
 
     train.run(
         "--recipe", recipe, "--patience", 2, "--eval-steps", 3, "--steps", 100,
