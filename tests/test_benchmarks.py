@@ -367,7 +367,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     }
     (tmp_path / "small.yaml").write_text(json.dumps(recipe))
     monkeypatch.setattr(score, "RECIPES", tmp_path)
-    command = ["small", "--seeds", "1", "2", "--ingredients", "--short", "3"]
+    command = ["small", "--seeds", "1", "2", "--ingredients", "--short", "3", "--at-once", "2"]
     command += ["--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "report.json")]
     score.main(command)
     report = json.loads((tmp_path / "report.json").read_text())
