@@ -19,6 +19,7 @@ _TRAVELLING_FILES = (
     "modeling/modeling_vaswani.py",
     "modeling/generation_vaswani.py",
     "modeling/search_vaswani.py",
+    "modeling/checkpoints_vaswani.py",
     "modeling/dropout_vaswani.py",
     "modeling/incremental_vaswani.py",
     "modeling/loss_vaswani.py",

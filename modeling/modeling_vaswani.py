@@ -12,17 +12,14 @@ V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 """
 
 import contextlib
-import importlib
 import math
-import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
@@ -40,6 +37,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from .checkpoints_vaswani import WholeCheckpoints
 from .dropout_vaswani import drop_out
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
 from .loss_vaswani import ChunkedCrossEntropy
@@ -301,8 +299,8 @@ class VaswaniDecoderLayer(VaswaniLayer):
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
-class VaswaniPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation, shared by all classes below."""
+class VaswaniPreTrainedModel(WholeCheckpoints):
+    """What transformers asks of a model: abilities, initialisation, vocabulary of its own size."""
 
     config: VaswaniConfig
     config_class = VaswaniConfig
@@ -315,46 +313,6 @@ class VaswaniPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        output_loading_info: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a model as in transformers, or none: not one with a part of its weights.
-
-        A checkpoint of the same class that lacks weights, or has others, is refused unless
-        `output_loading_info=True` asks which they are.
-
-        Raises:
-            OSError: a file is missing or damaged, or the weights do not fit the configuration.
-        """
-        place = pretrained_model_name_or_path
-        try:
-            loaded: Any = super().from_pretrained(
-                place, *model_args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise OSError(
-                f"The weights of {place} are damaged: {error}. Get the file anew; from the Hub, "
-                "force_download=True does."
-            ) from error
-        if output_loading_info:
-            return loaded
-        model, info = loaded
-        same_class = cls.__name__ in (model.config.architectures or ())
-        for what, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
-            if same_class and "state_dict" not in kwargs and (names := sorted(info[keys])):
-                others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-                raise OSError(
-                    f"{place} {what} {names[0]}{others}: its weights and its configuration do not "
-                    "fit each other. Get both anew, or, if that is meant, pass "
-                    "output_loading_info=True to get the model all the same, and a list of them."
-                )
-        return model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -668,20 +626,6 @@ class VaswaniForConditionalGeneration(
         self.config.decoder_vocab_size = size
         self.tie_weights()
         return decoder.embed_tokens
-
-    def _upload_modified_files(
-        self,
-        working_dir: str | os.PathLike,
-        repo_id: str,
-        files_timestamps: dict[str, float],
-        **kwargs: Any,
-    ) -> Any:
-        # All of transformers' ways to push a model end here, with an empty draft for a card. Remote
-        # code keeps that: what writes cards does not travel.
-        if self._auto_class is None:
-            cards = importlib.import_module("vaswani.hub_cards.card")
-            cards.add_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
-        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Offset the targets (B, T) by one position (3.1): start token first, last token gone.

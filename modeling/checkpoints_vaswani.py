@@ -1,0 +1,70 @@
+"""Checkpoints load whole or not at all, and are pushed with a card."""
+
+import importlib
+import os
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+
+class WholeCheckpoints(PreTrainedModel):
+    """A model that is not loaded by half, and not pushed with an empty card."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model as in transformers, or none: not one with a part of its weights.
+
+        A checkpoint of the same class that lacks weights, or has others, is refused unless
+        `output_loading_info=True` asks which they are.
+
+        Raises:
+            OSError: a file is missing or damaged, or the weights do not fit the configuration.
+        """
+        place = pretrained_model_name_or_path
+        try:
+            loaded: Any = super().from_pretrained(
+                place, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {place} are damaged: {error}. Get the file anew; from the Hub, "
+                "force_download=True does."
+            ) from error
+        if output_loading_info:
+            return loaded
+        model, info = loaded
+        same_class = cls.__name__ in (model.config.architectures or ())
+        for what, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
+            if same_class and "state_dict" not in kwargs and (names := sorted(info[keys])):
+                others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+                raise OSError(
+                    f"{place} {what} {names[0]}{others}: its weights and its configuration do not "
+                    "fit each other. Get both anew, or, if that is meant, pass "
+                    "output_loading_info=True to get the model all the same, and a list of them."
+                )
+        return model
+
+    def _upload_modified_files(
+        self,
+        working_dir: str | os.PathLike,
+        repo_id: str,
+        files_timestamps: dict[str, float],
+        **kwargs: Any,
+    ) -> Any:
+        # All of transformers' ways to push a model end here, with an empty draft for a card. A card
+        # speaks of a model that translates. Remote code keeps the draft: what writes cards does not
+        # travel.
+        if self._auto_class is None and self.can_generate():
+            cards = importlib.import_module("vaswani.hub_cards.card")
+            cards.add_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
+        return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
+
+
+__all__ = ["WholeCheckpoints"]
