@@ -25,12 +25,18 @@ KINDS: dict[Kind, str] = {
     "decoder": "target to target",
 }
 # Shift+Enter is Gradio's own where a text has several lines; Ctrl+Enter is what other pages taught.
-# Screen readers are told of results.
+# A second tap shrinks an enlarged picture again. Screen readers are told of results.
 SCRIPT = """() => {
     addEventListener("keydown", (event) => {
         const { key, ctrlKey, metaKey, target } = event;
         if (key !== "Enter" || !(ctrlKey || metaKey) || target.tagName !== "TEXTAREA") return;
         document.querySelector(target.closest("#own") ? "#score" : "#translate").click();
+    });
+    addEventListener("mousedown", (event) => {
+        const figure = event.target.closest("figure.heat-map");
+        if (event.target.tagName !== "IMG" || figure !== document.activeElement) return;
+        event.preventDefault();
+        figure.blur();
     });
     for (const id of ["translations", "scores"]) document.getElementById(id).ariaLive = "polite";
 }"""
