@@ -234,3 +234,14 @@ def test_training_table_comes_from_its_results_file():
             if ratio["tokens_per_batch"] == 4096
         ]
         assert " and ".join(ratios) in section
+    ours, theirs = (
+        row["flops_per_second"] / 1e9
+        for row in results["network"]
+        if row["precision"] == "float32" and row["tokens_per_batch"] == 4096
+    )
+    rates = ours, theirs, 1.4 * theirs, results["matrix_flops_per_second"]["float32"] / 1e9
+    found = re.search(
+        r"(\d+) GFLOP/s, MarianMT at (\d+).*?is (\d+) of the (\d+)", section, re.DOTALL
+    )
+    assert found is not None
+    assert [int(rate) for rate in found.groups()] == [round(rate) for rate in rates]
