@@ -20,7 +20,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,17 +75,15 @@ def train(recipe: dict[str, Any], output: Path, threads: int | None = None) -> d
     """Run a recipe to its end in `output`, unless that has been done, and return its results."""
     results = output / "results.json"
     if not results.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "recipe.yaml"
-            path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-            script = ROOT / "examples" / "train_translation.py"
-            command = [sys.executable, str(script), "--recipe", str(path), "--output", str(output)]
-            subprocess.run(
-                [*command, "--resume"] if output.is_dir() else command,
-                check=True,
-                cwd=ROOT,
-                env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
-            )
+        path = output.with_suffix(".yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        # What stands in the run's own files does not tell where this folder lies.
+        places = [os.path.relpath(place, ROOT) for place in (path, output)]
+        command = [sys.executable, "examples/train_translation.py", "--recipe", places[0]]
+        command += ["--output", places[1], *(["--resume"] if output.is_dir() else [])]
+        threads_of = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        subprocess.run(command, check=True, cwd=ROOT, env=os.environ | threads_of)
     return json.loads(results.read_text(encoding="utf-8"))
 
 
