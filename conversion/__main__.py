@@ -57,8 +57,6 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(arguments["output"])
     try:
         refuse_existing(output)  # before any work
-        if not output.name:
-            raise ConversionError(f"{output} is where you are: name a new folder.")
         (module.save if outgoing else module.convert)(**arguments)
     except (ConversionError, OSError, SafetensorError) as error:  # a full disk among them
         sys.exit(f"{own.prog}: {error}")

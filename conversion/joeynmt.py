@@ -20,7 +20,8 @@ What differs between JoeyNMT and this package:
 * SentencePiece's table of characters is applied by the tokenizers library, which loses a combining
   accent right after a character that the table replaces by others, such as a ligature.
 * --pretokenized makes tokenizers of the vocabularies alone, which take tokens between spaces:
-  whatever cuts text into tokens (Moses, subword-nmt, SentencePiece) is then done by you.
+  whatever cuts text into tokens is then done by you: Moses, SentencePiece, and subword-nmt, which
+  JoeyNMT lets split again what the vocabulary lacks.
 * generation: the beam, its length penalty, the limit of the output, and what is never generated are
   those of the section testing. max_output_length: -1 is 1.5 times the longest source of a batch
   there, and each source's own length plus 50 here. The search stops when no open hypothesis can
@@ -29,7 +30,6 @@ What differs between JoeyNMT and this package:
 
 import argparse
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import SinusoidalPositions
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .checkpoints import Converted, build_model, read_checkpoint, refuse
-from .files import holds_tensors, parse_yaml, read_text
+from .files import holds_tensors, read_text
+from .joeynmt_config import Section, read_config
 from .rules import ConversionError, Drop, Rename, Rule, Tensors, to_ours
 from .sentencepiece import SPACE, SentencePiece
 from .subword_nmt import SPACES, joined_by_spaces
@@ -147,7 +148,7 @@ def load(
     """
     file = _checkpoint_file(Path(checkpoint))
     problems: list[str] = []
-    options = _read_config(Path(config) if config else file.parent / "config.yaml", problems)
+    options = read_config(Path(config) if config else file.parent / "config.yaml", problems)
     data = options.section("data")
     symbols = _Symbols.read(data.section("special_symbols"))
     vocabularies = [
@@ -178,68 +179,6 @@ def load(
     return Converted(model, _dressed(source, symbols), None if one else _dressed(target, symbols))
 
 
-class _Section:
-    """A section of config.yaml that notes what nobody asked for.
-
-    Args:
-        values: its options.
-        name: where it stands, such as "model.encoder.".
-        problems: list to which wrong and unknown options are added.
-    """
-
-    def __init__(self, values: Any, name: str, problems: list[str]) -> None:
-        self.name = name
-        self.problems = problems
-        if values is not None and not isinstance(values, Mapping):
-            self.complain(f"{name.rstrip('.')} is no section of options: {values!r}")
-            values = None
-        self.values = dict(values or {})
-        self.unread = set(self.values)
-
-    def complain(self, problem: str) -> None:
-        """Note a problem, once."""
-        if problem not in self.problems:
-            self.problems.append(problem)
-
-    def get(self, option: str, default: Any, kind: type | None = None) -> Any:
-        """Look an option up; it must be of the default's type, or of `kind`."""
-        self.unread.discard(option)
-        value = self.values.get(option)
-        if value is None:
-            return default
-        kind = kind or type(default)
-        try:
-            converted = kind(value)
-            # YAML's true and false are numbers to Python, and bool() takes anything.
-            fits = isinstance(value, bool) == (kind is bool)
-            fits = fits and (kind is not int or float(value) == converted)
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            self.complain(f"{self.name}{option}: {value!r} is not of type {kind.__name__}")
-        return converted if fits else default
-
-    def section(self, option: str) -> "_Section":
-        """Look a section up; one that is missing is empty."""
-        self.unread.discard(option)
-        return _Section(self.values.get(option), f"{self.name}{option}.", self.problems)
-
-    def require(self, option: str, default: Any, wanted: Any, why: str) -> None:
-        """Complain unless an option has the only value that is known here."""
-        value = self.get(option, default)
-        if value != wanted:
-            self.complain(f"{self.name}{option}: {value} ({why})")
-
-    def ignore(self, *options: str) -> None:
-        """Leave options out that change nothing of a trained model."""
-        self.unread -= set(options)
-
-    def refuse_the_rest(self) -> None:
-        """Complain of the options that are still unread."""
-        for option in sorted(self.unread, key=str):
-            self.complain(f"{self.name}{option} is unknown")
-
-
 def _checkpoint_file(given: Path) -> Path:
     if given.is_file():
         return given
@@ -255,17 +194,6 @@ def _checkpoint_file(given: Path) -> Path:
     raise ConversionError(f"{given} holds {names}: name the checkpoint to convert.")
 
 
-def _read_config(path: Path, problems: list[str]) -> _Section:
-    if not path.is_file():
-        raise ConversionError(f"There is no file {path}: name it by --config.")
-    values = parse_yaml(read_text(path), str(path))
-    if not isinstance(values, dict) or not {"model", "data"} <= set(values):
-        raise ConversionError(
-            f"{path} lacks the sections model and data: it is no config of JoeyNMT."
-        )
-    return _Section(values, "", problems)
-
-
 def _weights(file: Path) -> Tensors:
     content = read_checkpoint(file, _HARMLESS)
     state = content.get("model_state") if isinstance(content, dict) else None
@@ -274,7 +202,7 @@ def _weights(file: Path) -> Tensors:
     return dict(state)
 
 
-def _network(options: _Section, vocabularies: list["_Vocabulary"]) -> dict[str, Any]:
+def _network(options: Section, vocabularies: list["_Vocabulary"]) -> dict[str, Any]:
     """The fields of VaswaniConfig that the section model asks for."""
     model = options.section("model")
     encoder, decoder = model.section("encoder"), model.section("decoder")
@@ -359,7 +287,7 @@ def _network(options: _Section, vocabularies: list["_Vocabulary"]) -> dict[str, 
     return fields
 
 
-def _norm_position(section: _Section, side: str, version: str) -> str | None:
+def _norm_position(section: Section, side: str, version: str) -> str | None:
     value = section.get("layer_norm", None, str)
     if value not in (None, "pre", "post"):
         section.complain(f"{section.name}layer_norm: {value} is unknown")
@@ -369,13 +297,14 @@ def _norm_position(section: _Section, side: str, version: str) -> str | None:
         if not found or (int(found[1]), int(found[2])) >= (2, 2):
             section.complain(
                 "model.encoder.layer_norm is missing (then JoeyNMT 2.2 and later norm before each "
-                "layer and not after the stack; for a model of JoeyNMT 2.0 or 2.1 write post)"
+                "layer and not after the stack, which has no counterpart here; for a model of "
+                "JoeyNMT 2.0 or 2.1 write post)"
             )
             return None
     return value or "post"
 
 
-def _generation(testing: _Section, symbols: "_Symbols") -> dict[str, Any]:
+def _generation(testing: Section, symbols: "_Symbols") -> dict[str, Any]:
     """The settings of `generate` that the section testing asks for."""
     testing.ignore("load_model", "batch_size", "batch_type", "eval_metrics", "eval_metric")
     testing.ignore("sacrebleu_cfg", "sacrebleu", "n_best", "return_attention", "return_prob")
@@ -413,7 +342,7 @@ class _Symbols:
     further: list[str]
 
     @classmethod
-    def read(cls, section: _Section) -> "_Symbols":
+    def read(cls, section: Section) -> "_Symbols":
         """Read data.special_symbols, which only JoeyNMT 2.3 has."""
         first = []
         for position, (name, usual) in enumerate(_SPECIALS.items()):
@@ -442,7 +371,7 @@ class _Symbols:
 class _Vocabulary:
     """The tokens of one side, and how its texts become tokens."""
 
-    section: _Section
+    section: Section
     symbols: _Symbols
     file: Path
     tokens: list[str]
@@ -454,7 +383,7 @@ class _Vocabulary:
     @classmethod
     def read(
         cls,
-        section: _Section,
+        section: Section,
         side: str,
         named: str | Path | None,
         folder: Path,

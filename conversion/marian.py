@@ -23,8 +23,9 @@ vocab.json lacks is read as text; letters with several separate accents, and hal
 be normalised differently. The scripts around OPUS-MT models that rewrite punctuation are not run.
 `target_tokenizer/` in the output cuts target text, by target.spm; either tokenizer decodes.
 
-To search as Marian does, "hf" is the length penalty, with its exponent (`normalize`). Not carried
-over, with a warning: word penalties, the limit of `max-length-factor` (512 tokens instead).
+To search as Marian does, "hf" is the length penalty, with its exponent (`normalize`). A warning
+names what else decoder.yml says of the search and is not carried over, such as word penalties,
+shortlists and `max-length-factor` (the limit is 512 tokens instead).
 
 To Marian, biases that are missing are zeros and the paper's order of positions is permuted. The
 penalty of Wu et al. (2016), the limit of input length + 50 and label smoothing have no place there.
@@ -35,7 +36,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -66,19 +66,23 @@ from .checkpoints import (
     save_tokenizers,
 )
 from .files import holds_tensors, read_json
+from .marian_names import (
+    HEAD,
+    SOURCE_TABLE,
+    TARGET_TABLE,
+    marian_rules,
+    permuted,
+    to_concatenated,
+    to_interleaved,
+    transformers_rules,
+)
 from .marian_npz import ACTIVATIONS, MAX_LENGTH, PLACEMENTS, MarianFolder, read_vocabulary
-from .rules import ConversionError, Drop, Rename, Rule, Tensors, to_ours, to_theirs
+from .rules import ConversionError, Tensors, to_ours, to_theirs
 from .sentencepiece import SentencePiece, piece_backend
 
 logger = logging.get_logger(__name__)
 
 _SPECIAL = ("<pad>", "<unk>", "</s>")
-_SOURCE, _TARGET, _HEAD = (
-    "model.encoder.embed_tokens.weight",
-    "model.decoder.embed_tokens.weight",
-    "lm_head.weight",
-)
-
 # What the fields of old MarianMTModel folders say that no MarianMTModel of today would do.
 _OF_OLD_FOLDERS = {
     "normalize_before": False,
@@ -95,67 +99,6 @@ encoder_ffn_dim decoder_ffn_dim dropout attention_dropout activation_dropout act
 init_std max_position_embeddings scale_embedding share_encoder_decoder_embeddings
 tie_word_embeddings use_cache pad_token_id eos_token_id bos_token_id decoder_start_token_id
 """
-
-
-def _transformers_rules() -> list[Rule]:
-    """MarianMTModel's names: ours, but for the bias of the logits."""
-    layer = "model.{stack}.layers.{i}"
-    names = [_SOURCE, _TARGET, _HEAD, f"{layer}.{{part}}.{{kind}}"]
-    names.append(f"{layer}.{{attention}}.{{part}}.{{kind}}")
-    return [
-        *(Rename(name, name) for name in names),
-        Rename("final_logits_bias", "lm_head.bias", _as_vector, _as_row),
-        Drop("model.{stack}.embed_positions.weight", _check_table),
-    ]
-
-
-def _marian_rules(norm_position: str) -> list[Rule]:
-    """Marian's own names, its layers counted from 0: matrices lie the other way round."""
-
-    def matrix(theirs: str, ours: str) -> Rename:
-        return Rename(theirs, ours, _transposed, _transposed)
-
-    def vector(theirs: str, ours: str) -> Rename:
-        return Rename(theirs, ours, _as_vector, _as_row)
-
-    def norm(theirs: str, ours: str, suffix: str = "") -> list[Rule]:
-        kinds = {"scale": "weight", "bias": "bias"}
-        return [
-            vector(f"{theirs}_ln_{kind}{suffix}", f"{ours}.{name}") for kind, name in kinds.items()
-        ]
-
-    suffix = "_pre" if norm_position == "pre" else ""
-    rules: list[Rule] = [
-        Rename("encoder_Wemb", _SOURCE),
-        Rename("decoder_Wemb", _TARGET),
-        Rename("decoder_ff_logit_out_Wt", _HEAD),
-        vector("decoder_ff_logit_out_b", "lm_head.bias"),
-    ]
-    there, here = "{stack}_l{i}", "model.{stack}.layers.{i}"
-    for theirs, ours in (("self", "self_attn"), ("context", "encoder_attn")):
-        for x in ("q", "k", "v", "o"):
-            projection = f"{here}.{ours}.{'out' if x == 'o' else x}_proj"
-            rules.append(matrix(f"{there}_{theirs}_W{x}", f"{projection}.weight"))
-            rules.append(vector(f"{there}_{theirs}_b{x}", f"{projection}.bias"))
-        rules += norm(f"{there}_{theirs}_Wo", f"{here}.{ours}_layer_norm", suffix)
-    for number in (1, 2):
-        rules.append(matrix(f"{there}_ffn_W{number}", f"{here}.fc{number}.weight"))
-        rules.append(vector(f"{there}_ffn_b{number}", f"{here}.fc{number}.bias"))
-    rules += norm(f"{there}_ffn_ffn", f"{here}.final_layer_norm", suffix)
-    rules += norm("{stack}_top", "model.{stack}.layer_norm")
-    return rules
-
-
-def _as_vector(row: torch.Tensor) -> torch.Tensor:
-    return row.squeeze(0)
-
-
-def _as_row(vector: torch.Tensor) -> torch.Tensor:
-    return vector[None]
-
-
-def _transposed(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.T.contiguous()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -251,7 +194,7 @@ def _from_transformers(folder: Path, paper_positions: bool, with_tokenizer: bool
     bias = tensors.get("final_logits_bias")
     if bias is not None and not bias.any():
         del tensors["final_logits_bias"]
-    tensors = to_ours(_transformers_rules(), _with_all_tables(tensors, theirs))
+    tensors = to_ours(transformers_rules(), _with_all_tables(tensors, theirs))
     source, target = _tokenizers_of_transformers(folder) if with_tokenizer else (None, None)
     size = theirs.vocab_size
     config = _configured(
@@ -278,27 +221,11 @@ def _with_all_tables(tensors: Tensors, config: MarianConfig) -> Tensors:
     shared = tensors.pop("model.shared.weight", None)
     if shared is None or not config.share_encoder_decoder_embeddings:
         return tensors if shared is None else {**tensors, "model.shared.weight": shared}
-    for name in (_SOURCE, _TARGET):
+    for name in (SOURCE_TABLE, TARGET_TABLE):
         table = tensors.setdefault(name, shared)
         if config.tie_word_embeddings and not torch.equal(table, shared):
             raise ConversionError(f"The weights do not fit: model.shared.weight is not {name}.")
     return tensors
-
-
-def _check_table(name: str, table: torch.Tensor) -> None:
-    """Refuse positions other than the sinusoids that MarianMTModel makes itself.
-
-    Raises:
-        ConversionError: they were learned.
-    """
-    length, width = table.shape if table.dim() == 2 else (0, 0)
-    angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, width, 2) / width)
-    expected = torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles)), axis=1))
-    tolerance = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(table.dtype, 1e-5)
-    if table.shape != expected.shape or not torch.allclose(
-        table.double(), expected, rtol=0, atol=tolerance
-    ):
-        raise ConversionError(f"{name} is not MarianMTModel's table of sinusoids.")
 
 
 def _generation(folder: Path) -> VaswaniGenerationConfig:
@@ -363,33 +290,9 @@ def _finish(
     if len(dtypes) == 1:
         torch.nn.Module.to(model, dtypes.pop())
     if paper_positions:
-        model.load_state_dict(_permuted(model.state_dict(), _to_interleaved(config.d_model)))
+        model.load_state_dict(permuted(model.state_dict(), to_interleaved(config.d_model)))
     model.generation_config = generation
     return Converted(model, source, target)
-
-
-# The order of d_model
-
-
-def _to_interleaved(width: int) -> torch.Tensor:
-    """Where each channel comes from when "all sines, all cosines" becomes "sine, cosine, ..."."""
-    return torch.arange(width).view(2, -1).T.flatten()
-
-
-def _to_concatenated(width: int) -> torch.Tensor:
-    return torch.arange(width).view(-1, 2).T.flatten()
-
-
-def _permuted(tensors: Tensors, order: torch.Tensor) -> Tensors:
-    """Give the channels of d_model another order in all weights of ours: the model is the same."""
-    permuted = dict(tensors)
-    for name, tensor in tensors.items():
-        module, kind = name.split(".")[-2:]
-        if module.endswith("layer_norm") or module in ("out_proj", "fc2"):
-            permuted[name] = tensor[order]
-        elif kind == "weight":  # tables and the maps that read d_model
-            permuted[name] = tensor[:, order].contiguous()
-    return permuted
 
 
 # Marian's own folders to us
@@ -409,10 +312,10 @@ def _from_marian(
 
     options = folder.options
     norm_position, final_norm = PLACEMENTS[folder.placement]
-    tensors = to_ours(_marian_rules(norm_position), folder.tensors(as_transformers))
+    tensors = to_ours(marian_rules(norm_position), folder.tensors(as_transformers))
     if folder.shares and not folder.ties:
         # Sharing without tying is not a setting of ours: the tables are equal, but each its own.
-        tensors[_TARGET] = tensors[_SOURCE].clone()
+        tensors[TARGET_TABLE] = tensors[SOURCE_TABLE].clone()
 
     source, target = folder.vocabularies()
     tokenizers: list[VaswaniTokenizer | None] = [None, None]
@@ -562,9 +465,9 @@ def to_marian(model: PreTrainedModel) -> MarianMTModel:
     refuse(_problems_for_transformers(ours), "The model")
     weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     if ours.position_encoding == "sinusoidal":
-        weights = _permuted(weights, _to_concatenated(ours.d_model))
+        weights = permuted(weights, to_concatenated(ours.d_model))
     if "lm_head.bias" not in weights:
-        weights["lm_head.bias"] = weights[_HEAD].new_zeros(len(weights[_HEAD]))
+        weights["lm_head.bias"] = weights[HEAD].new_zeros(len(weights[HEAD]))
     if not ours.attention_bias:
         for name, matrix in list(weights.items()):
             if name.endswith("_proj.weight"):
@@ -581,11 +484,11 @@ def to_marian(model: PreTrainedModel) -> MarianMTModel:
             "forced_eos_token_id": None,
         },
     )
-    theirs = MarianMTModel(config).to(weights[_HEAD].dtype)
+    theirs = MarianMTModel(config).to(weights[HEAD].dtype)
     places = theirs.state_dict()
-    tensors = to_theirs(_transformers_rules(), weights)
+    tensors = to_theirs(transformers_rules(), weights)
     if ours.share_encoder_decoder_embeddings:
-        tensors["model.shared.weight"] = tensors[_SOURCE]
+        tensors["model.shared.weight"] = tensors[SOURCE_TABLE]
     missing = places.keys() - tensors.keys()
     missing -= {f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")}
     if missing or tensors.keys() - places.keys():

@@ -6,6 +6,7 @@ them cut text. Marian has no token for padding: one is put behind its vocabulari
 does.
 """
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -47,8 +48,21 @@ transformer-dim-aan transformer-dropout transformer-dropout-attention transforme
 transformer-guided-alignment-layer ulr-dim-emb ulr-dropout ulr-softmax-temperature
 ulr-trainable-transformation version
 """
+# Options of decoder.yml that are read here, or that change no translation.
+_READ_OF_DECODER = "allow-unk beam-size models normalize vocabs"
+_HARMLESS_TO_DECODE = """
+alignment check-nan cpu-threads data-threads devices input interpolate-env-vars log log-level
+log-time-zone maxi-batch maxi-batch-sort mini-batch mini-batch-words model-mmap n-best num-devices
+output quiet quiet-translation relative-paths seed sigterm stat-freq tsv tsv-fields version
+word-scores workspace
+"""
 # Values other than an empty one that leave an option off.
-_OFF = {"factors-combine": "sum", "transformer-attention-mask": "default"}
+_OFF = {
+    "factors-combine": "sum",
+    "gemm-type": "float32",
+    "precision": ["float32"],
+    "transformer-attention-mask": "default",
+}
 
 _SIZES = ("dim-emb", "enc-depth", "dec-depth", "transformer-heads", "transformer-dim-ffn")
 
@@ -169,9 +183,11 @@ class MarianFolder:
                 problems.append(f"{name} {options.get(name)}")
         if isinstance(options.get("dim-emb"), int) and options["dim-emb"] % 2:
             problems.append(f"dim-emb {options['dim-emb']} (odd)")
-        for name in ("beam-size", "normalize"):
-            if not isinstance(self.decoder.get(name, 0), int | float | None):
-                problems.append(f"{name} {self.decoder[name]!r} (no number)")
+        beams, exponent = (self.decoder.get(name) for name in ("beam-size", "normalize"))
+        if not isinstance(beams, int | None) or (beams or 0) < 0:
+            problems.append(f"beam-size {beams!r} (no number of beams)")
+        if not isinstance(exponent, int | float | None) or not math.isfinite(exponent or 0):
+            problems.append(f"normalize {exponent!r} (no number)")
         for name in sorted(options.keys() - {*_READ.split(), *_HARMLESS.split()}, key=str):
             if options[name] and options[name] != _OFF.get(name):
                 problems.append(f"{name} {options[name]!r}")
@@ -244,11 +260,15 @@ class MarianFolder:
             as_transformers: search as the model's copy on the Hub does.
         """
         decoder = self.decoder
-        if decoder.get("word-penalty"):
-            logger.warning(f"word-penalty {decoder['word-penalty']} is not carried over.")
-        if "max-length-factor" in decoder:
+        known = {*_READ_OF_DECODER.split(), *_HARMLESS_TO_DECODE.split()}
+        lost = [
+            f"{name} {value}"
+            for name, value in decoder.items()
+            if name not in known and value and value != _OFF.get(name)
+        ]
+        if lost:
             logger.warning(
-                f"max-length-factor {decoder['max-length-factor']} is not carried over: a "
+                f"Of {self.path / 'decoder.yml'}, {', '.join(lost)} cannot be carried over; a "
                 f"translation has at most {MAX_LENGTH} tokens."
             )
         pad_id, end, unknown = (target[token] for token in ("<pad>", "</s>", "<unk>"))
@@ -256,7 +276,7 @@ class MarianFolder:
         return VaswaniGenerationConfig(
             num_beams=int(decoder.get("beam-size") or 12),
             length_penalty_type="hf",
-            # Marian's `normalize` without a number is 1.
+            # Marian's default is 0; `true` is 1, as for its --normalize without a number.
             length_penalty=1.0 if as_transformers else float(decoder.get("normalize") or 0.0),
             early_stopping=False,
             max_length_offset=0,

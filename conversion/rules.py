@@ -112,7 +112,7 @@ def to_ours(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
     """Rename a toolkit's tensors to ours.
 
     Raises:
-        ConversionError: tensors are left over; names all.
+        ConversionError: tensors are left over, or two would have one name; names all.
     """
     return _applied([rule.take_theirs for rule in rules], theirs)
 
@@ -121,7 +121,7 @@ def to_theirs(rules: Iterable[Rule], ours: Tensors) -> Tensors:
     """Rename our tensors to a toolkit's.
 
     Raises:
-        ConversionError: tensors are left over; names all.
+        ConversionError: tensors are left over, or two would have one name; names all.
     """
     return _applied([rule.take_ours for rule in rules], ours)
 
@@ -130,7 +130,10 @@ def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) ->
     rest = dict(tensors)
     renamed: Tensors = {}
     for take in takes:
-        renamed |= take(rest)
+        taken = take(rest)
+        if twice := sorted(renamed.keys() & taken.keys()):
+            raise ConversionError(f"Several tensors would be {', '.join(twice)}.")
+        renamed |= taken
     if rest:
         names = ", ".join(sorted(map(str, rest)))
         raise ConversionError(f"No rule knows {len(rest)} of {len(tensors)} tensors: {names}.")

@@ -27,7 +27,13 @@ def main(argv: list[str] | None = None) -> None:
         "--output", metavar="FOLDER", help="of the card and what it links to (default: the model's)"
     )
     add("--overwrite", action="store_true", help="replace a card that was changed by hand")
-    add("--language", nargs="+", metavar="CODE", help="ISO 639 codes, the source's first")
+    add(
+        "--language",
+        "--languages",
+        nargs="+",
+        metavar="CODE",
+        help="ISO 639 codes, the source's first",
+    )
     add("--license", metavar="ID", help="of the weights, by the Hub's name: cc-by-4.0")
     add("--datasets", nargs="+", metavar="HUB_ID", help="data sets that were trained on")
     add("--tags", nargs="+", metavar="TAG", help="more tags")

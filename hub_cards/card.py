@@ -76,7 +76,7 @@ def write_model_card(
         TypeError: `results` is no path.
         FileNotFoundError: the folder has no saved model; there is no such results file.
         ValueError: the folder holds another kind of model; a results file does not say how it was
-            made, or is of another model; `language` is no code.
+            made, or is of another model; two of them have one name; `language` is no code.
     """
     folder = Path(folder)
     target = folder if output is None else Path(output)
@@ -101,6 +101,8 @@ def write_model_card(
 
     target.mkdir(parents=True, exist_ok=True)
     for file in model.given:
+        if file not in model.results:
+            continue  # a copy of another
         (target / file.name).parent.mkdir(exist_ok=True)
         if file.path.resolve() != (target / file.name).resolve():
             shutil.copyfile(file.path, target / file.name)
@@ -175,9 +177,18 @@ def _metadata_of(
         key: next((said[key] for said in (stated, recorded, *earlier) if said.get(key)), None)
         for key in stated
     }
-    pair = chosen["language"] if len(chosen["language"] or ()) == 2 else []
-    tags = [*_TAGS, *(["-".join(pair)] if pair else []), *tags]
-    return {**chosen, "tags": sum((said.get("tags", []) for said in earlier), tags)}
+    kept = [
+        tag
+        for said in earlier
+        for tag in said.get("tags", [])
+        if tag not in _pair(said.get("language"))  # which may have been wrong
+    ]
+    return {**chosen, "tags": [*_TAGS, *_pair(chosen["language"]), *tags, *kept]}
+
+
+def _pair(language: Sequence[str] | None) -> list[str]:
+    """The tag of a language pair: ["en-de"]; none for other numbers of languages."""
+    return ["-".join(language)] if language and len(language) == 2 else []
 
 
 def _render(model: SavedModel, metadata: dict[str, Any], target: Path, repo_id: str | None) -> str:

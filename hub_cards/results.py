@@ -237,13 +237,14 @@ def _rounded(value: float) -> str:
 
 
 def _names(data: Sequence[str] | None) -> str | None:
-    """Data as examples/train_translation.py takes them, without their folders and languages."""
+    """Data as examples/train_translation.py takes them: their last folder and name, no language."""
     if not data:
         return None
     if _on_the_hub(data):
         return data[0]
-    stems = [Path(path.removesuffix(".gz")).stem for path in data]
-    return ", ".join(dict.fromkeys(stems))
+    paths = [Path(path.removesuffix(".gz")) for path in data]
+    names = [Path(path.parent.name, path.stem).as_posix() for path in paths]
+    return ", ".join(dict.fromkeys(names))
 
 
 def _on_the_hub(data: Sequence[str] | None) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ class SavedModel:
     Raises:
         FileNotFoundError: the folder has no config.json, or no weights.
         ValueError: it holds another model than a VaswaniForConditionalGeneration, or a results file
-            is about another one.
+            is about another one; two different ones have the same name.
     """
 
     folder: Path
@@ -55,7 +55,14 @@ class SavedModel:
             raise FileNotFoundError(
                 f"{self.folder} holds no model.safetensors: save the model there first."
             )
+        named: dict[str, Results] = {}
         for results in self.given:
+            other = named.setdefault(results.name, results)
+            if other.content != results.content:
+                raise ValueError(
+                    f"{other.path} and {results.path} would both be {results.name} beside the "
+                    "card: rename one."
+                )
             if contradiction := results.contradiction(self.parameters, self.weights_sha256):
                 raise ValueError(f"{results.path} {contradiction}: it is not about {self.folder}.")
 
@@ -91,7 +98,7 @@ class SavedModel:
 
     @cached_property
     def results(self) -> list[Results]:
-        """The results files, the run's own first; those in the folder of other weights left out."""
+        """The results files, the run's own first; no copies, and none in the folder of others."""
         found = list(self.given)
         given = {results.name for results in found}
         for path in [*self.folder.glob("*.json"), *self.folder.glob(f"{RESULTS}/*.json")]:
@@ -106,7 +113,12 @@ class SavedModel:
                 logger.warning(f"{path} {contradiction}: the card leaves it out.")
             else:
                 found.append(results)
-        return sorted(found, key=lambda results: (results.name != "results.json", results.name))
+        kept: list[Results] = []
+        for results in sorted(found, key=lambda one: (one.name != "results.json", one.name)):
+            # examples/train_translation.py --results writes the same file twice.
+            if all(results.content != other.content for other in kept):
+                kept.append(results)
+        return kept
 
     @property
     def run(self) -> Results | None:

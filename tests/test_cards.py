@@ -169,13 +169,13 @@ def test_every_score_of_a_card_stands_in_the_file_it_names(run):
     rows = assert_every_score_stands_in_its_file(write_model_card(run, report))
     shown = {(data, metric): (value, beams) for data, metric, value, beams, _, _ in rows}
     assert shown == {
-        ("test.tok", "BLEU"): ("36.82", "4"),
-        ("test.tok", "chrF"): ("61.07", "4"),
-        ("test.tok", "compound-split BLEU"): ("37.40", "4"),
-        ("test.tok", "exactly right, %"): ("12.30", "4"),
-        ("test.tok", "right among the best 2, %"): ("18.25", "4"),
-        ("valid.tok", "BLEU, greedy search"): ("35.36", "1"),
-        ("valid.tok", "perplexity"): ("7.20", ""),
+        ("data/test.tok", "BLEU"): ("36.82", "4"),
+        ("data/test.tok", "chrF"): ("61.07", "4"),
+        ("data/test.tok", "compound-split BLEU"): ("37.40", "4"),
+        ("data/test.tok", "exactly right, %"): ("12.30", "4"),
+        ("data/test.tok", "right among the best 2, %"): ("18.25", "4"),
+        ("data/valid.tok", "BLEU, greedy search"): ("35.36", "1"),
+        ("data/valid.tok", "perplexity"): ("7.20", ""),
         ("test set of numbers", "BLEU, mean of 2 seeds"): ("36.85 ± 0.07", "4"),
     }
     signatures = {row[1]: row[4].replace("\\|", "|") for row in rows}
@@ -185,7 +185,7 @@ def test_every_score_of_a_card_stands_in_the_file_it_names(run):
 def test_the_training_run_is_told_as_its_file_has_it(run):
     text = text_of(run)
     for words in (
-        "| data | train.tok |",
+        "| data | data/train.tok |",
         "| pairs | 29,000 |",
         "| updates | 6,538 |",
         "| time | 29.5 minutes |",
@@ -210,6 +210,21 @@ def test_the_training_run_is_told_as_its_file_has_it(run):
 def test_a_resumed_run_says_that_its_minutes_are_not_all(run):
     write_json(run / "results.json", {**RUN, "resumed": True})
     assert "| time | 29.5 minutes since it was last resumed |" in text_of(run)
+
+
+def test_a_copy_of_a_results_file_adds_nothing(run):
+    copy = shutil.copyfile(run / "results.json", "numbers.json")
+    once = text_of(run)
+    assert text_of(run, results=[copy, copy]) == once
+    assert not (run / "results").exists()
+
+
+def test_two_results_files_of_one_name_are_refused(run):
+    one = write_json(Path("one/seeds.json"), SEVERAL_SEEDS)
+    other = write_json(Path("other/seeds.json"), {**SEVERAL_SEEDS, "recipe": "other"})
+    with pytest.raises(ValueError, match=r"one/seeds\.json and other/seeds\.json would both be"):
+        write_model_card(run, [one, other])
+    assert not (run / "README.md").exists()
 
 
 @pytest.mark.parametrize("number", [36.82, {"bleu": 36.82}, [36.82], [{"test": SCORES}]])
@@ -287,7 +302,7 @@ def test_the_metadata_is_complete_and_read_by_huggingface_hub(run):
     bleu = found["bleu", "test"]
     assert (bleu.task_type, bleu.metric_value) == ("translation", 36.82)
     assert bleu.metric_args == {"signature": SIGNATURE}
-    assert (bleu.dataset_name, bleu.dataset_type) == ("test.tok", "test-tok")
+    assert (bleu.dataset_name, bleu.dataset_type) == ("data/test.tok", "data-test-tok")
     assert found["perplexity", "validation"].metric_value == 7.1973
     # The same from the file's YAML, by another reader.
     name, entries = model_index_to_eval_results(metadata(card.read_text("utf-8"))["model-index"])
@@ -328,6 +343,13 @@ def test_languages_are_those_recorded_and_never_guessed(run, settings, language)
     assert metadata(text).get("language") == language
     pair = language is not None and len(language) == 2
     assert ("Translates from" in text) == pair
+
+
+def test_a_pair_that_is_put_right_leaves_no_wrong_tag(bare):
+    text_of(bare, language=["de", "en"], tags="de-en-numbers")
+    tags = metadata(text_of(bare, language=["en", "de"]))["tags"]
+    assert "de-en" not in tags
+    assert {"en-de", "de-en-numbers"} <= set(tags)
 
 
 def test_a_language_that_is_no_code_is_refused(run):
@@ -375,6 +397,14 @@ def test_the_code_with_the_package_runs_as_printed(run):
     with contextlib.redirect_stdout(output):
         exec(compile(with_package, "README.md", "exec"), {})
     assert output.getvalue() == "['dreihundertzweiundvierzig']\n"
+
+
+def test_the_versions_that_loading_needs_are_those_of_the_package(bare):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    needed = dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(project["dependencies"]), re.M))
+    words = f"Python {python}, torch {needed['torch']} and transformers {needed['transformers']}, "
+    assert f"Both ways need {words}or newer." in text_of(bare)
 
 
 def test_the_package_is_cited_as_its_citation_file_says(bare):

@@ -234,6 +234,16 @@ def a_batch(source_size, target_size, lengths=(7, 3, 1)):
     return source, target
 
 
+def assert_their_logits(model, tensors, config):
+    source, target = a_batch(model.config.vocab_size, model.config.decoder_vocab_size)
+    with torch.no_grad():
+        logits = model(
+            input_ids=source, attention_mask=(source != 1).long(), decoder_input_ids=target
+        ).logits
+    expected = their_logits(tensors, config, source, target)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
 VARIANTS = {
     "pre-norm, two vocabularies": {},
     "post-norm, two vocabularies": {"layer_norm": "post"},
@@ -265,14 +275,7 @@ VARIANTS = {
 def test_logits_are_those_of_joeynmts_formulas_under_padding(changes, save):
     config = a_config(**changes)
     folder, tensors = save(config)
-    model = load(folder).model
-    source, target = a_batch(model.config.vocab_size, model.config.decoder_vocab_size)
-    with torch.no_grad():
-        logits = model(
-            input_ids=source, attention_mask=(source != 1).long(), decoder_input_ids=target
-        ).logits
-    expected = their_logits(tensors, config, source, target)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert_their_logits(load(folder).model, tensors, config)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -289,13 +292,7 @@ def test_the_folder_loads_by_the_auto_classes_and_is_complete(save, tmp_path):
     folder, tensors = save(config)
     main(["joeynmt", str(folder), str(tmp_path / "out")])
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
-    source, target = a_batch(10, 8)
-    with torch.no_grad():
-        logits = model(
-            input_ids=source, attention_mask=(source != 1).long(), decoder_input_ids=target
-        ).logits
-    expected = their_logits(tensors, config, source, target)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert_their_logits(model, tensors, config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("b dé new").input_ids == [5, 7, 0, 3]
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2, 3)
@@ -354,6 +351,7 @@ REFUSALS = {
     "model.decoder.embeddings.scale": (False, "embeddings.scale of .* differ: True, False"),
     "model.encoder.num_heads": (5, "multiple of encoder_attention_heads"),
     "model.encoder.num_layers": ("two", "model.encoder.num_layers: 'two' is not of type int"),
+    "model.decoder.num_layers": (math.inf, "model.decoder.num_layers: inf is not of type int"),
     "model.encoder.type": ("recurrent", "type of model.encoder and .* recurrent, transf"),
     "model.decoder.type": ("recurrent", "type of model.encoder and .* transformer, recu"),
     "model.encoder.relative_positions": (True, "model.encoder.relative_positions is unknown"),

@@ -929,19 +929,51 @@ def test_as_transformers_scores_as_ctranslate2_does(write_marian, tmp_path):
 
 
 def test_search_is_marians(write_marian, warnings_of):
-    decoder = {"models": ["/home/train/opus.npz"], "normalize": 0.6, "word-penalty": 0.5}
+    decoder = {"models": ["/home/train/opus.npz"], "normalize": 0.6}
     folder, _, _ = write_marian(decoder=decoder)
     converted = marian.load(folder)
     generation = converted.model.generation_config
     assert (generation.num_beams, generation.length_penalty) == (6, 0.6)
     assert generation.length_penalty_type == "hf"
     assert generation.suppress_tokens == [1]
-    assert warnings_of == ["word-penalty 0.5 is not carried over."]
+    assert warnings_of == []
     source = converted.tokenizer(["the cat", "a dog ran"], padding=True, return_tensors="pt")
     outputs = converted.model.generate(**source, max_length=8)
     assert not (outputs == 1).any()
     assert (outputs[:, 0] == SIZE - 1).all()
     assert not (outputs[:, 1] == SIZE - 1).any()
+
+
+def test_settings_of_the_search_that_have_no_place_are_named_in_one_warning(
+    write_marian, warnings_of
+):
+    lost = {
+        "word-penalty": 0.5,
+        "max-length": 300,
+        "max-length-crop": True,
+        "max-length-factor": 2.5,
+        "output-sampling": ["topk", 10],
+        "shortlist": ["lex.s2t", 50, 50],
+        "skip-cost": True,
+        "gemm-type": "packed8avx2",
+        "search-of-tomorrow": 1,
+    }
+    without_effect = {
+        "relative-paths": True,
+        "cpu-threads": 4,
+        "maxi-batch-sort": "src",
+        "quiet": True,
+        "alignment": "soft",
+        "precision": ["float32"],
+        "output-approx-knn": [],
+        "no-spm-decode": False,
+    }
+    folder, _, _ = write_marian(decoder=lost | without_effect)
+    assert marian.load(folder).model.generation_config.max_length == 512
+    (warning,) = warnings_of
+    assert "at most 512 tokens" in warning
+    assert all(f"{name} {value}" in warning for name, value in lost.items())
+    assert not any(f"{name} {value}" in warning for name, value in without_effect.items())
 
 
 def test_an_opus_folder_becomes_a_folder_that_loads(write_marian, tmp_path):
@@ -1051,9 +1083,12 @@ def test_other_decoders_and_several_sources_are_refused(write_marian):
     folder, _, _ = write_marian("ensemble", decoder={"models": ["a.npz", "b.npz"]})
     with pytest.raises(ConversionError, match="not an ensemble"):
         marian.load(folder)
-    folder, _, _ = write_marian("words", decoder={"normalize": "yes", "beam-size": [2]})
-    with pytest.raises(ConversionError, match=r"beam-size \[2\].*normalize 'yes' \(no number"):
-        marian.load(folder)
+    for normalize, beams in (("yes", [2]), (math.nan, 2.5), (math.inf, -1)):
+        name = f"words-{normalize}"
+        folder, _, _ = write_marian(name, decoder={"normalize": normalize, "beam-size": beams})
+        message = f"beam-size {beams!r} (no number of beams); normalize {normalize!r} (no number)"
+        with pytest.raises(ConversionError, match=re.escape(message)):
+            marian.load(folder)
 
 
 def test_papers_positions_need_the_papers_wavelengths(write_marian):

@@ -77,6 +77,16 @@ def test_all_leftover_tensors_are_named_in_both_directions(convert):
         convert(RULES, numbered("alien.2", "alien.1"))
 
 
+def test_two_tensors_for_one_place_are_an_error():
+    rules = [*RULES, Rename("old.head", "head.weight")]
+    with pytest.raises(ConversionError, match=r"Several tensors would be head\.weight"):
+        to_ours(rules, numbered("head.kernel", "old.head"))
+    same(
+        to_theirs(rules, to_ours(rules, numbered("old.head"))),
+        {"head.kernel": numbered("x")["x"].T},
+    )
+
+
 def test_a_name_that_is_no_text_is_left_over():
     with pytest.raises(ConversionError, match=r"2 of 3 tensors: 7, alien"):
         to_ours(RULES, {7: torch.ones(1), **numbered("head.kernel", "alien")})

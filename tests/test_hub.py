@@ -238,11 +238,15 @@ def test_a_push_that_is_lost_in_training_is_reported_and_made_up_for(hub, publis
     assert read["pulled"][place]["behaviour"] == facts["behaviour"]
 
 
-@pytest.mark.parametrize("place", ["trained/VaswaniTrainer-end", "versions/model"])
+PUSHED = [f"trained/VaswaniTrainer-{strategy}" for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize("place", [*PUSHED, "versions/model"])
 def test_card_and_licence_arrive(hub, published, place):
     files = hub.files(place)
     card = ModelCard(files["README.md"].decode()).data
     assert (card.library_name, card.pipeline_tag) == ("transformers", "translation")
+    assert f'from_pretrained("{place}")' in files["README.md"].decode()
     assert b"Apache License" in files["LICENSE-CODE"]
 
 

@@ -632,6 +632,22 @@ def test_nothing_is_wider_than_a_phone(visit):
 
 
 @pytest.mark.slow
+def test_a_tap_enlarges_the_picture_and_the_next_one_shrinks_it(visit):
+    page = visit(viewport={"width": 375, "height": 740}, is_mobile=True, has_touch=True)
+    image = page.locator("#heat-map img")
+
+    def shown():
+        return image.evaluate("image => image.width == image.naturalWidth")
+
+    assert not shown()
+    for enlarged in (True, False, True):
+        image.tap()
+        assert shown() == enlarged
+    page.keyboard.press("Tab")
+    assert not shown()
+
+
+@pytest.mark.slow
 def test_dark_and_light_follow_the_system_and_the_button(visit):
     page = visit(color_scheme="dark")
 

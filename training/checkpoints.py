@@ -166,8 +166,10 @@ def refuse_existing(output: Path) -> None:
     """Refuse to write where something is.
 
     Raises:
-        FileExistsError: `output` is there and not an empty folder.
+        FileExistsError: `output` is there and not an empty folder, or the current one.
     """
+    if not output.name:
+        raise FileExistsError(f"{output} is where you are: name a new folder.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise FileExistsError(
             f"{output} exists and is not an empty folder: choose another output folder, or remove "
@@ -180,7 +182,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     """Yield a folder beside `output` that takes its name if all goes well, and vanishes otherwise.
 
     Raises:
-        FileExistsError: `output` is there and not an empty folder.
+        FileExistsError: `output` is there and not an empty folder, or the current one.
     """
     refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
