@@ -54,9 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     (module.add_save_arguments if outgoing else module.add_arguments)(own)
     own.add_argument("output", metavar="OUTPUT", help="folder to write, which must not exist")
     arguments = vars(own.parse_args(given.arguments))
-    output = Path(arguments["output"])
     try:
-        refuse_existing(output)  # before any work
+        refuse_existing(Path(arguments["output"]))  # before any work
         (module.save if outgoing else module.convert)(**arguments)
     except (ConversionError, OSError, SafetensorError) as error:  # a full disk among them
         sys.exit(f"{own.prog}: {error}")

@@ -45,12 +45,15 @@ def _hardware() -> dict[str, Any]:
         lines = information.read_text().splitlines()
         fields = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
     flags = fields.get("flags", "").split()
+    # An allocator, for example: it changes memory and time.
+    preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split()]
     return {
         "cpu": fields.get("model name", platform.processor() or platform.machine()).strip(),
         "flags": [flag for flag in _FLAGS if flag in flags],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **({"preloaded": preloaded} if preloaded else {}),
     }
 
 
