@@ -55,6 +55,7 @@ def draw_learning_curve(
     if scores:
         _plot(panels[1], scores, score, _VALIDATION)
         _dress(panels[1], f"validation {_NAMES.get(score, score)}")
+        panels[1].set_ylim(bottom=max(0, panels[1].get_ylim()[0]))  # no score is negative
     last = max((max(line.get_xdata()) for panel in panels for line in panel.lines), default=0)
     for panel in panels:
         panel.set_xlim(0, 1.12 * max(last, 1))  # with room for the last values
