@@ -485,6 +485,15 @@ def main(argv: list[str] | None = None) -> None:
         if part != "loss":
             jobs = [(part, *job) for job in jobs]
         results[part] = take_turns(workers, jobs, args.rounds)
+        for row in results[part]:
+            if "flops_per_second" in row:
+                rate = results["matrix_flops_per_second"][row["precision"]]
+                row["share_of_matrix_rate"] = row["flops_per_second"] / rate
+                print(
+                    f"{row['name']:10}{row['precision']:10}{row['tokens_per_batch']:8}  "
+                    f"{row['share_of_matrix_rate']:.0%} of the rate of large matrix products",
+                    flush=True,
+                )
         for peer in ("MarianMT", "plain", "torch"):
             ratios.setdefault(part, []).extend(compare(results[part], peer))
         for worker in workers.values():

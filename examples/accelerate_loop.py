@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from sentence_pairs import read_pairs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorForSeq2Seq
-from translate import read_lines
 from vaswani.training.batching import TokenBatchSampler
 from vaswani.training.schedule import noam_schedule
 
@@ -45,12 +45,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--warmup", type=int, default=4000, help="of rising learning rate (default: 4000, 5.3)")
     add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
     args = parser.parse_args(argv)
+    lines = read_pairs([args.source, args.target], ("source", "target"), "train")
+    sources, targets = [source for source, _ in lines], [target for _, target in lines]
 
     # Unless told that the CPU is meant, Accelerate takes several processes without a GPU for one.
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if args.bf16 else "no")
     set_seed(1)
-    sources, targets = ([text for _, text in read_lines(p)] for p in (args.source, args.target))
 
     # 5.1 Training Data and Batching: a shared vocabulary, batches by approximate length.
     tokenizer = VaswaniTokenizer.train_from_iterator(sources + targets, "bpe", args.vocab_size)

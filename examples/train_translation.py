@@ -32,7 +32,6 @@ scores, recipe.yaml, which repeats the run, and README.md, the model card.
 """
 
 import argparse
-import copy
 import json
 import math
 import shutil
@@ -53,7 +52,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
-    EarlyStoppingCallback,
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -64,7 +62,7 @@ from transformers import (
 from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import is_language, weights_sha256
 from vaswani.training.averaging import average_checkpoints
-from vaswani.training.checkpoints import last_complete_checkpoint, run_checkpoints
+from vaswani.training.checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from vaswani.training.circumstances import circumstances
 from vaswani.training.curves import LearningCurve
 from vaswani.training.metrics import TranslationMetric, evaluate_perplexity, nbest_accuracy
@@ -365,8 +363,10 @@ def build(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the checkpoint to fine-tune, or train a vocabulary and make a fresh model."""
     if args.model:
+        # Whatever type its weights were saved in: an update, and the epsilon of Adam, are too small
+        # for 16 bits.
         return (
-            AutoModelForSeq2SeqLM.from_pretrained(args.model),
+            AutoModelForSeq2SeqLM.from_pretrained(args.model, dtype=torch.float32),
             AutoTokenizer.from_pretrained(args.model),
         )
     if checkpoint or args.tokenizer:
@@ -464,6 +464,31 @@ class StopAfter(TrainerCallback):
             torch.distributed.all_reduce(late)
         if late > 0:
             control.should_training_stop = True
+            # For --average and --resume, as transformers does after the last of the steps.
+            control.should_save = args.save_strategy != "no"
+
+
+class StopWithoutProgress(TrainerCallback):
+    """Stop training after so many evaluations without a better score than before.
+
+    It counts in the log, which checkpoints hold: transformers' EarlyStoppingCallback starts anew in
+    a resumed run.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the evaluations since the best."""
+        name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        sign = 1 if args.greater_is_better else -1
+        scores = [sign * entry[name] for entry in state.log_history if name in entry]
+        if scores and len(scores) - 1 - scores.index(max(scores)) >= self.patience:
+            control.should_training_stop = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End at once a run that was killed after it had stopped."""
+        self.on_evaluate(args, state, control)
 
 
 def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
@@ -478,6 +503,8 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
         return checkpoint
     if output.is_dir() and (earlier := run_checkpoints(output)):
         sys.exit(f"{earlier[-1]} is from an earlier run: pass --resume or another --output")
+    # Before all else, so that --resume finds it after a kill in the first seconds.
+    output.mkdir(parents=True, exist_ok=True)
     return None
 
 
@@ -485,14 +512,15 @@ def average(args: argparse.Namespace, model: PreTrainedModel) -> list[str]:
     """Make the saved model the mean of the last checkpoints (6.1); return their names."""
     for left_over in Path(args.output).glob(".averaged-*"):  # by a kill
         shutil.rmtree(left_over)
-    names = [folder.name for folder in run_checkpoints(Path(args.output))][-args.average :]
+    complete = [path for path in run_checkpoints(Path(args.output)) if flaw_of(path) is None]
+    checkpoints = complete[-args.average :]
     with tempfile.TemporaryDirectory(dir=args.output, prefix=".averaged-") as folder:
-        mean = average_checkpoints(args.output, Path(folder) / "mean", last=len(names))
+        mean = average_checkpoints(checkpoints, Path(folder) / "mean")
         model.load_state_dict(
             AutoModelForSeq2SeqLM.from_pretrained(mean, dtype=model.dtype).state_dict()
         )
     model.save_pretrained(args.output)
-    return names
+    return [path.name for path in checkpoints]
 
 
 class Scores:
@@ -580,9 +608,7 @@ def main() -> None:
         f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {model.num_parameters():,} parameters."
     )
 
-    # Evaluation writes transformers' own defaults into the model's: keep these for the end.
-    generation_config = copy.deepcopy(model.generation_config)
-    generation_config.update(num_beams=args.beams, **settings(args.generation))
+    model.generation_config.update(num_beams=args.beams, **settings(args.generation))
     metric = TranslationMetric(args.bleu_tokenize)
     references = [target for _, target in valid_pairs]
 
@@ -599,7 +625,7 @@ def main() -> None:
     if args.minutes:
         callbacks.append(StopAfter(args.minutes))
     if args.patience:
-        callbacks.append(EarlyStoppingCallback(args.patience))
+        callbacks.append(StopWithoutProgress(args.patience))
     noam = {}
     if args.scheduler == "noam":
         scale = math.sqrt(model.config.d_model * args.warmup)
@@ -632,7 +658,6 @@ def main() -> None:
         "settings": vars(args),
         "arguments": trainer.settings(),
     }
-    trainer.model.generation_config = generation_config
     trainer.save_model()
     if target_tokenizer is not tokenizer and trainer.is_world_process_zero():
         target_tokenizer.save_pretrained(Path(args.output) / "target_tokenizer")

@@ -304,6 +304,8 @@ def test_training_report_is_whole(tmp_path, capsys):
     ours, theirs = results["network"]
     assert ours["padding"] == theirs["padding"] < 0.5
     assert ours["flops"] == pytest.approx(theirs["flops"], rel=0.1)
+    rate = results["matrix_flops_per_second"]["float32"]
+    assert ours["share_of_matrix_rate"] == ours["flops_per_second"] / rate
     assert {ratio["peer"] for ratio in results["ratios"]["loss"]} >= {"plain"}
     assert "ours over" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ import torch
 from child_process import in_child
 from safetensors.torch import load_file
 from test_batching import STEPS, assert_bit_for_bit, make_trainer, needs_resume_on_cpus, weights
-from transformers import Seq2SeqTrainer, TrainerState, modeling_utils
+from transformers import Seq2SeqTrainer, TrainerCallback, TrainerState, modeling_utils
 from transformers.testing_utils import CaptureLogger
 from vaswani.training import checkpoints, trainer
 from vaswani.training.checkpoints import last_complete_checkpoint
@@ -130,6 +130,32 @@ def test_a_run_killed_after_its_last_save_takes_no_further_step(steps, tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == steps
     assert_bit_for_bit(weights(resumed), weights(whole))
+
+
+class Stop(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def test_a_resumed_run_that_is_to_stop_takes_no_further_step(five_checkpoints, tmp_path):
+    resumed = make_trainer(tmp_path, callbacks=[Stop()])
+    resumed.train(resume_from_checkpoint=str(five_checkpoints / "checkpoint-9"))
+    assert resumed.state.global_step == 9
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_resuming_in_another_number_of_processes_is_told(saved, five_checkpoints, tmp_path):
+    checkpoint = tmp_path / "checkpoint-14"
+    shutil.copytree(five_checkpoints / "checkpoint-14", checkpoint)
+    (checkpoint / checkpoints._MANIFEST).unlink()
+    if saved == 2:
+        shutil.copy(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
+        (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    resumed = make_trainer(tmp_path / "run")
+    with CaptureLogger(trainer.logger) as log:
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert ("was saved by 2 process(es), this run has 1" in log.out) == (saved == 2)
+    assert resumed.state.global_step == 14
 
 
 def test_a_run_killed_in_its_first_save_says_that_there_is_nothing_to_resume(whole, tmp_path):

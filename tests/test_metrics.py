@@ -1,5 +1,6 @@
 """Scores of translations and of models, against their formulas and against other programs."""
 
+import copy
 import json
 import math
 import random
@@ -15,6 +16,7 @@ import pytest
 import sacrebleu
 import torch
 from num2words import num2words
+from test_batching import make_trainer, training_data
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -528,6 +530,14 @@ def test_the_trainers_eval_loss_is_the_mean_of_batches_and_so_differs(tiny_model
     exact = evaluate_perplexity(model, trainer.get_eval_dataloader())
     assert exact["loss"] == pytest.approx(sum(nll) / 11, rel=1e-5)
     assert exact["loss"] != pytest.approx(eval_loss, rel=1e-4)
+
+
+def test_evaluation_by_generation_leaves_the_generation_config_as_it_was(tmp_path):
+    trainer = make_trainer(tmp_path, predict_with_generate=True)
+    before = copy.deepcopy(vars(trainer.model.generation_config))
+    assert len(trainer.predict(training_data(4)).predictions) == 4
+    assert vars(trainer.model.generation_config) == before
+    assert before["max_length"] is None
 
 
 def test_batches_without_target_tokens_weigh_nothing_and_alone_are_refused(tiny_model):

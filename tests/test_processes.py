@@ -31,8 +31,9 @@ def launch(processes, script, *arguments):
     """Run a script in so many processes."""
     command = [sys.executable]
     if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(processes)]
+        command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        # Its name for several processes; they are on CPUs where there are no GPUs.
+        command += ["--multi_gpu", "--num_processes", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     run = subprocess.run(
@@ -82,6 +83,16 @@ def test_the_accelerate_loop_trains_a_model_that_auto_classes_load(number_words,
     fresh = VaswaniForConditionalGeneration(model.config).eval()
     with torch.no_grad():
         assert model(**batch).loss < fresh(**batch).loss - 0.5
+
+
+def test_the_accelerate_loop_refuses_files_that_do_not_match(number_words, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import accelerate_loop
+
+    (tmp_path / "short").write_text("eins\n")
+    files = [str(number_words[0]), str(tmp_path / "short")]
+    with pytest.raises(SystemExit, match=r"120 lines.*short has 1: .*line 2 has no partner"):
+        accelerate_loop.main([*files, "--output", str(tmp_path / "model")])
 
 
 @pytest.mark.slow

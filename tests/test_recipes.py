@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -221,6 +222,8 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
     settings = model.generation_config
     assert (settings.num_beams, settings.length_penalty_type) == (3, "hf")
     assert settings.length_penalty == 1.5
+    checkpoint = AutoModelForSeq2SeqLM.from_pretrained(output / "checkpoint-12")
+    assert checkpoint.generation_config.to_dict() == settings.to_dict()
     results = json.loads((output / "results.json").read_text())
     # The model is the mean of the last three checkpoints.
     assert results["averaged"] == ["checkpoint-6", "checkpoint-9", "checkpoint-12"]
@@ -318,12 +321,48 @@ def test_training_stops_when_the_score_no_longer_rises(train, recipe, tmp_path, 
             signatures = [f"{name}_signature" for name in ("bleu", "chrf", "compound_split_bleu")]
             return dict.fromkeys(names, next(self.scores)) | dict.fromkeys(signatures, "none")
 
-    train.run(
-        "--recipe", recipe, "--patience", 2, "--eval-steps", 3, "--steps", 100,
-        "--average", 1,
-    )  # fmt: skip
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["steps"] == 9
+    arguments = ["--patience", 2, "--eval-steps", 3, "--steps", 100, "--average", 1]
+    train.run("--recipe", recipe, *arguments)
+    for lost in ("results.json", "checkpoint-9"):  # killed at the end, and before it stopped
+        results = json.loads((tmp_path / "run" / "results.json").read_text())
+        assert results["steps"] == 9
+        path = tmp_path / "run" / lost
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        train.run("--recipe", recipe, *arguments, "--resume")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] == 9
+
+
+def test_a_run_that_ends_with_its_time_is_resumed_and_averaged_to_its_last_update(
+    train, recipe, tmp_path
+):
+    output, arguments = tmp_path / "run", ["--minutes", 1e-9, "--save-steps", 50]
+    train.run("--recipe", recipe, *arguments)
+    results = json.loads((output / "results.json").read_text())
+    assert (results["steps"], results["averaged"]) == (1, ["checkpoint-1"])
+    # A kill may leave one of a higher number than the run now comes to.
+    checkpoints.begin_checkpoint(output / "checkpoint-50")
+    train.run("--recipe", recipe, *arguments, "--resume")
+    results = json.loads((output / "results.json").read_text())
+    assert (results["steps"], results["averaged"]) == (2, ["checkpoint-1", "checkpoint-2"])
+
+
+def test_a_run_killed_while_it_reads_its_data_can_be_resumed(train, recipe, tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "read_pairs", killed)
+    for arguments in ([], ["--resume"]):
+        with pytest.raises(KeyboardInterrupt):
+            train.run("--recipe", recipe, *arguments)
+
+
+def test_weights_of_16_bits_are_fine_tuned_in_32(train, tmp_path):
+    frozen = ROOT / "tests" / "frozen" / "0.1"
+    AutoModelForSeq2SeqLM.from_pretrained(frozen, dtype=torch.float16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(frozen).save_pretrained(tmp_path)
+    args = train.parse_args(["--model", str(tmp_path), "--train", "x.tsv", "--output", "unused"])
+    model, _ = train.build(args, [], None)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("value", ["null", "7", '["eins"]'])

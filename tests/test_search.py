@@ -263,7 +263,7 @@ FALLBACKS = {
     "allowed tokens": {"prefix_allowed_tokens_fn": allow_all},
     "two last tokens": {"forced_eos_token_id": [2, 5], "max_length": 60},
     "processor": {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(1.0)])},
-    "criterion": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1000.0)])},
+    "criterion": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e9)])},
     "target mask": {"decoder_attention_mask": torch.ones(4, 1, dtype=torch.long)},
 }
 

@@ -1,6 +1,7 @@
 """Seq2SeqTrainer with the paper's batches and schedule (sections 5.1, 5.3), safe from kills."""
 
 import contextlib
+import copy
 import json
 import math
 import shutil
@@ -159,10 +160,22 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"{resume_from_checkpoint} is incomplete: {flaw}. resume_from_checkpoint=True "
                 "finds the last complete one."
             )
+        if resume_from_checkpoint:
+            self._warn_of_other_processes(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _warn_of_other_processes(self, checkpoint: Path) -> None:
+        saved = len(list(checkpoint.glob("rng_state*.pth")))  # each process saves its own
+        if saved not in (0, self.accelerator.num_processes) and self.is_world_process_zero():
+            logger.warning(
+                f"{checkpoint} was saved by {saved} process(es), this run has "
+                f"{self.accelerator.num_processes}: its weights will not be, bit for bit, those of "
+                "a run that was never killed. An update has the same sentences if processes times "
+                "accumulated batches are as many as before."
+            )
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             # Resumed where it ended: transformers would make one more update before it looks.
             self.control.should_training_stop = True
         else:
@@ -243,6 +256,20 @@ class VaswaniTrainer(Seq2SeqTrainer):
                     f"A push to {self.hub_model_id} failed, which has its earlier state: {error} "
                     "The next push, or trainer.push_to_hub(), makes up for it."
                 )
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch; the generation config, saved with the model, stays as it was."""
+        if not getattr(self.args, "predict_with_generate", False):
+            return super().prediction_step(*args, **kwargs)
+        model: Any = self.model
+        settings = vars(model.generation_config)
+        kept = copy.deepcopy(settings)
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            # transformers fills in defaults of its own, such as max_length=20.
+            settings.clear()
+            settings.update(kept)
 
     def settings(self) -> dict[str, Any]:
         """All hyperparameters of the run, in JSON's types; without tokens of the Hub."""
