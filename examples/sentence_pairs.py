@@ -74,6 +74,8 @@ def json_pair(line: str, columns: tuple[str, str], name: str, number: int) -> Pa
         row = json.loads(line)
     except json.JSONDecodeError as error:
         sys.exit(f"{name}, line {number}: not JSON ({error})")
+    if not isinstance(row, dict):
+        sys.exit(f"{name}, line {number}: {line.strip()} is no JSON object with two columns.")
     return row_pair(row, columns, name, number)
 
 

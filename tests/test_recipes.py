@@ -371,6 +371,9 @@ def test_a_record_that_is_no_text_is_refused_by_file_and_record(train, tmp_path,
     path.write_text(f'{{"en": "two", "de": "zwei"}}\n{{"en": "one", "de": {value}}}\n')
     with pytest.raises(SystemExit, match=r"pairs\.jsonl, record 2: 'de' is .*, not text"):
         train.read_pairs([str(path)], ("en", "de"), "train")
+    path.write_text('["one", "eins"]\n', encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"line 1: .* is no JSON object"):
+        train.read_pairs([str(path)], ("en", "de"), "train")
 
 
 def test_an_empty_file_beside_a_full_one_is_refused_with_both_names(train, tmp_path):
