@@ -47,8 +47,10 @@ KEPT = (
     "hardware",
     "date",
     "training_minutes",
+    "resumed",
     "steps",
     "parameters",
+    "weights_sha256",
     "valid",
     "test",
 )
