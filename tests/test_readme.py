@@ -84,7 +84,7 @@ def test_the_adapter_block_adapts_every_linear_layer(quickstart):
 
 def test_shell_commands_are_understood_by_accelerate_and_by_the_script(monkeypatch):
     """The flags are accelerate's, what follows the script train_translation.py's."""
-    lines = [line for line in PAGE.commands("sh") if "vaswani.conversion" not in line]
+    lines = [line for line in PAGE.commands("sh") if not re.search(r"conversion|score\.py", line)]
     calls = [training_call(line, monkeypatch) for line in lines]
     launched = [(args, launch) for args, launch in calls if launch]
     assert len(launched) == 4
@@ -167,22 +167,39 @@ def test_fidelity_table_names_tests_that_exist():
         assert name.startswith("test_" + section.lower().replace(".", "_").replace(" ", "_"))
 
 
-def test_results_table_comes_from_results_files():
-    table = README[README.index("## Results") : README.index("## Train on your own pairs")]
-    (command,) = re.findall(r"^```sh\n(.*?)\n```$", table, re.M | re.S)
-    rows = re.findall(r"\[(\w[\w./-]+)\]\((benchmarks/results/[\w./-]+\.json)\)", table)
-    assert rows
-    for _, path in rows:
+def test_results_come_from_results_files():
+    section = README[README.index("## Results") : README.index("## Train on your own pairs")]
+    lines = section.splitlines()
+    files = re.findall(r"^\|.*\((benchmarks/results/[\w-]+\.json)\) \|$", section, re.M)
+    assert files
+    for path in files:
         results = json.loads((ROOT / path).read_text(encoding="utf-8"))
-        (row,) = [line for line in table.splitlines() if f"({path})" in line]
-        for figure in (
-            f"{results['test']['bleu']:.2f}",
-            f"{results['training_minutes']:.0f} min",
-            results["test"]["signature"].replace("|", r"\|"),
-        ):
+        assert {"commit", "hardware", "versions", "date", "log"} <= set(results)
+        assert results["command"] in lines
+        (row,) = [line for line in lines if f"({path})" in line]
+        test, runs = results["test"], results["runs"]
+        errors = results["score"] == "exact_match"
+        figures = [
+            f"**{100 - test['mean'] if errors else test['mean']:.2f}**",
+            f"mean of {len(runs)} seeds" if len(runs) > 1 else "one seed",
+            f"{runs[0]['parameters'] / 1e6:.2f}M parameters",
+        ]
+        figures.append(f"{runs[0]['steps']:,} updates")
+        # The minutes of a run that was resumed are not all of them.
+        if whole := [run for run in runs if not run["resumed"]]:
+            assert {run["hardware"]["threads"] for run in whole} == {1}
+            longest = max(run["training_minutes"] for run in whole)
+            figures.append(f"{longest:.0f} min on one CPU core")
+        for figure in figures:
             assert figure in row
-        assert {"command", "commit", "hardware", "versions", "date", "log"} <= set(results)
-        assert results["command"] == re.sub(r" \\\n +", " ", command)
+        assert runs[0]["test"]["signature"] in section
+        for ingredient in results.get("ingredients", ()):
+            scores = [f"{ingredient[side]['test']:.2f}" for side in ("with", "without")]
+            row = [ingredient["ingredient"], str(ingredient["updates"]), *scores]
+            assert f"| {' | '.join(row)} |" in lines
+        if errors:
+            *_, among_the_best = runs[0]["test"]["nbest_accuracy"]
+            assert f"{among_the_best:.2f}% of the words" in section
 
 
 def test_local_links_lead_to_files():
