@@ -1,7 +1,7 @@
 r"""Training speed and memory against MarianMTModel with Seq2SeqTrainer, in one run.
 
     python benchmarks/training.py                     all tables: most of an hour on two cores
-    python benchmarks/training.py --quick             small batches, float32, no loss alone: under a minute
+    python benchmarks/training.py --quick             small batches, float32: under a minute
     python benchmarks/training.py --json results.json --device cuda
 
 Both train the paper's base size with 37,000 tokens from random weights on the sentences of Multi30k
@@ -79,7 +79,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--quick", action="store_true", help="batches of 512 tokens, float32, one round, no loss alone")
+    add("--quick", action="store_true", help="512 tokens, float32, one round, no loss alone")
     add("--tokens", type=int, nargs="+", metavar="N", help=f"default: {TOKENS}")
     add("--precisions", nargs="+", choices=("float32", "bfloat16"), help="default: both")
     add("--rounds", type=int, help="turns of every contender (default: 3, 1 with --quick)")
