@@ -93,7 +93,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.precisions = args.precisions or (["float32"] if args.quick else ["float32", "bfloat16"])
     args.rounds = args.rounds or (1 if args.quick else 3)
     args.updates = args.updates or (1 if args.quick else 4)
-    args.parts = args.parts or ["trainer", "network"] + ["loss"] * (not args.quick)
+    parts = ["trainer", "network"]
+    args.parts = args.parts or (parts if args.quick else [*parts, "loss"])
     for name in ("rounds", "updates"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -459,10 +460,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     args.threads = torch.get_num_threads()
     tokenizer = vocabulary(DEFAULT_MODEL)
-    number = 4000 if args.quick else None  # to tokenize them all takes a quarter of its minute
-    sources, targets = (
-        tokenizer(read_lines("train", side)[:number])["input_ids"] for side in ("en", "de")
-    )
+    sources, targets = (tokenizer(read_lines("train", side))["input_ids"] for side in ("en", "de"))
     if args.profile:
         print_profile(args, (sources, targets))
         return
