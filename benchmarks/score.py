@@ -11,7 +11,7 @@ its share of the cores, and both are through sooner.
 
 `--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
 model is decoded again. Label smoothing and batches by tokens: short runs of the first seed with and
-without it, whose length the results give.
+without it, whose length the results give; `--short 0` leaves these out.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     add("--at-once", type=int, default=1, metavar="N", help="seeds trained side by side")
     add("--ingredients", action="store_true", help="measure what each ingredient is worth, too")
-    add("--short", type=int, default=2000, help="updates of an ingredient's runs (default: 2000)")
+    add("--short", type=int, default=2000, help="updates of their runs (default: 2000; 0: none)")
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     return parser.parse_args(argv)
@@ -171,6 +171,8 @@ def ingredients(
         penalties["n"],
     )
 
+    if not args.short:
+        return rows
     short = {**recipe, "steps": args.short, "seed": args.seeds[0]}
     epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
     updates_per_epoch = epochs["step"] / epochs["epoch"]
@@ -209,7 +211,8 @@ def main(argv: list[str] | None = None) -> None:
     logging.set_verbosity_error()
     recipe = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
     score = recipe.get("score", "bleu")
-    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score, "runs": []}
+    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score}
+    report |= {"at_once": args.at_once, "runs": []}
     outputs = {seed: args.runs / f"{args.recipe}-seed{seed}" for seed in args.seeds}
     runs = []
     for seed, run in train_seeds(recipe, outputs, args.at_once):

@@ -82,6 +82,18 @@ def test_a_resumed_run_goes_on_with_the_next_step(tmp_path):
     assert_bit_for_bit(weights(resumed), weights(whole))
 
 
+@pytest.mark.parametrize(
+    "other", [{}, {"noam_warmup_steps": 5, "noam_factor": 0.5}, {"learning_rate": 0.25}]
+)
+def test_resuming_with_another_learning_rate_is_refused(tmp_path, other):
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    base = {"learning_rate": 0.5} if "learning_rate" in other else {"noam_warmup_steps": 5}
+    make_trainer(tmp_path, **base, **saving).train()
+    resumed = make_trainer(tmp_path, **saving | other | {"max_steps": 6})
+    with pytest.raises(ValueError, match=r"checkpoint-3 was trained .* Resume with the settings"):
+        resumed.train(resume_from_checkpoint=True)
+
+
 def test_a_second_training_starts_at_step_one_again(tmp_path):
     rates = Rates()
     trainer = make_trainer(tmp_path, noam_warmup_steps=5, callbacks=[rates], max_steps=3)

@@ -72,7 +72,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             it, and the last complete one.
         ValueError: `max_target_tokens` is given alone; `lengths` does not match the training
             data; these have no length or lack the two columns; there is no complete checkpoint to
-            resume from. All that TokenBatchSampler and `noam_schedule` raise.
+            resume from, or it has another learning rate. All that TokenBatchSampler and
+            `noam_schedule` raise.
     """
 
     def __init__(
@@ -172,6 +173,18 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"{self.accelerator.num_processes}: its weights will not be, bit for bit, those of "
                 "a run that was never killed. An update has the same sentences if processes times "
                 "accumulated batches are as many as before."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        given = getattr(self.lr_scheduler, "base_lrs", None)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        saved = getattr(self.lr_scheduler, "base_lrs", None)
+        if given != saved:
+            # Equation 3 times the peak of another schedule, or the other way round, diverges.
+            raise ValueError(
+                f"{checkpoint} was trained with a schedule that multiplies {saved}, that of this "
+                f"run multiplies {given} (`learning_rate`, or `noam_factor`). Resume with the "
+                "settings it was trained with, or begin a new run with its weights."
             )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
