@@ -211,8 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.set_verbosity_error()
     recipe = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
     score = recipe.get("score", "bleu")
-    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score}
-    report |= {"at_once": args.at_once, "runs": []}
+    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score, "runs": []}
     outputs = {seed: args.runs / f"{args.recipe}-seed{seed}" for seed in args.seeds}
     runs = []
     for seed, run in train_seeds(recipe, outputs, args.at_once):

@@ -187,14 +187,9 @@ def test_results_come_from_results_files():
         figures.append(f"{runs[0]['steps']:,} updates")
         # The minutes of a run that was resumed are not all of them.
         if whole := [run for run in runs if not run["resumed"]]:
-            (cores,) = {run["hardware"]["cores"] for run in whole}
+            assert {run["hardware"]["threads"] for run in whole} == {1}
             longest = max(run["training_minutes"] for run in whole)
-            at_once = results.get("at_once", 1)
-            if at_once > cores:
-                figures.append(f"{longest:.0f} min, {at_once} at once on {cores} CPU cores")
-            else:
-                assert {run["hardware"]["threads"] for run in whole} == {1}
-                figures.append(f"{longest:.0f} min on one CPU core")
+            figures.append(f"{longest:.0f} min on one CPU core")
         for figure in figures:
             assert figure in row
         assert runs[0]["test"]["signature"] in section
