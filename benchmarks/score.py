@@ -163,7 +163,7 @@ def ingredients(
     gnmt = {"length_penalty_type": "gnmt", "length_penalty": 0.6}
     none = {"length_penalty_type": "hf", "length_penalty": 0.0}
     penalties = {name: decoded(whole, **settings) for name, settings in (("g", gnmt), ("n", none))}
-    add("length penalty ((5 + |Y|) / 6)^0.6", steps, penalties["g"], penalties["n"])
+    add("length penalty of GNMT, alpha 0.6", steps, penalties["g"], penalties["n"])
     add(
         "score / length in its place",
         steps,
