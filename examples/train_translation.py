@@ -127,6 +127,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         choices=("bpe", "wordpiece", "unigram", "word", "char", "regex"),
         help="what the shared vocabulary is made of (default: bpe, as in section 5.1)",
     )
+    add(
+        "--space-after",
+        action="store_true",
+        help="of bpe, wordpiece and unigram: words carry the space after them, not the one before; "
+        "for text whose punctuation stands apart",
+    )
     add("--pattern", help="of --tokenizer-kind regex: what its tokens match (default: SMILES)")
     add(
         "--vocab-size",
@@ -376,7 +382,11 @@ def build(
         lines = (text for pair in pairs for text in pair)
         try:
             tokenizer = VaswaniTokenizer.train_from_iterator(
-                lines, args.tokenizer_kind, args.vocab_size, pattern=args.pattern
+                lines,
+                args.tokenizer_kind,
+                args.vocab_size,
+                pattern=args.pattern,
+                space_after=args.space_after,
             )
         except ValueError as error:
             sys.exit(f"train_translation.py: {error}")

@@ -10,7 +10,12 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
-from vaswani.tokenization.tokenization_vaswani import KINDS, SMILES_PATTERN, VaswaniTokenizer
+from vaswani.tokenization.tokenization_vaswani import (
+    KINDS,
+    SMILES_PATTERN,
+    SUBWORD_KINDS,
+    VaswaniTokenizer,
+)
 
 import vaswani  # noqa: F401  (registers the tokenizer with AutoTokenizer)
 
@@ -79,6 +84,7 @@ def restored(tokenizer, text):
 TOKENIZERS = {kind: train(kind) for kind in KINDS if kind != "regex"}
 TOKENIZERS["regex"] = train("regex", lines=[*LINES, *REACTIONS], pattern=r"<[^>]*>|\w+|\s|[^\w\s]")
 BPE = TOKENIZERS["bpe"]
+AFTER = {kind: train(kind, space_after=True) for kind in SUBWORD_KINDS}
 SMILES = train("regex", lines=REACTIONS)
 
 CHARACTERS = "".join(sorted(set("".join(LINES))))
@@ -103,13 +109,14 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=300, deadline=None)
 @given(any_text | tricky_text)
 def test_bpe_restores_any_text_exactly(text):
-    assert restored(BPE, text) == text
+    assert restored(BPE, text) == restored(AFTER["bpe"], text) == text
 
 
 @pytest.mark.parametrize("text", NASTY)
 def test_bpe_restores_nasty_text_exactly_and_never_says_unknown(text):
-    assert restored(BPE, text) == text
-    assert UNK not in BPE(text)["input_ids"]
+    for tokenizer in (BPE, AFTER["bpe"]):
+        assert restored(tokenizer, text) == text
+        assert UNK not in tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "char"])
@@ -119,8 +126,9 @@ def test_bpe_restores_nasty_text_exactly_and_never_says_unknown(text):
 @example("  ▁▂1 ▂ <pad>\t")
 @example("s" * 300)
 def test_kinds_of_known_characters_restore_text_of_them_exactly(kind, text):
-    assert restored(TOKENIZERS[kind], text) == text
-    assert UNK not in TOKENIZERS[kind](text)["input_ids"]
+    for tokenizer in (TOKENIZERS[kind], AFTER.get(kind, TOKENIZERS[kind])):
+        assert restored(tokenizer, text) == text
+        assert UNK not in tokenizer(text)["input_ids"]
 
 
 @settings(max_examples=100, deadline=None)
@@ -219,12 +227,12 @@ def test_special_strings_can_be_asked_for_as_control_tokens():
 @every_kind
 def test_no_learned_token_can_decode_as_a_byte_or_a_special_token(kind):
     specials = {"<pad>", "<unk>", "</s>"}
-    tokenizer = TOKENIZERS[kind]
-    for text in ["</s>", "<pad>", "<unk>", "x</s>y </s>", "<0x41>"]:
-        tokens = tokenizer.tokenize(text)
-        assert not specials & set(tokens) - {"<unk>"}
-        if kind == "bpe":
-            assert "<0x41>" not in tokens
+    for tokenizer in (TOKENIZERS[kind], AFTER.get(kind, TOKENIZERS[kind])):
+        for text in ["</s>", "<pad>", "<unk>", "x</s>y </s>", "<0x41>"]:
+            tokens = tokenizer.tokenize(text)
+            assert not specials & set(tokens) - {"<unk>"}
+            if kind == "bpe":
+                assert "<0x41>" not in tokens
 
 
 def test_a_padded_batch_is_padded_right_and_masked_and_restored():
@@ -245,6 +253,21 @@ def test_length_is_unlimited_and_truncation_keeps_eos():
 
 
 # The vocabulary
+
+
+@pytest.mark.parametrize("kind", SUBWORD_KINDS)
+def test_words_carry_the_space_before_them_or_after_them(kind):
+    for options, pieces in (({}, ["▁ab", "▁", "▁c"]), ({"space_after": True}, ["ab▁", "▁", "c▁"])):
+        backend = train(kind, **options).backend_tokenizer
+        text = backend.normalizer.normalize_str("ab  c")
+        assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+def test_with_space_after_a_compound_ends_in_the_word_that_it_is():
+    lines = ["tür tür haus haus"]
+    before, after = train(lines=lines), train(lines=lines, space_after=True)
+    assert before.tokenize("haus haustür") == ["▁haus", "▁haus", "tü", "r"]
+    assert after.tokenize("tür haustür") == ["tür▁", "hau", "s", "tür▁"]
 
 
 @every_kind
@@ -388,6 +411,12 @@ def test_a_vocab_size_too_small_is_refused_with_the_least_that_works(kind, neede
 def test_pattern_is_refused_for_other_kinds():
     with pytest.raises(ValueError, match=r"pattern \('a'\).*regex"):
         train("char", pattern="a")
+
+
+@pytest.mark.parametrize("kind", ["word", "char", "regex"])
+def test_space_after_is_refused_for_kinds_without_subwords(kind):
+    with pytest.raises(ValueError, match=rf"space_after .*bpe, wordpiece, unigram.*'{kind}'"):
+        train(kind, space_after=True)
 
 
 def test_a_broken_pattern_is_refused():

@@ -19,6 +19,9 @@ How the text survives:
 
 * bpe, wordpiece and unigram write a space as "▁" and start every text with one, so that a word is
   the same token wherever it stands. A "▁" of the text itself becomes "▂1", and "▂" becomes "▂2".
+* With `space_after` they end every text with one instead, and it is the end of a word that carries
+  it, as in Sennrich et al. (2016): the last part of a compound is the token that it is on its own.
+  That suits text whose punctuation stands apart: right before a comma a word carries no space.
 * What looks like a special token in a text is text. No token learned can equal a special one:
   pieces never go on after "<", and such words are escaped by "\" (word) or cut after "<" (regex).
 """
@@ -43,7 +46,8 @@ if TYPE_CHECKING:
     # saved from such classes gets its pipeline by this line.
     from .pipeline_vaswani import VaswaniTranslationPipeline  # noqa: F401
 
-KINDS = ("bpe", "wordpiece", "unigram", "word", "char", "regex")
+SUBWORD_KINDS = ("bpe", "wordpiece", "unigram")
+KINDS = (*SUBWORD_KINDS, "word", "char", "regex")
 
 # Reaction SMILES, token by token: bracket atoms, the organic subset and its aromatic forms, ring
 # closures of two digits, the reaction arrow, then bonds, branches, digits and dots one by one.
@@ -55,18 +59,20 @@ _LEAST_UNIGRAM = 10
 _REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
 
 
-def _subword_backend(model: models.Model) -> Tokenizer:
-    """Words that carry the space before them, as in Wu et al. (2016) and SentencePiece."""
+def _subword_backend(model: models.Model, space_after: bool) -> Tokenizer:
+    """Words that carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
     backend = Tokenizer(model)
     # Metaspace could add the first space itself, but not to a text that has one: it would be lost.
+    one_more = normalizers.Replace(Regex(r"\z"), " ") if space_after else normalizers.Prepend(" ")
     backend.normalizer = normalizers.Sequence(
-        [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), normalizers.Prepend(" ")]
+        [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), one_more]
     )
     # No token goes on after "<", so none can be learned that equals "</s>" or "<0x41>".
+    ends = ["▁", "<"] if space_after else ["<"]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Metaspace(prepend_scheme="never"),
-            pre_tokenizers.Split("<", "merged_with_previous"),
+            pre_tokenizers.Metaspace(prepend_scheme="never", split=not space_after),
+            *(pre_tokenizers.Split(end, "merged_with_previous") for end in ends),
         ]
     )
     backend.decoder = decoders.Sequence(
@@ -74,7 +80,8 @@ def _subword_backend(model: models.Model) -> Tokenizer:
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            decoders.Strip(" ", left=1, right=0),
+            # Strip panics where there is nothing on the right.
+            decoders.Replace(Regex(r" \z"), "") if space_after else decoders.Strip(" ", 1, 0),
             decoders.Replace("▂1", "▁"),
             decoders.Replace("▂2", "▂"),
         ]
@@ -116,21 +123,25 @@ def _regex_backend(pattern: str) -> Tokenizer:
     return backend
 
 
-def _untrained(kind: str, pattern: str | None) -> Tokenizer:
+def _untrained(kind: str, pattern: str | None, space_after: bool) -> Tokenizer:
     """The pipeline of one kind, with an empty model."""
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}.")
     if pattern is not None and kind != "regex":
         raise ValueError(f"pattern ({pattern!r}) is for kind='regex' only, not for {kind!r}.")
+    if space_after and kind not in SUBWORD_KINDS:
+        raise ValueError(
+            f"space_after ({space_after}) is for {', '.join(SUBWORD_KINDS)} only, not for {kind!r}."
+        )
     match kind:
         case "bpe":
-            return _subword_backend(models.BPE(unk_token=_UNK, byte_fallback=True))
+            return _subword_backend(models.BPE(unk_token=_UNK, byte_fallback=True), space_after)
         case "wordpiece":
             # The default limit of 100 characters would turn longer words into <unk>.
             model = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
-            return _subword_backend(model)
+            return _subword_backend(model, space_after)
         case "unigram":
-            return _subword_backend(models.Unigram())
+            return _subword_backend(models.Unigram(), space_after)
         case "word":
             return _word_backend()
         case "char":
@@ -155,7 +166,7 @@ def _trainer(
     if kind == "bpe":
         return trainers.BpeTrainer(**options)
     if kind == "wordpiece":
-        # Words are marked where they start ("▁"), so their other pieces need no mark ("##").
+        # Words are marked by their space ("▁"), so their other pieces need no mark ("##").
         return trainers.WordPieceTrainer(continuing_subword_prefix="", **options)
     return trainers.WordLevelTrainer(**options)
 
@@ -267,6 +278,7 @@ class _Options(TypedDict, total=False):
     kind: str
     vocab_size: int
     pattern: str | None
+    space_after: bool
     min_frequency: int
     show_progress: bool
 
@@ -294,6 +306,7 @@ class VaswaniTokenizer(TokenizersBackend):
         vocab_size: int = 37000,
         *,
         pattern: str | None = None,
+        space_after: bool = False,
         min_frequency: int = 1,
         show_progress: bool = True,
     ) -> Self:
@@ -304,6 +317,7 @@ class VaswaniTokenizer(TokenizersBackend):
             kind: "bpe", "wordpiece", "unigram", "word", "char" or "regex"; see the module.
             vocab_size: the most entries the vocabulary may have, special tokens and bytes included.
             pattern: of kind "regex" (Oniguruma's syntax); None stands for `SMILES_PATTERN`.
+            space_after: of subwords: a word carries the space after it, not the one before it.
             min_frequency: rarer pairs, words, characters or matches are not learned.
             show_progress: draw progress bars.
 
@@ -313,7 +327,7 @@ class VaswaniTokenizer(TokenizersBackend):
         """
         if isinstance(lines, str):
             raise TypeError("lines is one string: pass an iterable of strings, such as [text].")
-        backend = _untrained(kind, pattern)
+        backend = _untrained(kind, pattern, space_after)
         room = _room(vocab_size, backend.model)
         trainer = _trainer(kind, room, min_frequency, show_progress)
         checked = _checked(lines, vocab_size, backend.model, backend.normalizer)
