@@ -129,7 +129,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--space-after",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="of bpe, wordpiece and unigram: words carry the space after them, not the one before; "
         "for text whose punctuation stands apart",
     )
