@@ -77,6 +77,10 @@ def state(tokenizer):
     return json.loads(tokenizer.backend_tokenizer.to_str())
 
 
+def tokenizer_of(kind, options):
+    return (AFTER if options else TOKENIZERS)[kind]
+
+
 def restored(tokenizer, text):
     return tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
 
@@ -86,6 +90,7 @@ TOKENIZERS["regex"] = train("regex", lines=[*LINES, *REACTIONS], pattern=r"<[^>]
 BPE = TOKENIZERS["bpe"]
 AFTER = {kind: train(kind, space_after=True) for kind in SUBWORD_KINDS}
 SMILES = train("regex", lines=REACTIONS)
+VARIANTS = [(kind, {}) for kind in KINDS] + [(k, {"space_after": True}) for k in SUBWORD_KINDS]
 
 CHARACTERS = "".join(sorted(set("".join(LINES))))
 WORDS = sorted(set(" ".join(LINES).split()))
@@ -101,6 +106,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]))
 tricky_text = st.lists(st.sampled_from([*NASTY, *SPECIAL_WORDS, " ", "1", "a"])).map("".join)
 known_text = st.text(CHARACTERS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_variant = pytest.mark.parametrize(("kind", "options"), VARIANTS)
 
 
 # What decoding restores
@@ -119,16 +125,19 @@ def test_bpe_restores_nasty_text_exactly_and_never_says_unknown(text):
         assert UNK not in tokenizer(text)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "char"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [variant for variant in VARIANTS if variant[0] in ("wordpiece", "unigram", "char")],
+)
 @settings(max_examples=100, deadline=None)
 @given(known_text | st.lists(st.sampled_from([*SPECIAL_WORDS, " ", "a"])).map("".join))
 @example("</s>")
 @example("  ▁▂1 ▂ <pad>\t")
 @example("s" * 300)
-def test_kinds_of_known_characters_restore_text_of_them_exactly(kind, text):
-    for tokenizer in (TOKENIZERS[kind], AFTER.get(kind, TOKENIZERS[kind])):
-        assert restored(tokenizer, text) == text
-        assert UNK not in tokenizer(text)["input_ids"]
+def test_kinds_of_known_characters_restore_text_of_them_exactly(kind, options, text):
+    tokenizer = tokenizer_of(kind, options)
+    assert restored(tokenizer, text) == text
+    assert UNK not in tokenizer(text)["input_ids"]
 
 
 @settings(max_examples=100, deadline=None)
@@ -224,15 +233,14 @@ def test_special_strings_can_be_asked_for_as_control_tokens():
     assert BPE("</s>")["input_ids"].count(EOS) == 1
 
 
-@every_kind
-def test_no_learned_token_can_decode_as_a_byte_or_a_special_token(kind):
+@every_variant
+def test_no_learned_token_can_decode_as_a_byte_or_a_special_token(kind, options):
     specials = {"<pad>", "<unk>", "</s>"}
-    for tokenizer in (TOKENIZERS[kind], AFTER.get(kind, TOKENIZERS[kind])):
-        for text in ["</s>", "<pad>", "<unk>", "x</s>y </s>", "<0x41>"]:
-            tokens = tokenizer.tokenize(text)
-            assert not specials & set(tokens) - {"<unk>"}
-            if kind == "bpe":
-                assert "<0x41>" not in tokens
+    for text in ["</s>", "<pad>", "<unk>", "x</s>y </s>", "<0x41>"]:
+        tokens = tokenizer_of(kind, options).tokenize(text)
+        assert not specials & set(tokens) - {"<unk>"}
+        if kind == "bpe":
+            assert "<0x41>" not in tokens
 
 
 def test_a_padded_batch_is_padded_right_and_masked_and_restored():
@@ -342,9 +350,9 @@ def test_several_files_are_learned_jointly(tmp_path):
     assert UNK not in tokenizer("abcd")["input_ids"]
 
 
-@every_kind
-def test_saving_and_loading_gives_the_same_ids(kind, tmp_path):
-    tokenizer = TOKENIZERS[kind]
+@every_variant
+def test_saving_and_loading_gives_the_same_ids(kind, options, tmp_path):
+    tokenizer = tokenizer_of(kind, options)
     tokenizer.save_pretrained(tmp_path)
     expected = tokenizer([*LINES, *NASTY])["input_ids"]
     # The plain backend is what a machine without this package falls back to.
@@ -368,12 +376,13 @@ def test_a_saved_tokenizer_brings_the_code_that_reads_it(tmp_path):
     assert "from .configuration_vaswani import" in (tmp_path / f"{module}.py").read_text()
 
 
-@every_kind
-def test_train_new_from_iterator_equals_training_afresh(kind):
+@every_variant
+def test_train_new_from_iterator_equals_training_afresh(kind, options):
     lines = ["ein neues Haus </s>", "a new mouse </s> <0x41>"] * 3
     pattern = {"pattern": r"<[^>]*>|\w+|\s|[^\w\s]"} if kind == "regex" else {}
-    new = TOKENIZERS[kind].train_new_from_iterator([lines], 400, show_progress=False)
-    fresh = train(kind, lines=lines, vocab_size=400, **pattern)
+    old = tokenizer_of(kind, options)
+    new = old.train_new_from_iterator([lines], 400, show_progress=False)
+    fresh = train(kind, lines=lines, vocab_size=400, **pattern, **options)
     assert type(new) is VaswaniTokenizer
     assert new(lines + NASTY)["input_ids"] == fresh(lines + NASTY)["input_ids"]
     assert restored(new, lines[0]) == lines[0]

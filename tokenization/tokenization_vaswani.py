@@ -20,7 +20,7 @@ How the text survives:
 * bpe, wordpiece and unigram write a space as "▁" and start every text with one, so that a word is
   the same token wherever it stands. A "▁" of the text itself becomes "▂1", and "▂" becomes "▂2".
 * With `space_after` they end every text with one instead, and it is the end of a word that carries
-  it, as in Sennrich et al. (2016): the last part of a compound is the token that it is on its own.
+  it, as in Sennrich et al. (2016): the last part of a compound can be the token that it is alone.
   That suits text whose punctuation stands apart: right before a comma a word carries no space.
 * What looks like a special token in a text is text. No token learned can equal a special one:
   pieces never go on after "<", and such words are escaped by "\" (word) or cut after "<" (regex).
@@ -80,7 +80,7 @@ def _subword_backend(model: models.Model, space_after: bool) -> Tokenizer:
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            # Strip panics where there is nothing on the right.
+            # On the right of an empty text Strip panics.
             decoders.Replace(Regex(r" \z"), "") if space_after else decoders.Strip(" ", 1, 0),
             decoders.Replace("▂1", "▁"),
             decoders.Replace("▂2", "▂"),
