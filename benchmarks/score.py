@@ -6,8 +6,8 @@ Every seed is a run of examples/train_translation.py in a folder of its own unde
 there already is not repeated, and one that was killed goes on. The score of a seed is that of the
 model the recipe ends with: nothing is chosen by the test set.
 
-A small model does not keep several cores busy: `--at-once 2` trains two seeds side by side, each on
-its share of the cores, and both are through sooner.
+A small model does not keep several cores busy: `--at-once 2` trains two of them side by side, each
+on its share of the cores, and both are through sooner.
 
 `--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
 model is decoded again. Label smoothing and batches by tokens: short runs of the first seed with and
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     add("recipe", choices=names, help="one of examples/recipes/")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
-    add("--at-once", type=int, default=1, metavar="N", help="seeds trained side by side")
+    add("--at-once", type=int, default=1, metavar="N", help="models trained side by side")
     add("--ingredients", action="store_true", help="measure what each ingredient is worth, too")
     add("--short", type=int, default=2000, help="updates of their runs (default: 2000; 0: none)")
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
@@ -89,17 +89,11 @@ def train(recipe: dict[str, Any], output: Path, threads: int | None = None) -> d
     return json.loads(results.read_text(encoding="utf-8"))
 
 
-def train_seeds(
-    recipe: dict[str, Any], outputs: dict[int, Path], at_once: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each seed and its results, in order; `at_once` of them are trained side by side."""
+def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
+    """Yield the results of each output folder's recipe, in order; `at_once` run side by side."""
     threads = max(1, (os.cpu_count() or 1) // at_once) if at_once > 1 else None
     with ThreadPoolExecutor(at_once) as pool:
-        yield from zip(
-            outputs,
-            pool.map(lambda seed: train({**recipe, "seed": seed}, outputs[seed], threads), outputs),
-            strict=True,
-        )
+        yield from pool.map(lambda output: train(recipes[output], output, threads), recipes)
 
 
 def main_score(recipe: dict[str, Any], scores: dict[str, Any]) -> float:
@@ -187,10 +181,9 @@ def ingredients(
         "no label smoothing": {**short, "set": {**recipe["set"], "label_smoothing": 0.0}},
         "batches by sentences": by_sentences,
     }
-    found = {}
-    for name, variant in variants.items():
-        run = train(variant, args.runs / f"{args.recipe}-{name.replace(' ', '-')}")
-        found[name] = run
+    outputs = [args.runs / f"{args.recipe}-{name.replace(' ', '-')}" for name in variants]
+    trained = train_all(dict(zip(outputs, variants.values(), strict=True)), args.at_once)
+    found = dict(zip(variants, trained, strict=True))
     reference = {split: main_score(recipe, found["short"][split]) for split in pairs}
     for name, ingredient in (
         ("no label smoothing", "label smoothing"),
@@ -212,13 +205,15 @@ def main(argv: list[str] | None = None) -> None:
     recipe = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
     score = recipe.get("score", "bleu")
     report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score, "runs": []}
-    outputs = {seed: args.runs / f"{args.recipe}-seed{seed}" for seed in args.seeds}
+    recipes = {
+        args.runs / f"{args.recipe}-seed{seed}": {**recipe, "seed": seed} for seed in args.seeds
+    }
     runs = []
-    for seed, run in train_seeds(recipe, outputs, args.at_once):
+    for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
         runs.append(run)
-        kept = {name: runs[-1][name] for name in KEPT if name in runs[-1]}
-        report["runs"].append({"seed": seed, **kept, "curve": curve(runs[-1], score)})
-        print(f"seed {seed}: {score} {main_score(recipe, runs[-1]['test'])}", flush=True)
+        kept = {name: run[name] for name in KEPT if name in run}
+        report["runs"].append({"seed": seed, **kept, "curve": curve(run, score)})
+        print(f"seed {seed}: {score} {main_score(recipe, run['test'])}", flush=True)
     for split in ("valid", "test"):
         figures = [main_score(recipe, run[split]) for run in runs]
         report[split] = {
@@ -228,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
         }
         print(f"{split}: {score} {report[split]['mean']} (of {figures})")
     if args.ingredients:
-        report["ingredients"] = ingredients(recipe, args, outputs[args.seeds[0]], runs[0])
+        report["ingredients"] = ingredients(recipe, args, next(iter(recipes)), runs[0])
     report["log"] = runs[0]["log"]
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
