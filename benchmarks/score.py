@@ -11,7 +11,8 @@ on its share of the cores, and both are through sooner.
 
 `--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
 model is decoded again. Label smoothing and batches by tokens: short runs of the first seed with and
-without it, whose length the results give; `--short 0` leaves these out.
+without it, warm-up and checkpoints in proportion, whose length the results give; `--short 0` leaves
+these out.
 """
 
 import argparse
@@ -168,6 +169,9 @@ def ingredients(
     if not args.short:
         return rows
     short = {**recipe, "steps": args.short, "seed": args.seeds[0]}
+    # Else a run shorter than the warm-up would say nothing of the recipe.
+    for name in {"warmup", "save-steps"} & set(recipe):
+        short[name] = max(1, recipe[name] * args.short // steps)
     epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
     updates_per_epoch = epochs["step"] / epochs["epoch"]
     sentences = len(pairs_of(recipe, "train"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
@@ -362,6 +363,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
         "max-source-tokens": 60,
         "max-target-tokens": 60,
         "steps": 6,
+        "warmup": 4,
         "save-steps": 2,
         "eval-steps": 3,
         "average": 2,
@@ -391,6 +393,8 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     whole, short = report["ingredients"][0], report["ingredients"][3]
     assert (whole["updates"], short["updates"]) == (6, 3)
     assert whole["with"]["test"] == bleu[0]
+    scaled = yaml.safe_load((tmp_path / "runs" / "small-short.yaml").read_text())
+    assert (scaled["warmup"], scaled["save-steps"]) == (2, 1)
 
     times = {path: path.stat().st_mtime_ns for path in runs.values()}
     capsys.readouterr()
