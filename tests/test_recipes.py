@@ -57,7 +57,7 @@ def config_of(train, args):
 # section 5 for WMT: sizes, dropout, epsilon, tokens an update, updates, warm-up, peak, Adam's
 # epsilon, clipping, checkpoints averaged, beams.
 PUBLISHED = {
-    "multi30k-tiny": (4, 128, 256, 4, 0.3, 0.1, 4096, 8000, 2000, 5e-3, 1e-8, 25, 10, 5),
+    "multi30k-tiny": (4, 128, 256, 4, 0.3, 0.1, 4096, 6000, 2000, 5e-3, 1e-8, 25, 10, 5),
     "iwslt14": (6, 512, 1024, 4, 0.3, 0.1, 4096, 50_000, 4000, 5e-4, 1e-8, 0, 5, 5),
     "wmt14-base": (6, 512, 2048, 8, 0.1, 0.1, 25_000, 100_000, 4000, None, 1e-9, 0, 5, 4),
     "wmt14-big": (6, 1024, 4096, 16, 0.3, 0.1, 25_000, 300_000, 4000, None, 1e-9, 0, 20, 4),
