@@ -189,7 +189,13 @@ def test_results_come_from_results_files():
         if whole := [run for run in runs if not run["resumed"]]:
             assert {run["hardware"]["threads"] for run in whole} == {1}
             longest = max(run["training_minutes"] for run in whole)
-            figures.append(f"{longest:.0f} min on one CPU core")
+            at_once = re.search(r"--at-once (\d+)", results["command"])
+            cores = runs[0]["hardware"]["cores"]
+            figures.append(
+                f"{longest:.0f} min for all, {at_once[1]} at once on {cores} CPU cores"
+                if at_once
+                else f"{longest:.0f} min on one CPU core"
+            )
         for figure in figures:
             assert figure in row
         assert runs[0]["test"]["signature"] in section
