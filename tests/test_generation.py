@@ -234,7 +234,9 @@ def test_rules_that_are_switched_off_stay_off_in_a_saved_model(tiny_model, sourc
     call = {**source, "num_beams": 3, "return_dict_in_generate": True}
     expected, found = model.generate(**call), loaded.generate(**call)
     assert torch.equal(found.sequences, expected.sequences)
-    assert torch.equal(found.sequences_scores, expected.sequences_scores)
+    # Weights that lie elsewhere in memory may be summed in another order.
+    scores = found.sequences_scores, expected.sequences_scores
+    torch.testing.assert_close(*scores, rtol=1e-14, atol=0)
 
 
 def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path, monkeypatch):
