@@ -54,8 +54,8 @@ def config_of(train, args):
 
 
 # Rows: Wu et al. (2021; the updates are ours) and fairseq's logs as references of the recipes, the
-# paper's Table 3 and section 5 for WMT: sizes, dropout, epsilon, tokens an update, updates, warm-up,
-# peak, Adam's epsilon, clipping, checkpoints averaged, beams.
+# paper's Table 3 and section 5 for WMT: sizes, dropout, epsilon, tokens an update, updates,
+# warm-up, peak, Adam's epsilon, clipping, checkpoints averaged, beams.
 PUBLISHED = {
     "multi30k-tiny": (4, 128, 256, 4, 0.3, 0.1, 4096, 6000, 2000, 5e-3, 1e-8, 25, 10, 5),
     "iwslt14": (6, 512, 1024, 4, 0.3, 0.1, 4096, 50_000, 4000, 5e-4, 1e-8, 0, 5, 5),
