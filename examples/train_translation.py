@@ -38,6 +38,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ from transformers import (
 from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import is_language, weights_sha256
 from vaswani.training.averaging import average_checkpoints
+from vaswani.training.bpe_dropout import BpeDropout
 from vaswani.training.checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from vaswani.training.circumstances import circumstances
 from vaswani.training.curves import LearningCurve
@@ -133,6 +135,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=False,
         help="of bpe, wordpiece and unigram: words carry the space after them, not the one before; "
         "for text whose punctuation stands apart",
+    )
+    add(
+        "--bpe-dropout",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="of bpe: leave out merges of the training data with this probability (default: 0; "
+        "the authors take 0.1)",
+    )
+    add(
+        "--segmentations",
+        type=int,
+        default=10,
+        help="with --bpe-dropout, so many copies of the training data, each cut into other tokens, "
+        "make an epoch (default: 10)",
     )
     add("--pattern", help="of --tokenizer-kind regex: what its tokens match (default: SMILES)")
     add(
@@ -334,17 +351,27 @@ def settings(assignments: list[str]) -> dict[str, Any]:
     return values
 
 
+# Turns texts into token ids.
+Encoder = Callable[[list[str]], list[list[int]]]
+
+
+def encoders(
+    tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase
+) -> tuple[Encoder, Encoder]:
+    """The encoders of sources and of targets."""
+    return (
+        lambda sources: tokenizer(sources)["input_ids"],
+        lambda targets: target_tokenizer(text_target=targets)["input_ids"],
+    )
+
+
 def tokenized(
-    pairs: list[Pair],
-    tokenizer: PreTrainedTokenizerBase,
-    target_tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
+    pairs: list[Pair], encoders: tuple[Encoder, Encoder], max_length: int | None = None
 ) -> Dataset:
     """Turn pairs into token ids; by `length` the Trainer puts similar pairs in a batch."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list]:
-        sources = tokenizer(batch["source"])["input_ids"]
-        labels = target_tokenizer(text_target=batch["target"])["input_ids"]
+        sources, labels = encoders[0](batch["source"]), encoders[1](batch["target"])
         lengths = [max(map(len, pair)) for pair in zip(sources, labels, strict=True)]
         return {"input_ids": sources, "labels": labels, "length": lengths}
 
@@ -363,6 +390,26 @@ def tokenized(
     if not len(kept):
         sys.exit(f"All {len(data)} training pairs are longer than --max-length {max_length}.")
     return kept
+
+
+def training_data(
+    args: argparse.Namespace,
+    pairs: list[Pair],
+    tokenizer: PreTrainedTokenizerBase,
+    target_tokenizer: PreTrainedTokenizerBase,
+) -> Dataset:
+    """Turn the training pairs into token ids, with --bpe-dropout several times."""
+    if not args.bpe_dropout:
+        return tokenized(pairs, encoders(tokenizer, target_tokenizer), args.max_length)
+    dropout, seed = args.bpe_dropout, args.seed
+    try:
+        sides = (
+            BpeDropout(tokenizer, dropout, 2 * seed),
+            BpeDropout(target_tokenizer, dropout, 2 * seed + 1, target=True),
+        )
+    except ValueError as error:
+        sys.exit(f"train_translation.py: --bpe-dropout: {error}")
+    return tokenized(pairs * args.segmentations, sides, args.max_length)
 
 
 def build(
@@ -642,11 +689,12 @@ def main() -> None:
         scale = math.sqrt(model.config.d_model * args.warmup)
         factor = args.learning_rate * scale if args.learning_rate else 1.0
         noam = {"noam_warmup_steps": args.warmup, "noam_factor": factor}
+    plain = encoders(tokenizer, target_tokenizer)
     trainer = OrderedEvaluation(
         model=model,
         args=training_arguments(args, model.config.d_model),
-        train_dataset=tokenized(train_pairs, tokenizer, target_tokenizer, args.max_length),
-        eval_dataset=tokenized(valid_pairs, tokenizer, target_tokenizer) if valid_pairs else None,
+        train_dataset=training_data(args, train_pairs, tokenizer, target_tokenizer),
+        eval_dataset=tokenized(valid_pairs, plain) if valid_pairs else None,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         processing_class=tokenizer,
         compute_metrics=score_validation,
