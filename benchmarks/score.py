@@ -175,6 +175,8 @@ def ingredients(
     epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
     updates_per_epoch = epochs["step"] / epochs["epoch"]
     sentences = len(pairs_of(recipe, "train"))
+    if recipe.get("bpe-dropout"):
+        sentences *= recipe["segmentations"]  # an epoch has as many copies
     per_batch = round(sentences / updates_per_epoch / recipe.get("accumulate", 1))
     by_sentences = {name: value for name, value in short.items() if not name.startswith("max-")} | {
         "batch-size": per_batch,

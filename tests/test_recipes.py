@@ -260,9 +260,10 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
             assert entry["learning_rate"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("save", [1, 2])
-def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_path, save):
-    train.run("--recipe", recipe, "--output", tmp_path / "whole")
+@pytest.mark.parametrize(("save", "dropout"), [(1, 0), (2, 0), (2, 0.2)])
+def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_path, save, dropout):
+    options = ("--recipe", recipe, "--bpe-dropout", dropout)
+    train.run(*options, "--output", tmp_path / "whole")
 
     def train_until_killed():
         to_json, saves = TrainerState.save_to_json, []
@@ -274,7 +275,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
             to_json(*args)
 
         TrainerState.save_to_json = deadly
-        train.run("--recipe", recipe)
+        train.run(*options)
 
     assert in_child(train_until_killed) == -signal.SIGKILL
     with CaptureLogger(checkpoints.logger) as log:
@@ -282,8 +283,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
     assert (last and last.name) == (None if save == 1 else "checkpoint-3")
     assert f"checkpoint-{3 * save} is incomplete" in log.out
     with pytest.raises(SystemExit, match="is from an earlier run: pass --resume"):
-        train.run("--recipe", recipe)
-    train.run("--recipe", recipe, "--resume")
+        train.run(*options)
+    train.run(*options, "--resume")
     whole, resumed = (
         (tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "run")
     )
@@ -293,6 +294,25 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
         for run in ("whole", "run")
     ]
     assert scores[0] == scores[1]
+
+
+def test_an_epoch_of_bpe_dropout_has_every_pair_in_several_cuts(train, recipe):
+    args = train.parse_args(["--recipe", str(recipe), "--bpe-dropout", "0.3", "--segmentations=3"])
+    pairs = train.read_pairs(args.train, args.columns, "train")
+    _, tokenizer = train.build(args, pairs, None)
+    data = train.training_data(args, pairs, tokenizer, tokenizer)
+    columns = data[:]
+    for side, name in enumerate(("input_ids", "labels")):
+        ids = columns[name]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        assert texts == [pair[side] for pair in pairs] * 3
+        assert ids[:80] != ids[80:160] != ids[160:] != ids[:80]
+    lengths = zip(map(len, columns["input_ids"]), map(len, columns["labels"]), strict=True)
+    assert columns["length"] == [max(pair) for pair in lengths]
+    args.tokenizer_kind = "word"
+    _, tokenizer = train.build(args, pairs, None)
+    with pytest.raises(SystemExit, match=r"--bpe-dropout: .* not of WordLevel"):
+        train.training_data(args, pairs, tokenizer, tokenizer)
 
 
 def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(

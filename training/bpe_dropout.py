@@ -100,7 +100,7 @@ class BpeDropout:
         return pieces
 
     def _pieces(self, character: str) -> list[str]:
-        """What merging starts from: of an unknown character its bytes, if the vocabulary has them."""
+        """What merging starts from: of an unknown character its bytes, if there are such tokens."""
         if character not in self._ids and self._byte_fallback:
             return [f"<0x{byte:02X}>" for byte in character.encode()]
         return [character]
