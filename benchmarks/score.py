@@ -3,7 +3,8 @@ r"""A recipe's published score: the mean of several seeds, and what each ingredi
     python benchmarks/score.py multi30k-tiny --seeds 1 2 3 --ingredients --json FILE
 
 Every seed is a run of examples/train_translation.py in a folder of its own under runs/; one that is
-there already is not repeated, and one that was killed goes on. The score of a seed is that of the
+there already is not repeated, and one that was killed goes on. A recipe that starts from another
+recipe's model has that one run first, with the same seed. The score of a seed is that of the
 model the recipe ends with: nothing is chosen by the test set.
 
 A small model does not keep several cores busy: `--at-once 2` trains two of them side by side, each
@@ -95,6 +96,21 @@ def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dic
     threads = max(1, (os.cpu_count() or 1) // at_once) if at_once > 1 else None
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda output: train(recipes[output], output, threads), recipes)
+
+
+def recipe_of(name: str) -> dict[str, Any]:
+    """Read one of examples/recipes/."""
+    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, Any]]:
+    """A recipe for every seed, by output folder; its `model` is of the same seed, if it has one."""
+    recipes = {folder / f"{name}-seed{seed}": {**recipe_of(name), "seed": seed} for seed in seeds}
+    for recipe in recipes.values():
+        if "model" in recipe:
+            first = folder / f"{Path(recipe['model']).name}-seed{recipe['seed']}"
+            recipe["model"] = os.path.relpath(first, ROOT)
+    return recipes
 
 
 def main_score(recipe: dict[str, Any], scores: dict[str, Any]) -> float:
@@ -208,12 +224,14 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     logging.set_verbosity_error()
-    recipe = yaml.safe_load((RECIPES / f"{args.recipe}.yaml").read_text(encoding="utf-8"))
+    recipe = recipe_of(args.recipe)
     score = recipe.get("score", "bleu")
     report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score, "runs": []}
-    recipes = {
-        args.runs / f"{args.recipe}-seed{seed}": {**recipe, "seed": seed} for seed in args.seeds
-    }
+    if "model" in recipe:
+        first = Path(recipe["model"]).name
+        for run in train_all(runs_of(first, args.seeds, args.runs), args.at_once):
+            print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
+    recipes = runs_of(args.recipe, args.seeds, args.runs)
     runs = []
     for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
         runs.append(run)

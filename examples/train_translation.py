@@ -190,6 +190,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="padded source tokens per device and batch, instead of --batch-size (section 5.1)",
     )
     add("--max-target-tokens", type=int, help="likewise (default: as many)")
+    add(
+        "--r-drop",
+        type=float,
+        default=0.0,
+        metavar="ALPHA",
+        help="train on every batch twice at once and let the two passes agree; for small data, "
+        "later in training (default: 0)",
+    )
     add("--accumulate", type=int, default=1, help="batches per update (default: 1)")
     add("--warmup", type=int, default=4000, help="updates of rising learning rate (default: 4000)")
     add(
@@ -701,6 +709,7 @@ def main() -> None:
         callbacks=callbacks,
         max_source_tokens=args.max_source_tokens,
         max_target_tokens=args.max_target_tokens,
+        r_drop=args.r_drop,
         **noam,
     )
     started = time.monotonic()

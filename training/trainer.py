@@ -35,6 +35,7 @@ from .checkpoints import (
     limit_checkpoints,
 )
 from .circumstances import circumstances
+from .r_drop import RDropLoss, twice
 from .schedule import noam_schedule
 
 logger = logging.get_logger(__name__)
@@ -65,6 +66,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
             d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The settings'
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
         noam_factor: multiplies it; 1 is the paper's.
+        r_drop: with Liang et al.'s (2021) alpha, every batch is trained on twice at once, and two
+            passes under dropout shall agree; they take 5 for translation. An update costs more than
+            two, and here the logits of a batch do exist. 0 leaves it out.
 
     Raises:
         FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
@@ -85,8 +89,11 @@ class VaswaniTrainer(Seq2SeqTrainer):
         drop_oversize: bool = False,
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
+        r_drop: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        if not r_drop >= 0:
+            raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         super().__init__(*args, **kwargs)
@@ -96,6 +103,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.drop_oversize = drop_oversize
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
+        self.r_drop = r_drop
         self._sentences_per_update: int | None = None
 
     def get_train_dataloader(self) -> DataLoader:
@@ -200,6 +208,40 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self._require_finite("loss", loss)
         return loss
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Compute the model's own loss (5.4), in training that of `r_drop` where it is given."""
+        if not (self.r_drop and model.training):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        if "decoder_input_ids" not in inputs:
+            unwrapped: Any = self.accelerator.unwrap_model(model)
+            inputs["decoder_input_ids"] = unwrapped.prepare_decoder_input_ids_from_labels(labels)
+        doubled = twice({name: value for name, value in inputs.items() if name != "labels"})
+        self.compute_loss_func = self._r_drop_loss
+        try:
+            return super().compute_loss(
+                model,
+                {**doubled, "labels": labels, "use_cache": False},
+                return_outputs,
+                num_items_in_batch,
+            )
+        finally:
+            self.compute_loss_func = None
+
+    def _r_drop_loss(
+        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        model: Any = self.accelerator.unwrap_model(self.model)
+        tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        total = RDropLoss.apply(outputs.logits, labels, self.r_drop, model.config.label_smoothing)
+        return total / torch.as_tensor(tokens, device=total.device).clamp(min=1)
+
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         # The Trainer asks for it between the gradients, which all processes share, and the update.
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -286,7 +328,13 @@ class VaswaniTrainer(Seq2SeqTrainer):
 
     def settings(self) -> dict[str, Any]:
         """All hyperparameters of the run, in JSON's types; without tokens of the Hub."""
-        own = ("max_source_tokens", "max_target_tokens", "noam_warmup_steps", "noam_factor")
+        own = (
+            "max_source_tokens",
+            "max_target_tokens",
+            "noam_warmup_steps",
+            "noam_factor",
+            "r_drop",
+        )
         return {**self.args.to_dict(), **{name: getattr(self, name) for name in own}}
 
     def create_model_card(

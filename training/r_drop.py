@@ -1,0 +1,72 @@
+"""R-Drop: two passes under dropout that shall agree (Liang et al., 2021)."""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# Values of both passes' logits that fit the cache of a CPU core, for all that is done to them.
+_IN_CACHE = 2**18
+
+
+class RDropLoss(torch.autograd.Function):
+    """Sum over tokens of two passes' mean loss (5.4), plus alpha / 2 times how far they are apart.
+
+    Predictions p and q are as far apart as the mean of KL(p, q) and KL(q, p). In all that is half
+    of Liang et al.'s equation 4, so that alpha = 0 leaves the loss of one pass. The gradient is
+    taken where the probabilities are at hand: beside the logits, in the types of autocast, there is
+    one more tensor of their size, and in float32 a slice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, alpha: float, epsilon: float
+    ) -> torch.Tensor:
+        """Compute the loss of `logits` (2B, T, V), the first B of the first pass.
+
+        `labels` are of shape (B, T), -100 where there is no token; `epsilon` is the smoothing's.
+        """
+        vocab_size = logits.shape[-1]
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        first, second = logits.reshape(2, -1, vocab_size)
+        gradient = torch.zeros_like(logits).view(2, -1, vocab_size)
+        total = torch.zeros((), dtype=exact, device=logits.device)
+        rows = (labels.flatten() != -100).nonzero().squeeze(1)
+        size = max(1, _IN_CACHE // vocab_size) if logits.is_cpu else max(1, len(rows))
+        for part in rows.split(size):
+            gold = labels.flatten()[part, None]
+            p, q = (side[part].to(exact).log_softmax(dim=-1) for side in (first, second))
+            apart = p - q
+            total += sum(_smoothed_loss(side, gold, epsilon) for side in (p, q)) / 2
+            p, q = p.exp_(), q.exp_()
+            to_q, to_p = ((p * apart).sum(-1, True), -(q * apart).sum(-1, True))
+            total += alpha / 4 * (to_q + to_p).sum()
+            between = p - q
+            toward_q = p * (apart - to_q) + between
+            toward_p = q * (-apart - to_p) - between
+            for number, probabilities, toward in ((0, p, toward_q), (1, q, toward_p)):
+                slope = probabilities.sub_(epsilon / vocab_size)
+                slope.scatter_add_(1, gold, slope.new_full(gold.shape, epsilon - 1))
+                slope.add_(toward, alpha=alpha / 2).div_(2)
+                gradient[number, part] = slope.to(logits.dtype)
+        ctx.save_for_backward(gradient.view_as(logits))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Scale the gradient that the forward pass took."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * scale.to(gradient.dtype), None, None, None
+
+
+def _smoothed_loss(
+    log_probabilities: torch.Tensor, gold: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    at_target = log_probabilities.gather(1, gold).sum()
+    return (epsilon - 1) * at_target - epsilon * log_probabilities.mean(dim=-1).sum()
+
+
+def twice(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every row of a batch two times, for two passes in one: (B, ...) to (2B, ...)."""
+    return {name: torch.cat((value, value)) for name, value in inputs.items()}
