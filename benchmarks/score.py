@@ -13,7 +13,7 @@ on its share of the cores, and both are through sooner.
 `--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
 model is decoded again. Label smoothing and batches by tokens: short runs of the first seed with and
 without it, warm-up and checkpoints in proportion, whose length the results give; `--short 0` leaves
-these out.
+these out, and so does a recipe that goes on from a model.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def ingredients(
         penalties["n"],
     )
 
-    if not args.short:
+    if not args.short or "model" in recipe:  # what goes on is not what starts in so few updates
         return rows
     short = {**recipe, "steps": args.short, "seed": args.seeds[0]}
     # Else a run shorter than the warm-up would say nothing of the recipe.
@@ -198,10 +198,12 @@ def ingredients(
         "batch-size": per_batch,
         "trainer": {**recipe.get("trainer", {}), "train_sampling_strategy": "random"},
     }
+    quarters = {name: short[name] // 4 for name in short if name.startswith("max-")}
     variants = {
         "short": short,
         "no label smoothing": {**short, "set": {**recipe["set"], "label_smoothing": 0.0}},
         "batches by sentences": by_sentences,
+        "batches by four": {**short, **quarters, "accumulate": 4 * recipe.get("accumulate", 1)},
     }
     outputs = [args.runs / f"{args.recipe}-{name.replace(' ', '-')}" for name in variants]
     trained = train_all(dict(zip(outputs, variants.values(), strict=True)), args.at_once)
@@ -210,6 +212,7 @@ def ingredients(
     for name, ingredient in (
         ("no label smoothing", "label smoothing"),
         ("batches by sentences", f"batches by tokens (against {per_batch} random sentences)"),
+        ("batches by four", "batches by tokens (against four of a quarter an update)"),
     ):
         without = {split: main_score(recipe, found[name][split]) for split in pairs}
         add(ingredient, args.short, reference, without)

@@ -379,7 +379,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     runs = {path.parent.name: path for path in (tmp_path / "runs").glob("*/results.json")}
     assert set(runs) == {
         "small-seed1", "small-seed2", "small-short", "small-no-label-smoothing",
-        "small-batches-by-sentences",
+        "small-batches-by-sentences", "small-batches-by-four",
     }  # fmt: skip
     of_seeds = [json.loads(runs[f"small-seed{seed}"].read_text()) for seed in (1, 2)]
     bleu = [run["test"]["bleu"] for run in of_seeds]
@@ -400,4 +400,12 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     capsys.readouterr()
     score.main([*command[:3], "--runs", str(tmp_path / "runs")])
     assert f"seed 1: bleu {bleu[0]}" in capsys.readouterr().out
+
+    more = {name: value for name, value in recipe.items() if name not in ("vocab-size", "set")}
+    more |= {"model": "runs/small", "r-drop": 2, "steps": 2}
+    (tmp_path / "more.yaml").write_text(json.dumps(more))
+    score.main(["more", "--seeds", "2", "--runs", str(tmp_path / "runs")])
+    assert f"small: bleu {bleu[1]}" in capsys.readouterr().out
+    first = yaml.safe_load((tmp_path / "runs" / "more-seed2.yaml").read_text())["model"]
+    assert (score.ROOT / first).samefile(tmp_path / "runs" / "small-seed2")
     assert {path: path.stat().st_mtime_ns for path in runs.values()} == times

@@ -115,6 +115,23 @@ def test_every_setting_of_a_run_stands_in_its_recipe(train, name):
     assert {"bf16", "seed", "save-steps", "eval-steps", "average", "bleu-tokenize"} <= stated
 
 
+def test_r_drop_goes_on_from_multi30k_tiny_and_its_settings_stand_in_its_recipe(train):
+    path = RECIPES / "multi30k-tiny-r-drop.yaml"
+    first, more = (recipe_of(train, name) for name in ("multi30k-tiny", path.stem))
+    assert more.model == first.output
+    assert (first.r_drop, more.r_drop) == (0, 2)
+    same = ("train", "valid", "test", "trainer", "generation", "beams", "bleu_tokenize", "average")
+    for name in (*same, "seed", "bf16", "scheduler"):
+        assert getattr(more, name) == getattr(first, name), name
+    stated = set(re.findall(r"^([\w-]+):", path.read_text(), re.M))
+    assert {"max-source-tokens", "accumulate", "steps", "warmup", "learning-rate"} <= stated
+    assert {"save-steps", "eval-steps", "output"} | set(same) - {"bleu_tokenize"} <= stated
+    assert re.findall(r"^#   (python .*)$", path.read_text(), re.M) == [
+        f"python examples/train_translation.py --recipe examples/recipes/{name}.yaml"
+        for name in ("multi30k-tiny", path.stem)
+    ]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_in_a_recipe_reads_that_recipe(train, name):
     comments = re.findall(r"^# ?(.*)$", (RECIPES / f"{name}.yaml").read_text(), re.M)
@@ -262,7 +279,7 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
 
 @pytest.mark.parametrize(("save", "dropout"), [(1, 0), (2, 0), (2, 0.2)])
 def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_path, save, dropout):
-    options = ("--recipe", recipe, "--bpe-dropout", dropout)
+    options = ("--recipe", recipe, "--bpe-dropout", dropout, "--r-drop", 10 * dropout)
     train.run(*options, "--output", tmp_path / "whole")
 
     def train_until_killed():
