@@ -195,8 +195,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=0.0,
         metavar="ALPHA",
-        help="train on every batch twice at once and let the two passes agree; for small data, "
-        "later in training (default: 0)",
+        help="train on every batch twice at once and let the two passes agree; for small data "
+        "(default: 0)",
+    )
+    add(
+        "--r-drop-after",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="updates without --r-drop first (default: 0)",
     )
     add("--accumulate", type=int, default=1, help="batches per update (default: 1)")
     add("--warmup", type=int, default=4000, help="updates of rising learning rate (default: 4000)")
@@ -710,6 +717,7 @@ def main() -> None:
         max_source_tokens=args.max_source_tokens,
         max_target_tokens=args.max_target_tokens,
         r_drop=args.r_drop,
+        r_drop_after=args.r_drop_after,
         **noam,
     )
     started = time.monotonic()

@@ -36,19 +36,18 @@ class RDropLoss(torch.autograd.Function):
         for part in rows.split(size):
             gold = labels.flatten()[part, None]
             p, q = (side[part].to(exact).log_softmax(dim=-1) for side in (first, second))
-            apart = p - q
             total += sum(_smoothed_loss(side, gold, epsilon) for side in (p, q)) / 2
+            apart = p - q
             p, q = p.exp_(), q.exp_()
-            to_q, to_p = ((p * apart).sum(-1, True), -(q * apart).sum(-1, True))
+            to_q, to_p = _dot(p, apart), -_dot(q, apart)
             total += alpha / 4 * (to_q + to_p).sum()
-            between = p - q
-            toward_q = p * (apart - to_q) + between
-            toward_p = q * (-apart - to_p) - between
-            for number, probabilities, toward in ((0, p, toward_q), (1, q, toward_p)):
-                slope = probabilities.sub_(epsilon / vocab_size)
+            # KL(p, q) has the gradient p * (apart - KL(p, q)), KL(q, p) has p - q; and so for q.
+            apart *= alpha / 2
+            for number, mine, other, distance, sign in ((0, p, q, to_q, 1), (1, q, p, to_p, -1)):
+                slope = torch.add(1 + alpha / 2 * (1 - distance), apart, alpha=sign).mul_(mine)
+                slope.sub_(epsilon / vocab_size).sub_(other, alpha=alpha / 2)
                 slope.scatter_add_(1, gold, slope.new_full(gold.shape, epsilon - 1))
-                slope.add_(toward, alpha=alpha / 2).div_(2)
-                gradient[number, part] = slope.to(logits.dtype)
+                gradient[number, part] = slope.div_(2).to(logits.dtype)
         ctx.save_for_backward(gradient.view_as(logits))
         return total
 
@@ -58,6 +57,11 @@ class RDropLoss(torch.autograd.Function):
         """Scale the gradient that the forward pass took."""
         (gradient,) = ctx.saved_tensors
         return gradient * scale.to(gradient.dtype), None, None, None
+
+
+def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Row by row: (C, V) and (C, V) to (C, 1)."""
+    return (left * right).sum(dim=-1, keepdim=True)
 
 
 def _smoothed_loss(

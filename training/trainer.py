@@ -69,6 +69,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         r_drop: with Liang et al.'s (2021) alpha, every batch is trained on twice at once, and two
             passes under dropout shall agree; they take 5 for translation. An update costs more than
             two, and here the logits of a batch do exist. 0 leaves it out.
+        r_drop_after: as many updates are made without it first.
 
     Raises:
         FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
@@ -90,6 +91,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
         r_drop: float = 0.0,
+        r_drop_after: int = 0,
         **kwargs: Any,
     ) -> None:
         if not r_drop >= 0:
@@ -104,6 +106,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
         self.r_drop = r_drop
+        self.r_drop_after = r_drop_after
         self._sentences_per_update: int | None = None
 
     def get_train_dataloader(self) -> DataLoader:
@@ -216,7 +219,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Compute the model's own loss (5.4), in training that of `r_drop` where it is given."""
-        if not (self.r_drop and model.training):
+        begun = self.state.global_step >= self.r_drop_after
+        if not (self.r_drop and begun and model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
         if "decoder_input_ids" not in inputs:
@@ -334,6 +338,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
             "noam_warmup_steps",
             "noam_factor",
             "r_drop",
+            "r_drop_after",
         )
         return {**self.args.to_dict(), **{name: getattr(self, name) for name in own}}
 
