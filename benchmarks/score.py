@@ -186,7 +186,7 @@ def ingredients(
         return rows
     short = {**recipe, "steps": args.short, "seed": args.seeds[0]}
     # Else a run shorter than the warm-up would say nothing of the recipe.
-    for name in {"warmup", "save-steps"} & set(recipe):
+    for name in {"warmup", "save-steps", "r-drop-after"} & set(recipe):
         short[name] = max(1, recipe[name] * args.short // steps)
     epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
     updates_per_epoch = epochs["step"] / epochs["epoch"]

@@ -303,8 +303,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.model and (args.set or args.tokenizer):
         parser.error("--model keeps its own sizes and tokenizer: leave out --set and --tokenizer")
     for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        least = 0 if name == "r_drop_after" else 1
+        if type(value) is int and value < least and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     for needed, name in (("max_source_tokens", "max_target_tokens"), ("valid", "patience")):
         if getattr(args, name) and not getattr(args, needed):
             parser.error(f"--{name} needs --{needed}".replace("_", "-"))

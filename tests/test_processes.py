@@ -107,14 +107,17 @@ def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_wo
 
 
 @pytest.mark.slow
-def test_train_translation_gives_the_same_weights_with_two_processes(number_words, tmp_path):
+@pytest.mark.parametrize("r_drop", [0, 2])
+def test_train_translation_gives_the_same_weights_with_two_processes(
+    number_words, tmp_path, r_drop
+):
     for processes, accumulate in ((1, 2), (2, 1)):
         launch(
             processes, ROOT / "examples" / "train_translation.py", "--train", *number_words,
             "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
             "--steps", 6, "--eval-steps", 3, *SLOW, "--max-source-tokens", 300,
             "--average", 2, "--accumulate", accumulate, "--output", tmp_path / str(processes),
-            "--set", *SMALL, "dropout=0.0",
+            "--set", *SMALL, "dropout=0.0", "--r-drop", r_drop,
         )  # fmt: skip
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
     one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))

@@ -96,6 +96,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
     ) -> None:
         if not r_drop >= 0:
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
+        if r_drop_after < 0:
+            raise ValueError(f"r_drop_after must be 0 or more updates, got {r_drop_after}.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         super().__init__(*args, **kwargs)
