@@ -194,11 +194,12 @@ def ingredients(
     if recipe.get("bpe-dropout"):
         sentences *= recipe["segmentations"]  # an epoch has as many copies
     per_batch = round(sentences / updates_per_epoch / recipe.get("accumulate", 1))
-    by_sentences = {name: value for name, value in short.items() if not name.startswith("max-")} | {
+    budgets = {"max-source-tokens", "max-target-tokens"} & set(short)
+    by_sentences = {name: value for name, value in short.items() if name not in budgets} | {
         "batch-size": per_batch,
         "trainer": {**recipe.get("trainer", {}), "train_sampling_strategy": "random"},
     }
-    quarters = {name: short[name] // 4 for name in short if name.startswith("max-")}
+    quarters = {name: short[name] // 4 for name in budgets}
     variants = {
         "short": short,
         "no label smoothing": {**short, "set": {**recipe["set"], "label_smoothing": 0.0}},

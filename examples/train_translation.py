@@ -306,7 +306,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         least = 0 if name == "r_drop_after" else 1
         if type(value) is int and value < least and name != "seed":
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    for needed, name in (("max_source_tokens", "max_target_tokens"), ("valid", "patience")):
+    if not 0 <= args.r_drop < math.inf:
+        parser.error(f"--r-drop must be 0 or more, got {args.r_drop}")
+    if args.r_drop and args.r_drop_after >= args.steps:
+        parser.error(f"--r-drop-after {args.r_drop_after} needs more --steps, got {args.steps}")
+    needs = (("max_source_tokens", "max_target_tokens"), ("valid", "patience"))
+    for needed, name in (*needs, ("r_drop", "r_drop_after")):
         if getattr(args, name) and not getattr(args, needed):
             parser.error(f"--{name} needs --{needed}".replace("_", "-"))
     for code in args.languages or ():

@@ -39,6 +39,13 @@ def test_without_dropout_the_tokens_are_the_tokenizers(space_after, text):
         assert BpeDropout(tokenizer, 0, target=target)([text]) == tokenizer([text])["input_ids"]
 
 
+def test_added_tokens_are_not_cut():
+    tokenizer = VaswaniTokenizer.train_from_iterator(LINES, vocab_size=500, show_progress=False)
+    tokenizer.add_tokens(["<2de>"])
+    with pytest.raises(ValueError, match="would cut the added tokens <2de>"):
+        BpeDropout(tokenizer, 0.1)
+
+
 @pytest.mark.parametrize("space_after", [False, True])
 @given(text=any_text, seed=st.integers(0, 9))
 def test_every_cut_gives_back_the_text(space_after, text, seed):

@@ -5,11 +5,16 @@ import torch
 from conftest import SIZES
 from test_batching import STEPS, collator, make_trainer, weights
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainingArguments
 from vaswani.training import r_drop
 from vaswani.training.r_drop import RDropLoss, twice
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
+MARIAN = MarianConfig(
+    vocab_size=8, d_model=8, encoder_layers=1, decoder_layers=1, pad_token_id=0, eos_token_id=1,
+    decoder_start_token_id=0, encoder_attention_heads=1, decoder_attention_heads=1,
+)  # fmt: skip
 LABELS = torch.tensor([[4, 2, 5, -100], [1, -100, -100, -100], [0, 6, 3, 2]])
 VOCAB_SIZE = 7
 
@@ -140,8 +145,49 @@ def test_it_begins_after_as_many_updates_as_given(tmp_path):
     assert len(without) == STEPS
 
 
+def test_the_trainers_loss_is_the_formula_over_all_batches_of_an_update(tmp_path):
+    """With dropout, and passes that disagree; their logits are those the trainer returns."""
+    trainer = make_trainer(tmp_path, r_drop=3.0, dropout=0.3)
+    model = trainer.model.train()
+    parts = [collator(trainer.train_dataset.select(rows)) for rows in (range(5), range(5, 8))]
+    tokens = sum((part["labels"] != -100).sum() for part in parts)
+    ours, expected = 0.0, 0.0
+    for part in parts:
+        kept = dict(part)
+        loss, outputs = trainer.compute_loss(model, part, True, num_items_in_batch=tokens)
+        assert part.keys() == kept.keys()
+        ours += loss
+        smoothing = model.config.label_smoothing
+        expected += as_written(outputs.logits, part["labels"], 3.0, smoothing) / tokens
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+    one = as_written(outputs.logits, part["labels"], 0.0, smoothing) / tokens
+    assert loss > one + 1e-3
+    alone = trainer.compute_loss(model, parts[0])
+    assert alone > 1.2 * trainer.compute_loss(model, parts[0], num_items_in_batch=tokens)
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("r_drop", -1.0), ("r_drop", float("nan")), ("r_drop_after", -1)]
+    ("changes", "complaint"),
+    [
+        ({"compute_loss_func": print}, "leave out compute_loss_func"),
+        ({"label_smoothing_factor": 0.2}, "smoothed by the configuration's label_smoothing"),
+        ({"model": MarianMTModel(MARIAN)}, "not for MarianMTModel"),
+    ],
+)
+def test_what_it_cannot_be_combined_with_is_refused(tmp_path, changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make_trainer(tmp_path, r_drop=1.0, **changes)
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="a process for each of the 2 GPUs"):
+        make_trainer(tmp_path, r_drop=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("r_drop", -1.0), ("r_drop", float("nan")), ("r_drop", float("inf")), ("r_drop_after", -1)],
 )
 def test_numbers_are_not_negative(tmp_path, name, value):
     with pytest.raises(ValueError, match=rf"{name} must be 0 or more.*, got {value}"):

@@ -1,4 +1,4 @@
-"""BPE-dropout: a text cut into other tokens at every look (Provilkov et al., 2020)."""
+"""BPE-dropout: texts cut into tokens at random (Provilkov et al., 2020)."""
 
 import json
 import random
@@ -26,8 +26,8 @@ class BpeDropout:
         target: add the special tokens of targets, not those of sources.
 
     Raises:
-        ValueError: the tokenizer has another model, or one with a setting that this class does not
-            know; dropout is not between 0 and 1.
+        ValueError: the tokenizer has another model, one with a setting that this class does not
+            know, or added tokens that are not special; dropout is not between 0 and 1.
     """
 
     def __init__(
@@ -49,6 +49,14 @@ class BpeDropout:
                 raise ValueError(
                     f"BPE-dropout cannot cut words of a tokenizer with {name} {model[name]!r}."
                 )
+        added = [
+            str(token) for token in tokenizer.added_tokens_decoder.values() if not token.special
+        ]
+        if added:
+            raise ValueError(
+                f"BPE-dropout would cut the added tokens {', '.join(added)}: it needs a tokenizer "
+                "without any."
+            )
         self._dropout = dropout
         self._random = random.Random(seed).random
         self._ids: dict[str, int] = model["vocab"]

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-# Values of both passes' logits that fit the cache of a CPU core, for all that is done to them.
-_IN_CACHE = 2**18
+# Logits of a pass that are taken at a time: on a CPU as many as fit the cache of a core, for all
+# that is done to them, elsewhere 2^28 bytes of them in float32.
+_IN_CACHE, _ELSEWHERE = 2**18, 2**26
 
 
 class RDropLoss(torch.autograd.Function):
@@ -32,7 +33,7 @@ class RDropLoss(torch.autograd.Function):
         gradient = torch.zeros_like(logits).view(2, -1, vocab_size)
         total = torch.zeros((), dtype=exact, device=logits.device)
         rows = (labels.flatten() != -100).nonzero().squeeze(1)
-        size = max(1, _IN_CACHE // vocab_size) if logits.is_cpu else max(1, len(rows))
+        size = max(1, (_IN_CACHE if logits.is_cpu else _ELSEWHERE) // vocab_size)
         for part in rows.split(size):
             gold = labels.flatten()[part, None]
             p, q = (side[part].to(exact).log_softmax(dim=-1) for side in (first, second))
@@ -71,6 +72,9 @@ def _smoothed_loss(
     return (epsilon - 1) * at_target - epsilon * log_probabilities.mean(dim=-1).sum()
 
 
-def twice(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every row of a batch two times, for two passes in one: (B, ...) to (2B, ...)."""
-    return {name: torch.cat((value, value)) for name, value in inputs.items()}
+def twice(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Every row of a batch two times, for two passes in one: tensors (B, ...) to (2B, ...)."""
+    return {
+        name: torch.cat((value, value)) if torch.is_tensor(value) else value
+        for name, value in inputs.items()
+    }

@@ -77,8 +77,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
             it, and the last complete one.
         ValueError: `max_target_tokens` is given alone; `lengths` does not match the training
             data; these have no length or lack the two columns; there is no complete checkpoint to
-            resume from, or it has another learning rate. All that TokenBatchSampler and
-            `noam_schedule` raise.
+            resume from, or it has another learning rate; `r_drop` or `r_drop_after` is negative;
+            `r_drop` meets another package's model, another loss or torch's DataParallel. All that
+            TokenBatchSampler and `noam_schedule` raise.
     """
 
     def __init__(
@@ -94,13 +95,15 @@ class VaswaniTrainer(Seq2SeqTrainer):
         r_drop_after: int = 0,
         **kwargs: Any,
     ) -> None:
-        if not r_drop >= 0:
+        if not 0 <= r_drop < math.inf:
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
         if r_drop_after < 0:
             raise ValueError(f"r_drop_after must be 0 or more updates, got {r_drop_after}.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         super().__init__(*args, **kwargs)
+        if r_drop:
+            self._require_r_drop_to_be_the_loss()
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.lengths = lengths
@@ -110,6 +113,23 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.r_drop = r_drop
         self.r_drop_after = r_drop_after
         self._sentences_per_update: int | None = None
+
+    def _require_r_drop_to_be_the_loss(self) -> None:
+        if not hasattr(self.accelerator.unwrap_model(self.model).config, "label_smoothing"):
+            raise ValueError(
+                f"r_drop is for models of vaswani, not for {type(self.model).__name__}: leave it "
+                "out."
+            )
+        if self.compute_loss_func is not None or self.args.label_smoothing_factor:
+            raise ValueError(
+                "r_drop is a loss of its own, smoothed by the configuration's label_smoothing: "
+                "leave out compute_loss_func and label_smoothing_factor."
+            )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"r_drop needs a process for each of the {self.args.n_gpu} GPUs: start the run "
+                "with `accelerate launch`."
+            )
 
     def get_train_dataloader(self) -> DataLoader:
         """Load batches of at most so many tokens, dealt out to the processes in turn."""
@@ -224,29 +244,18 @@ class VaswaniTrainer(Seq2SeqTrainer):
         begun = self.state.global_step >= self.r_drop_after
         if not (self.r_drop and begun and model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs["labels"]
-        if "decoder_input_ids" not in inputs:
-            unwrapped: Any = self.accelerator.unwrap_model(model)
-            inputs["decoder_input_ids"] = unwrapped.prepare_decoder_input_ids_from_labels(labels)
-        doubled = twice({name: value for name, value in inputs.items() if name != "labels"})
-        self.compute_loss_func = self._r_drop_loss
-        try:
-            return super().compute_loss(
-                model,
-                {**doubled, "labels": labels, "use_cache": False},
-                return_outputs,
-                num_items_in_batch,
-            )
-        finally:
-            self.compute_loss_func = None
-
-    def _r_drop_loss(
-        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
-    ) -> torch.Tensor:
-        model: Any = self.accelerator.unwrap_model(self.model)
+        own: Any = self.accelerator.unwrap_model(model)
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        if inputs.get("decoder_input_ids") is None:
+            inputs["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(labels)
+        outputs = model(**twice(inputs), use_cache=False)
+        loss = RDropLoss.apply(outputs.logits, labels, self.r_drop, own.config.label_smoothing)
         tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        total = RDropLoss.apply(outputs.logits, labels, self.r_drop, model.config.label_smoothing)
-        return total / torch.as_tensor(tokens, device=total.device).clamp(min=1)
+        loss = loss / torch.as_tensor(tokens, device=loss.device).clamp(min=1)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # whose gradients are averaged
+        return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         # The Trainer asks for it between the gradients, which all processes share, and the update.
