@@ -11,9 +11,10 @@ A small model does not keep several cores busy: `--at-once 2` trains two of them
 on its share of the cores, and both are through sooner.
 
 `--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
-model is decoded again. Label smoothing and batches by tokens: short runs of the first seed with and
-without it, warm-up and checkpoints in proportion, whose length the results give; `--short 0` leaves
-these out, and so does a recipe that goes on from a model.
+model is decoded again. R-Drop: a whole run of the first seed without it. Label smoothing and
+batches by tokens: short runs of the first seed with and without it, and with batches of a quarter;
+their warm-up, checkpoints and beginning of R-Drop are in proportion, and the results give their
+length. `--short 0` leaves these out, and so does a recipe that goes on from a model.
 """
 
 import argparse
@@ -182,9 +183,14 @@ def ingredients(
         penalties["n"],
     )
 
+    if "r-drop" in recipe:
+        plain = {name: value for name, value in recipe.items() if not name.startswith("r-drop")}
+        (run,) = train_all({args.runs / f"{args.recipe}-no-r-drop": plain}, args.at_once)
+        add("R-Drop", steps, as_is, {split: main_score(recipe, run[split]) for split in pairs})
+
     if not args.short or "model" in recipe:  # what goes on is not what starts in so few updates
         return rows
-    short = {**recipe, "steps": args.short, "seed": args.seeds[0]}
+    short = {**recipe, "steps": args.short}
     # Else a run shorter than the warm-up would say nothing of the recipe.
     for name in {"warmup", "save-steps", "r-drop-after"} & set(recipe):
         short[name] = max(1, recipe[name] * args.short // steps)
@@ -251,7 +257,8 @@ def main(argv: list[str] | None = None) -> None:
         }
         print(f"{split}: {score} {report[split]['mean']} (of {figures})")
     if args.ingredients:
-        report["ingredients"] = ingredients(recipe, args, next(iter(recipes)), runs[0])
+        whole, recipe = next(iter(recipes.items()))
+        report["ingredients"] = ingredients(recipe, args, whole, runs[0])
     report["log"] = runs[0]["log"]
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -404,8 +404,20 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     more = {name: value for name, value in recipe.items() if name not in ("vocab-size", "set")}
     more |= {"model": "runs/small", "r-drop": 2, "steps": 2}
     (tmp_path / "more.yaml").write_text(json.dumps(more))
-    score.main(["more", "--seeds", "2", "--runs", str(tmp_path / "runs")])
+    score.main(["more", "--seeds", "2", "--ingredients", *command[-4:]])
     assert f"small: bleu {bleu[1]}" in capsys.readouterr().out
-    first = yaml.safe_load((tmp_path / "runs" / "more-seed2.yaml").read_text())["model"]
-    assert (score.ROOT / first).samefile(tmp_path / "runs" / "small-seed2")
+    of_both = [
+        yaml.safe_load((tmp_path / "runs" / f"more-{run}.yaml").read_text())
+        for run in ("seed2", "no-r-drop")
+    ]
+    first = score.ROOT / of_both[0]["model"]
+    assert first.samefile(tmp_path / "runs" / "small-seed2")
+    assert of_both[0] == {**of_both[1], "r-drop": 2}
+    more = json.loads((tmp_path / "report.json").read_text())["ingredients"]
+    assert [row["ingredient"].split()[0] for row in more] == [
+        "average",
+        "length",
+        "score",
+        "R-Drop",
+    ]
     assert {path: path.stat().st_mtime_ns for path in runs.values()} == times
