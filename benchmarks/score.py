@@ -13,8 +13,8 @@ on its share of the cores, and both are through sooner.
 `--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
 model is decoded again. R-Drop: a whole run of the first seed without it. Label smoothing and
 batches by tokens: short runs of the first seed with and without it, and with batches of a quarter;
-their warm-up, checkpoints and beginning of R-Drop are in proportion, and the results give their
-length. `--short 0` leaves these out, and so does a recipe that goes on from a model.
+their warm-up and checkpoints are in proportion, and the results give their length. `--short 0`
+leaves these out, and so does a recipe that goes on from a model.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def ingredients(
     )
 
     if "r-drop" in recipe:
-        plain = {name: value for name, value in recipe.items() if not name.startswith("r-drop")}
+        plain = {name: value for name, value in recipe.items() if name != "r-drop"}
         (run,) = train_all({args.runs / f"{args.recipe}-no-r-drop": plain}, args.at_once)
         add("R-Drop", steps, as_is, {split: main_score(recipe, run[split]) for split in pairs})
 
@@ -192,7 +192,7 @@ def ingredients(
         return rows
     short = {**recipe, "steps": args.short}
     # Else a run shorter than the warm-up would say nothing of the recipe.
-    for name in {"warmup", "save-steps", "r-drop-after"} & set(recipe):
+    for name in {"warmup", "save-steps"} & set(recipe):
         short[name] = max(1, recipe[name] * args.short // steps)
     epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
     updates_per_epoch = epochs["step"] / epochs["epoch"]

@@ -198,13 +198,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="train on every batch twice at once and let the two passes agree; for small data "
         "(default: 0)",
     )
-    add(
-        "--r-drop-after",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="updates without --r-drop first (default: 0)",
-    )
     add("--accumulate", type=int, default=1, help="batches per update (default: 1)")
     add("--warmup", type=int, default=4000, help="updates of rising learning rate (default: 4000)")
     add(
@@ -303,15 +296,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.model and (args.set or args.tokenizer):
         parser.error("--model keeps its own sizes and tokenizer: leave out --set and --tokenizer")
     for name, value in vars(args).items():
-        least = 0 if name == "r_drop_after" else 1
-        if type(value) is int and value < least and name != "seed":
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if type(value) is int and value < 1 and name != "seed":
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not 0 <= args.r_drop < math.inf:
         parser.error(f"--r-drop must be 0 or more, got {args.r_drop}")
-    if args.r_drop and args.r_drop_after >= args.steps:
-        parser.error(f"--r-drop-after {args.r_drop_after} needs more --steps, got {args.steps}")
-    needs = (("max_source_tokens", "max_target_tokens"), ("valid", "patience"))
-    for needed, name in (*needs, ("r_drop", "r_drop_after")):
+    for needed, name in (("max_source_tokens", "max_target_tokens"), ("valid", "patience")):
         if getattr(args, name) and not getattr(args, needed):
             parser.error(f"--{name} needs --{needed}".replace("_", "-"))
     for code in args.languages or ():
@@ -723,7 +712,6 @@ def main() -> None:
         max_source_tokens=args.max_source_tokens,
         max_target_tokens=args.max_target_tokens,
         r_drop=args.r_drop,
-        r_drop_after=args.r_drop_after,
         **noam,
     )
     started = time.monotonic()

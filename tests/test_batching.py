@@ -329,7 +329,7 @@ def make_trainer(
     """A trainer of a tiny model; `changes` are its own arguments and those of its settings."""
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize")
-    names += ("noam_warmup_steps", "noam_factor", "r_drop", "r_drop_after", "compute_loss_func")
+    names += ("noam_warmup_steps", "noam_factor", "r_drop", "compute_loss_func")
     own.update({name: changes.pop(name) for name in names if name in changes})
     dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
     set_seed(3)

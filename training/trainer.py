@@ -67,9 +67,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
         noam_factor: multiplies it; 1 is the paper's.
         r_drop: with Liang et al.'s (2021) alpha, every batch is trained on twice at once, and two
-            passes under dropout shall agree; they take 5 for translation. An update costs more than
-            two, and here the logits of a batch do exist. 0 leaves it out.
-        r_drop_after: as many updates are made without it first.
+            passes under dropout shall agree; they take 5 for translation. Here the logits of a
+            batch do exist. 0 leaves it out.
 
     Raises:
         FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
@@ -77,9 +76,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
             it, and the last complete one.
         ValueError: `max_target_tokens` is given alone; `lengths` does not match the training
             data; these have no length or lack the two columns; there is no complete checkpoint to
-            resume from, or it has another learning rate; `r_drop` or `r_drop_after` is negative;
-            `r_drop` meets another package's model, another loss or torch's DataParallel. All that
-            TokenBatchSampler and `noam_schedule` raise.
+            resume from, or it has another learning rate; `r_drop` is negative, or meets another
+            package's model, another loss or torch's DataParallel. All that TokenBatchSampler and
+            `noam_schedule` raise.
     """
 
     def __init__(
@@ -92,13 +91,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
         r_drop: float = 0.0,
-        r_drop_after: int = 0,
         **kwargs: Any,
     ) -> None:
         if not 0 <= r_drop < math.inf:
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
-        if r_drop_after < 0:
-            raise ValueError(f"r_drop_after must be 0 or more updates, got {r_drop_after}.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         super().__init__(*args, **kwargs)
@@ -111,7 +107,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
         self.r_drop = r_drop
-        self.r_drop_after = r_drop_after
         self._sentences_per_update: int | None = None
 
     def _require_r_drop_to_be_the_loss(self) -> None:
@@ -241,13 +236,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Compute the model's own loss (5.4), in training that of `r_drop` where it is given."""
-        begun = self.state.global_step >= self.r_drop_after
-        if not (self.r_drop and begun and model.training):
+        if not (self.r_drop and model.training):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         own: Any = self.accelerator.unwrap_model(model)
         inputs = dict(inputs)
         labels = inputs.pop("labels")
-        if inputs.get("decoder_input_ids") is None:
+        if "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(labels)
         outputs = model(**twice(inputs), use_cache=False)
         loss = RDropLoss.apply(outputs.logits, labels, self.r_drop, own.config.label_smoothing)
@@ -349,7 +343,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
             "noam_warmup_steps",
             "noam_factor",
             "r_drop",
-            "r_drop_after",
         )
         return {**self.args.to_dict(), **{name: getattr(self, name) for name in own}}
 
