@@ -24,7 +24,7 @@ What differs between JoeyNMT and this package:
   JoeyNMT lets split again what the vocabulary lacks.
 * generation: the beam, its length penalty, the limit of the output, and what is never generated are
   those of the section testing. max_output_length: -1 is 1.5 times the longest source of a batch
-  there, and each source's own length plus 50 here. The search stops when no open hypothesis can
+  there, and 1.5 times each source's own length here. The search stops when no open hypothesis can
   win; JoeyNMT's has a rule of its own, for which ended hypotheses keep their place in the beam.
 """
 
@@ -325,6 +325,8 @@ def _generation(testing: Section, symbols: "_Symbols") -> dict[str, Any]:
         settings["min_new_tokens"] = least
     if (most := testing.get("max_output_length", -1)) >= 0:
         settings |= {"max_new_tokens": most, "max_length_offset": 0}
+    else:
+        settings |= {"max_length_factor": 1.5, "max_length_offset": 0}
     way_out = "JoeyNMT's counts the source too; take it out to convert the model without it"
     if testing.get("repetition_penalty", -1.0) > 1:
         testing.complain(f"testing.repetition_penalty ({way_out})")

@@ -24,8 +24,9 @@ be normalised differently. The scripts around OPUS-MT models that rewrite punctu
 `target_tokenizer/` in the output cuts target text, by target.spm; either tokenizer decodes.
 
 To search as Marian does, "hf" is the length penalty, with its exponent (`normalize`). A warning
-names what else decoder.yml says of the search and is not carried over, such as word penalties,
-shortlists and `max-length-factor` (the limit is 512 tokens instead).
+names what else decoder.yml says of the search and is not carried over, such as word penalties and
+shortlists. A `max-length-factor` limits each sentence by its own length, where Marian takes the
+longest of the batch; without one, and with `--as-transformers`, the limit is 512 tokens.
 
 To Marian, biases that are missing are zeros and the paper's order of positions is permuted. The
 penalty of Wu et al. (2016), the limit of input length + 50 and label smoothing have no place there.
@@ -545,9 +546,9 @@ def _for_transformers(given: Any) -> GenerationConfig:
         values.pop("length_penalty", None)
     if values.get("early_stopping") is False:
         del values["early_stopping"]
-    offset = values.pop("max_length_offset", 0)
-    if offset:
-        lost.append(f"max_length_offset {offset} (max_length {MAX_LENGTH} instead)")
+    names = ("max_length_offset", "max_length_factor")
+    if limits := [f"{name} {value}" for name in names if (value := values.pop(name, 0))]:
+        lost.append(f"{' and '.join(limits)} (max_length {MAX_LENGTH} instead)")
         values["max_length"] = MAX_LENGTH
     if values.get("num_beams", 1) == 1 and "early_stopping" in values:
         # What waits here for a call that asks for beams is refused there.

@@ -260,7 +260,10 @@ class MarianFolder:
             as_transformers: search as the model's copy on the Hub does.
         """
         decoder = self.decoder
+        factor = None if as_transformers else decoder.get("max-length-factor")
         known = {*_READ_OF_DECODER.split(), *_HARMLESS_TO_DECODE.split()}
+        if factor:
+            known.add("max-length-factor")
         lost = [
             f"{name} {value}"
             for name, value in decoder.items()
@@ -268,8 +271,7 @@ class MarianFolder:
         ]
         if lost:
             logger.warning(
-                f"Of {self.path / 'decoder.yml'}, {', '.join(lost)} cannot be carried over; a "
-                f"translation has at most {MAX_LENGTH} tokens."
+                f"Of {self.path / 'decoder.yml'}, {', '.join(lost)} cannot be carried over."
             )
         pad_id, end, unknown = (target[token] for token in ("<pad>", "</s>", "<unk>"))
         forbidden = [] if decoder.get("allow-unk") or as_transformers else [unknown]
@@ -280,6 +282,7 @@ class MarianFolder:
             length_penalty=1.0 if as_transformers else float(decoder.get("normalize") or 0.0),
             early_stopping=False,
             max_length_offset=0,
+            max_length_factor=float(factor) if factor else None,
             max_length=MAX_LENGTH,
             pad_token_id=pad_id,
             eos_token_id=end,

@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
+from ..modeling.limits_vaswani import checked_factor, checked_offset, length_limits
 from ..modeling.search_vaswani import length_penalty as length_penalty_of
 from .checkpoints import (
     add_model_arguments,
@@ -52,7 +53,7 @@ _OUT = -1e9  # score of what must not be chosen, as in search_vaswani.py
 
 # What `OnnxTranslator` knows of a generation config, and what changes no translation.
 _SETTINGS = ("num_beams", "length_penalty", "length_penalty_type", "early_stopping")
-_LIMITS = ("max_new_tokens", "max_length_offset", "max_length")
+_LIMITS = ("max_new_tokens", "max_length_offset", "max_length_factor", "max_length")
 _TOKENS = ("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id")
 _RULES = (
     *("suppress_tokens", "bad_words_ids", "min_length", "min_new_tokens", "forced_eos_token_id"),
@@ -260,6 +261,7 @@ class OnnxTranslator:
         length_penalty_type: Literal["gnmt", "hf"] | None = None,
         early_stopping: bool | Literal["never"] | None = None,
         max_length_offset: int | None = None,
+        max_length_factor: float | None = None,
         max_new_tokens: int | None = None,
     ) -> list[list[int]]:
         """Translate token ids, without start token, up to and with the end-of-sentence token.
@@ -272,14 +274,16 @@ class OnnxTranslator:
             length_penalty_type: "gnmt" is ((5 + |Y|) / 6)^alpha (6.1), "hf" |Y|^alpha.
             early_stopping: as in `generate`; "never" is exact.
             max_length_offset: tokens by which a translation may outgrow its own source.
-            max_new_tokens: one limit for all, in its place.
+            max_length_factor: a translation may be this many times as long as its source, plus
+                max_length_offset.
+            max_new_tokens: one limit for all, in place of the two.
 
         Raises:
             ValueError: a source is empty or too long, or nothing limits the translations.
         """
         if not sources:
             return []
-        limits = self._limits(sources, max_length_offset, max_new_tokens)
+        limits = self._limits(sources, max_length_offset, max_length_factor, max_new_tokens)
         decoder = self.encode(sources)
         start = self.settings.get("decoder_start_token_id", self.settings.get("bos_token_id"))
         logits = decoder.read(np.full((len(sources), 1), start))
@@ -302,7 +306,11 @@ class OnnxTranslator:
         return next((value for value in values if value is not None), None)
 
     def _limits(
-        self, sources: Sequence[Sequence[int]], offset: int | None, most: int | None
+        self,
+        sources: Sequence[Sequence[int]],
+        offset: int | None,
+        factor: float | None,
+        most: int | None,
     ) -> Array:
         """How many tokens each translation may have: (B,)."""
         lengths = np.array([len(source) for source in sources])
@@ -318,8 +326,11 @@ class OnnxTranslator:
             )
         if most is not None:
             return np.full_like(lengths, most)
-        if offset := self._setting("max_length_offset", offset, 0):
-            limits = lengths + offset
+        offset = checked_offset(self._setting("max_length_offset", offset, 0))
+        factor = self._setting("max_length_factor", factor, None)
+        if offset or factor:
+            factor = 1.0 if factor is None else checked_factor(factor)
+            limits = length_limits(torch.from_numpy(lengths), factor, offset).numpy()
             return limits if self.positions is None else limits.clip(max=self.positions - 1)
         most = self.settings.get("max_new_tokens")
         if most is None and self.settings.get("max_length") is not None:

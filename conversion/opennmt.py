@@ -15,8 +15,9 @@ file, which is looked for beside it. What differs between OpenNMT-py and this pa
   decoding leaves out <unk> as a special token.
 * generation: a checkpoint does not say how to search; the settings are the defaults of translate.
   Version 2: beam 5, no length penalty, 100 tokens. Version 3: beam 5, mean log-probability, 250
-  tokens; its max_length_ratio has no counterpart. OpenNMT-py counts "<s>" in its length penalties,
-  and lets ended hypotheses take room in the beam, so that it can find worse translations.
+  tokens; its max_length_ratio, which shortens the limit for short sources, is not carried over.
+  OpenNMT-py counts "<s>" in its length penalties, and lets ended hypotheses take room in the
+  beam, so that it can find worse translations.
 * Options of guided alignment (lambda_align) say nothing about translations and are left out.
 """
 

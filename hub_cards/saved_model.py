@@ -168,6 +168,15 @@ class SavedModel:
             return f"((5 + length) / 6)^{alpha}"
         return f"length^{alpha}"
 
+    def limit(self) -> str:
+        """The longest translation of a source in words; empty where the source sets no limit."""
+        offset = self.generation.get("max_length_offset") or 0
+        factor = self.generation.get("max_length_factor")
+        if factor is None or factor == 1:
+            return f"{offset} tokens more than the source has" if offset else ""
+        parts = [f"{factor:g} times the tokens of the source"] if factor else []
+        return " plus ".join(parts + ([f"{offset} tokens"] if offset else []))
+
     def differences(self) -> list[tuple[str, Any, Any]]:
         """Settings in which the model is not the paper's base model: name, value, the paper's."""
         ours, base = self.config.to_dict(), VaswaniConfig().to_dict()

@@ -6,7 +6,7 @@ of `generate` is transformers' own.
 
 import copy
 import functools
-from numbers import Integral, Real
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,19 +18,24 @@ from transformers.generation import (
     GenerateBeamEncoderDecoderOutput,
     GenerateEncoderDecoderOutput,
     LogitNormalization,
-    LogitsProcessor,
-    LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
-    StoppingCriteria,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .incremental_vaswani import IncrementalDecoder, forward_replaced, packed_linears
+from .limits_vaswani import (
+    ForcedEndAtOwnLimit,
+    SourceLengthCriteria,
+    checked_factor,
+    checked_offset,
+    forced_at_own_limit,
+    length_limits,
+)
 from .search_vaswani import FILL, TokenRules, beam_search, greedy_search, length_penalty
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
@@ -41,17 +46,6 @@ _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 # Powers of a length overflow beyond.
 _LARGEST_PENALTY = 64
-
-
-def checked_offset(offset: Any) -> int:
-    """Return `max_length_offset` if it is a number of tokens.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(offset, bool) or not isinstance(offset, Integral) or offset < 0:
-        raise ValueError(f"max_length_offset must be an integer >= 0 (0 is off), got {offset!r}.")
-    return int(offset)
 
 
 def check_search(config: Any) -> None:
@@ -65,9 +59,12 @@ def check_search(config: Any) -> None:
         raise ValueError(
             f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
         )
-    offset = getattr(config, "max_length_offset", None)
-    if offset is not None:
-        checked_offset(offset)
+    for name, checked in (
+        ("max_length_offset", checked_offset),
+        ("max_length_factor", checked_factor),
+    ):
+        if (value := getattr(config, name, None)) is not None:
+            checked(value)
     alpha = config.length_penalty
     if alpha is not None and not isinstance(alpha, Real):
         raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
@@ -83,19 +80,22 @@ def check_search(config: Any) -> None:
 
 
 class VaswaniGenerationConfig(GenerationConfig):
-    """transformers' GenerationConfig with the two settings of section 6.1 that it lacks.
+    """transformers' GenerationConfig with the settings of section 6.1 that it lacks.
 
     Args:
         length_penalty_type: "gnmt" divides a hypothesis' log-probability by
             lp(Y) = ((5 + |Y|) / 6)^length_penalty (Wu et al., 2016, equation 14); "hf" by
             |Y|^length_penalty.
-        max_length_offset: a sentence may grow to its own source length plus this many tokens; 0
-            switches the rule off. `max_length` or `max_new_tokens` given to `generate` replace it.
+        max_length_offset: a sentence may grow to `max_length_factor` times its own source length
+            plus this many tokens. 0 switches the rule off where no `max_length_factor` is set.
+            `max_length` or `max_new_tokens` given to `generate` replace the rule.
+        max_length_factor: None, the default, counts as 1; 0 makes `max_length_offset` the limit.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         self.length_penalty_type = kwargs.pop("length_penalty_type", None)
         self.max_length_offset = kwargs.pop("max_length_offset", None)
+        self.max_length_factor = kwargs.pop("max_length_factor", None)
         super().__init__(**kwargs)
 
     @classmethod
@@ -153,48 +153,6 @@ class GnmtLengthPenalty(float):
         return length_penalty(length, float(self), "gnmt")
 
 
-class SourceLengthCriteria(StoppingCriteria):
-    """Stop each sentence at its own limit (6.1: input length + 50), whatever shares its batch.
-
-    Args:
-        max_lengths: (B,) longest output of each source sentence, decoder prompt included.
-        padded: there is a pad token to fill up with.
-    """
-
-    def __init__(self, max_lengths: torch.Tensor, padded: bool = False) -> None:
-        self.max_lengths = max_lengths
-        if padded:
-            # By this name transformers knows that what goes on behind an end is to be padded.
-            self.eos_token_id = torch.empty(0, dtype=torch.long)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Mark the rows of `input_ids` (B * hypotheses, T) that have reached their limit."""
-        hypotheses = input_ids.shape[0] // self.max_lengths.shape[0]
-        limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
-        return input_ids.shape[1] >= limits
-
-
-class ForcedEndAtOwnLimit(LogitsProcessor):
-    """Force each sentence's end at its own limit, whatever shares its batch.
-
-    Args:
-        max_lengths: (B,) longest output of each source sentence, decoder prompt included.
-        eos_token_id: the tokens to choose from.
-    """
-
-    def __init__(self, max_lengths: torch.Tensor, eos_token_id: torch.Tensor) -> None:
-        self.max_lengths = max_lengths
-        self.eos_token_id = eos_token_id
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Leave no other choice in the rows of `scores` (B * hypotheses, V) at their last token."""
-        hypotheses = input_ids.shape[0] // self.max_lengths.shape[0]
-        limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self.eos_token_id] = 0
-        return torch.where(limits[:, None] - 1 == input_ids.shape[1], forced, scores)
-
-
 def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:
     """Read processors as rules that our searches know; None if there are others among them."""
     rules = TokenRules()
@@ -231,19 +189,6 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
     return None if rules.last in rules.never else rules
 
 
-def forced_at_own_limit(processors: Any, criteria: Any) -> Any:
-    """Let a forced end come at each sentence's own limit, where one of `criteria` sets such."""
-    limits = [one.max_lengths for one in criteria if type(one) is SourceLengthCriteria]
-    if not limits:
-        return processors
-    return LogitsProcessorList(
-        ForcedEndAtOwnLimit(limits[0].clamp(max=one.max_length), one.eos_token_id)
-        if type(one) is ForcedEOSTokenLogitsProcessor
-        else one
-        for one in processors
-    )
-
-
 class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
 
@@ -260,10 +205,10 @@ class VaswaniGenerationMixin(GenerationMixin):
         **kwargs: Any,
     ) -> Any:
         """Generate as transformers does, each sentence limited by its own source length (6.1)."""
-        offset = self._length_offset_of_call(generation_config, kwargs)
-        if offset:
+        rule = self._length_rule_of_call(generation_config, kwargs)
+        if rule is not None:
             prompt = self._prompt_length(generation_config, kwargs)
-            limits = self._source_lengths(inputs, kwargs) + prompt + offset  # (B,)
+            limits = length_limits(self._source_lengths(inputs, kwargs), *rule) + prompt  # (B,)
             max_length = int(limits.max())
             if self.config.position_encoding == "learned":
                 max_length = min(max_length, self.config.max_position_embeddings)
@@ -285,19 +230,23 @@ class VaswaniGenerationMixin(GenerationMixin):
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
 
-    def _length_offset_of_call(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
-        """Tell how far a sentence may outgrow its source; 0 where the call itself sets a limit.
+    def _length_rule_of_call(
+        self, given: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[float, int] | None:
+        """The factor and offset that limit a sentence by its source; None where they do not.
 
-        A limit in the model's generation config does not count: Seq2SeqTrainer writes one there.
+        The call's own `max_length` or `max_new_tokens` replaces the rule. Those of the model's
+        generation config do not count, because Seq2SeqTrainer writes one there.
         """
         for name in ("max_length", "max_new_tokens"):
             if kwargs.get(name) is not None or getattr(given, name, None) is not None:
-                return 0
-        name = "max_length_offset"
-        for offset in (kwargs.get(name), getattr(given, name, None)):
-            if offset is not None:
-                return checked_offset(offset)
-        return checked_offset(getattr(self.generation_config, name, None) or 0)
+                return None
+        offset = self._first_set(given, kwargs, "max_length_offset")
+        factor = self._first_set(given, kwargs, "max_length_factor")
+        offset = 0 if offset is None else checked_offset(offset)
+        if not (offset or factor):
+            return None
+        return 1.0 if factor is None else checked_factor(factor), offset
 
     def _source_lengths(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
         """Count the real source tokens of every sentence: (B,)."""

@@ -787,3 +787,20 @@ def test_weights_trained_further_take_no_old_number_with_them(pushed, name):
 def test_the_code_without_the_package_runs_as_printed(pushed):
     _, (_, printed), _ = pushed
     assert printed == "[{'translation_text': 'dreihundertzweiundvierzig'}]\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, ", and stops at 50 tokens more than the source has."),
+        ({"max_length_factor": 1.2}, ", and stops at 1.2 times the tokens of the source plus 50"),
+        ({"max_length_factor": 2, "max_length_offset": 0}, "stops at 2 times the tokens of the "),
+        ({"max_length_factor": 0}, ", and stops at 50 tokens."),
+        ({"max_length_offset": 0}, None),
+    ],
+)
+def test_the_limit_of_a_translation_is_said_in_words(bare, settings, limit):
+    path = bare / "generation_config.json"
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | settings)
+    text = text_of(bare)
+    assert limit in text if limit else "stops at" not in text

@@ -324,7 +324,7 @@ def test_the_generation_config_is_the_section_testing(save):
     config = converted.model.generation_config
     assert (config.num_beams, config.length_penalty, config.max_new_tokens) == (1, 0.0, None)
     assert (config.min_new_tokens, config.suppress_tokens) == (None, [0, 2, 4, 5])
-    assert config.max_length_offset == 50
+    assert (config.max_length_factor, config.max_length_offset) == (1.5, 0)
     ids = converted.tokenizer("<de> a").input_ids
     assert ids == [5, 6, 3]
     assert converted.tokenizer.decode(ids, skip_special_tokens=True) == "a"

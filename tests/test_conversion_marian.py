@@ -329,7 +329,7 @@ def test_what_marianmt_has_no_place_for_is_named(tiny_model, tmp_path, warnings_
     marian.save(tiny_model(), tmp_path / "out")
     assert len(warnings_of) == 1
     assert "gnmt" in warnings_of[0]
-    assert "max_length_offset 50" in warnings_of[0]
+    assert "max_length_offset 50 (max_length 512 instead)" in warnings_of[0]
     assert MarianMTModel.from_pretrained(tmp_path / "out").generation_config.max_length == 512
 
 
@@ -951,7 +951,6 @@ def test_settings_of_the_search_that_have_no_place_are_named_in_one_warning(
         "word-penalty": 0.5,
         "max-length": 300,
         "max-length-crop": True,
-        "max-length-factor": 2.5,
         "output-sampling": ["topk", 10],
         "shortlist": ["lex.s2t", 50, 50],
         "skip-cost": True,
@@ -971,9 +970,18 @@ def test_settings_of_the_search_that_have_no_place_are_named_in_one_warning(
     folder, _, _ = write_marian(decoder=lost | without_effect)
     assert marian.load(folder).model.generation_config.max_length == 512
     (warning,) = warnings_of
-    assert "at most 512 tokens" in warning
     assert all(f"{name} {value}" in warning for name, value in lost.items())
     assert not any(f"{name} {value}" in warning for name, value in without_effect.items())
+
+
+def test_max_length_factor_of_decoder_yml_limits_by_the_source(write_marian, warnings_of):
+    folder, _, _ = write_marian(decoder={"max-length-factor": 2.5})
+    settings = marian.load(folder).model.generation_config
+    assert (settings.max_length_factor, settings.max_length_offset) == (2.5, 0)
+    assert not warnings_of
+    settings = marian.load(folder, as_transformers=True).model.generation_config
+    assert (settings.max_length_factor, settings.max_length) == (None, 512)
+    assert "max-length-factor 2.5" in warnings_of[0]
 
 
 def test_an_opus_folder_becomes_a_folder_that_loads(write_marian, tmp_path):

@@ -45,6 +45,7 @@ SEARCHES = [
     {"num_beams": 4, "max_length_offset": 9},
     {"num_beams": 4, "max_length_offset": 6, "length_penalty": 0.0},
     {"num_beams": 2, "max_length_offset": 9, "length_penalty": -1.0},
+    {"num_beams": 2, "max_length_offset": 2, "max_length_factor": 1.3},
     {"num_beams": 3, "max_new_tokens": 9, "early_stopping": False},
     {
         "num_beams": 4,
@@ -149,7 +150,8 @@ def batch_of(sources):
 
 def generated(model, sources, **search):
     """What `generate` gives, without start token and without what follows the end."""
-    limits = [len(row) + (search.get("max_length_offset") or 50) for row in sources]
+    factor, offset = search.get("max_length_factor", 1), search.get("max_length_offset", 50)
+    limits = [int(factor * len(row) + offset) for row in sources]
     if search.get("max_new_tokens"):
         limits = [search["max_new_tokens"]] * len(sources)
     rows = model.generate(**batch_of(sources), **search)[:, 1:].tolist()
@@ -182,7 +184,12 @@ def test_settings_and_limits_come_from_the_generation_config(tiny_model, transla
     assert translator_of(model).generate(sources) == generated(
         model, sources, num_beams=3, length_penalty=0.2, max_length_offset=4
     )
-    model.generation_config.update(max_length_offset=0, max_new_tokens=5, num_beams=1)
+    model.generation_config.max_length_factor = 0.5
+    assert translator_of(model).generate(sources) == generated(
+        model, sources, num_beams=3, length_penalty=0.2, max_length_offset=4, max_length_factor=0.5
+    )
+    model.generation_config.update(max_length_offset=0, max_length_factor=None)
+    model.generation_config.update(max_new_tokens=5, num_beams=1)
     assert translator_of(model).generate(sources) == generated(model, sources, max_new_tokens=5)
     model.generation_config.max_new_tokens = None
     with pytest.raises(ValueError, match="Nothing limits the translations"):

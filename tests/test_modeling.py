@@ -5,6 +5,7 @@ Comparisons run in float64, where agreement to 1e-10 is no accident.
 
 import importlib
 import itertools
+import json
 import math
 
 import pytest
@@ -29,6 +30,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from vaswani.modeling.limits_vaswani import length_limits
 
 import vaswani
 from vaswani import (
@@ -1193,6 +1195,63 @@ def test_max_length_offset_can_be_changed_and_switched_off(endless_model):
     assert model.generate(source, max_length_offset=0).shape[1] == 7
 
 
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    ("factor", "offset", "expected"),
+    [
+        (1.5, 0, [10, 3, 6]),  # 10.5, 3.0, 6.0
+        (0.29, 2, [4, 2, 3]),  # 4.03, 2.58, 3.16
+        (2, 5, [19, 9, 13]),
+        (0, 6, [6, 6, 6]),
+        (1, 0, [7, 2, 4]),
+        (0.1, 0, [1, 1, 1]),  # an output has at least one token
+    ],
+)
+def test_a_limit_is_factor_times_source_length_plus_offset_rounded_down(
+    endless_model, padded_batch, search, factor, offset, expected
+):
+    model = endless_model()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = -10.0  # nor does it say padding: either marks the end of a row
+    source, mask = padded_batch([7, 2, 4], seed=1)
+    rule = {"max_length_factor": factor, "max_length_offset": offset}
+    for call in (rule, {"generation_config": VaswaniGenerationConfig(**rule, **search)}):
+        sequences = model.generate(source, attention_mask=mask, **{**search, **call})
+        said = [sum(word not in (0, 2) for word in row) for row in sequences.tolist()]
+        assert said == expected
+
+
+def test_a_limit_is_computed_in_float64_whatever_the_length():
+    lengths = torch.tensor([1, 100, 2**24 + 1])
+    # 0.29 * 100 is 28.999999999999996 in float64, and 29.0 in float32.
+    assert length_limits(lengths, 0.29, 0).tolist() == [1, 28, int(0.29 * (2**24 + 1))]
+    assert length_limits(lengths, 1.0, 50).tolist() == [51, 150, 2**24 + 51]
+
+
+def test_max_length_factor_is_saved_and_a_folder_without_it_has_the_papers_limit(
+    endless_model, tmp_path
+):
+    model = endless_model()
+    source = torch.tensor([[3, 4, 5, 2]])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    saved = json.loads(file.read_text())
+    saved.pop("max_length_factor")
+    file.write_text(json.dumps(saved))
+    older = VaswaniForConditionalGeneration.from_pretrained(tmp_path, dtype=model.dtype)
+    assert older.generate(source).shape[1] == 1 + 4 + 50
+    model.generation_config.update(max_length_factor=1.2, max_length_offset=3)
+    model.save_pretrained(tmp_path)
+    reloaded = VaswaniForConditionalGeneration.from_pretrained(tmp_path, dtype=model.dtype)
+    assert reloaded.generate(source).shape[1] == 1 + 7  # 1.2 * 4 + 3 is 7.8
+    assert reloaded.generate(source, max_length_factor=2).shape[1] == 1 + 2 * 4 + 3
+    assert reloaded.generate(source, max_new_tokens=5).shape[1] == 1 + 5
+    # Both at 0 leave the limit to max_length.
+    off = {"max_length_factor": 0, "max_length_offset": 0}
+    reloaded.generation_config.max_length = 6
+    assert reloaded.generate(source, **off).shape[1] == 6
+
+
 def test_a_plain_generation_config_in_the_call_inherits_the_papers_settings(lively_model):
     found = []
     for seed in range(4):
@@ -1229,6 +1288,11 @@ def test_eos_token_id_none_never_ends_a_sentence(tiny_model):
         ({"max_length_offset": -1}, r"max_length_offset.*-1"),
         ({"max_length_offset": 2.5}, r"max_length_offset.*2\.5"),
         ({"max_length_offset": True}, r"max_length_offset.*True"),
+        ({"max_length_factor": -0.5}, r"max_length_factor.*-0\.5"),
+        ({"max_length_factor": math.nan}, r"max_length_factor.*nan"),
+        ({"max_length_factor": math.inf}, r"max_length_factor.*inf"),
+        ({"max_length_factor": "2"}, r"max_length_factor.*'2'"),
+        ({"max_length_factor": True}, r"max_length_factor.*True"),
     ],
 )
 def test_generation_settings_without_meaning_are_refused(tiny_model, setting, message):

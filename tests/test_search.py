@@ -128,7 +128,14 @@ CALLS = st.fixed_dictionaries(
         "early_stopping": st.sampled_from([True, False, "never"]),
         "length_penalty": st.sampled_from([0.0, 0.6, 1.0, 2.0, -0.5]),
         "length_penalty_type": st.sampled_from(["hf", "gnmt"]),
-        "limit": st.sampled_from([("max_new_tokens", 9), ("max_length_offset", 4)]),
+        "limit": st.sampled_from(
+            [
+                {"max_new_tokens": 9},
+                {"max_length_offset": 4},
+                {"max_length_offset": 2, "max_length_factor": 1.3},
+                {"max_length_offset": 0, "max_length_factor": 1.5},
+            ]
+        ),
         "ends": st.sampled_from([2, [2, 5], [2, 7, 9]]),
         "prefix": st.sampled_from([0, 3]),
         "rules": st.sampled_from([{}, *RULES]),
@@ -153,7 +160,7 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
         name: call[name]
         for name in ("num_beams", "early_stopping", "length_penalty", "length_penalty_type")
     }
-    kwargs[call["limit"][0]] = call["limit"][1]
+    kwargs |= call["limit"]
     if call["prefix"]:
         kwargs["decoder_input_ids"] = torch.full((len(mask), call["prefix"]), 3)
     kwargs |= call["rules"] | {
@@ -174,7 +181,15 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
 
 
 @pytest.mark.parametrize("rules", [{}, *RULES])
-@pytest.mark.parametrize("limit", [{}, {"max_new_tokens": 6}, {"max_length_offset": 2}])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {},
+        {"max_new_tokens": 6},
+        {"max_length_offset": 2},
+        {"max_length_offset": 1, "max_length_factor": 1.4},
+    ],
+)
 def test_greedy_search_equals_transformers(tiny_model, source, searches, rules, limit):
     for seed in range(8):
         model = tiny_model(seed=seed)
