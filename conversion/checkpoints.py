@@ -120,7 +120,9 @@ def reading_options(path: Path) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as error:
-        raise ConversionError(f"The options in {path} make no model: {error}") from error
+        # Strict dataclasses wrap what a validator raises in a line about the validator.
+        reason = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        raise ConversionError(f"The options in {path} make no model: {reason or error}") from error
 
 
 def build_model(config: VaswaniConfig, tensors: Tensors) -> VaswaniForConditionalGeneration:

@@ -4,8 +4,9 @@ r"""fairseq: a Transformer's checkpoint and its dictionaries.
         --target-dict dict.en.txt --bpe-codes code
 
 INPUT is a checkpoint of the model "transformer" or one of its architectures, of any version: one of
-a training, an average, one of an ensemble. Dictionaries are those of fairseq-preprocess; one is
-enough where both are the same, and without any only the model is converted.
+a training, an average, one of an ensemble. Dictionaries are those of fairseq-preprocess. One is
+enough for a model that shares all its embeddings; give a joint dictionary twice to any other.
+Without dictionaries, only the model is converted.
 
 How fairseq is carried over:
 
@@ -18,6 +19,9 @@ How fairseq is carried over:
 * layerdrop leaves out layers in training alone: all are kept, and the rate is lost.
 * generation is that of fairseq-generate without options: 5 beams, score / length, an end at as many
   finished hypotheses as beams, 1 to 200 tokens and then the end token, never the padding token.
+  Where the checkpoint has settings of the search (cfg.generation), beam, lenpen, unnormalized,
+  min_len, max_len_a and max_len_b are taken from there. With max_len_a, each sentence is limited by
+  its own length; fairseq takes the longest of the batch, and ends at max_target_positions, too.
   The best translation is fairseq's. Others (num_return_sequences) may differ, for fairseq keeps the
   first 5 to finish, this package the best 5; so may what is cut off at the limit, since the
   probability of the end token that is forced there counts in fairseq alone.
@@ -28,33 +32,27 @@ or fastBPE, they take words between spaces, as Moses' tokenizer leaves them, cut
 when decoding; white space of other kinds, which those tools take for letters, separates words too.
 With --sentencepiece-model they take plain text. What has no entry in the dictionary is <unk>, and
 so are "<s>", "<pad>" and "</s>" where they are written in a text. Decoding with skip_special_tokens
-leaves out <unk>, which fairseq prints. Where source and target differ in dictionaries or in what
-cuts text, target_tokenizer/ in the output is the target's.
+leaves out <unk>, which fairseq prints, and joins nothing across it. Where source and target differ
+in dictionaries or in what cuts text, target_tokenizer/ in the output is the target's.
 """
 
 import argparse
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
-from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .checkpoints import Converted, Inert, build_model, read_checkpoint, reading_options, refuse
-from .files import holds_tensors, read_text
+from .fairseq_text import BOS, EOS, PAD, UNK, read_vocabulary
+from .files import holds_tensors
 from .rules import ConversionError, Drop, Rename, Rule, Stack, Tensors, to_ours
-from .sentencepiece import SentencePiece, piece_backend
-from .subword_nmt import Codes, pair_backend, read_codes, word_backend
 
 logger = logging.get_logger(__name__)
 
-_BOS, _PAD, _EOS, _UNK = range(4)
-_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 _STACKS = ("encoder", "decoder")
 
 # Current names first: what is written in theirs gets these.
@@ -188,6 +186,29 @@ min_params_to_wrap no_decoder_final_norm no_scale_embedding offload_activations
 quant_noise_pq_block_size relu_dropout share_all_embeddings share_decoder_input_output_embed
 """
 _KNOWN = {*_T2T, *_REFUSED.split(), *_WITHOUT_EFFECT.split()}
+# Options of the search that are carried over, with their defaults.
+_SEARCH: dict[str, Any] = {
+    "beam": 5,
+    "lenpen": 1.0,
+    "unnormalized": False,
+    "min_len": 1,
+    "max_len_a": 0.0,
+    "max_len_b": 200,
+}
+# Options that change the search and are not carried over, with the values that leave them off.
+_OTHER_SEARCH: dict[str, Any] = {
+    "constraints": None,
+    "diverse_beam_groups": -1,
+    "diversity_rate": -1.0,
+    "lm_path": None,
+    "match_source_len": False,
+    "no_repeat_ngram_size": 0,
+    "prefix_size": 0,
+    "retain_dropout": False,
+    "sampling": False,
+    "temperature": 1.0,
+    "unkpen": 0.0,
+}
 # A Namespace holds the model's options among those of the whole training. These are a model's.
 _OF_A_MODEL = re.compile(
     r"(?:encoder|decoder|adaptive|base|cross|moe|quant_noise|scale|share|tie)_\w+"
@@ -200,7 +221,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the arguments of `convert` but for the output."""
     parser.add_argument("checkpoint", metavar="INPUT", help="checkpoint, a .pt file")
     parser.add_argument("--source-dict", metavar="FILE", help="dict.xx.txt of the source language")
-    parser.add_argument("--target-dict", metavar="FILE", help="of the target; else the source's")
+    parser.add_argument(
+        "--target-dict", metavar="FILE", help="of the target, unless all embeddings are shared"
+    )
     parser.add_argument("--bpe-codes", metavar="FILE", help="codes of subword-nmt or fastBPE")
     parser.add_argument("--target-bpe-codes", metavar="FILE", help="of the target; else the same")
     parser.add_argument("--sentencepiece-model", metavar="FILE", help="SentencePiece's .model")
@@ -236,7 +259,7 @@ def load(
 
     Args:
         checkpoint: a .pt file.
-        source_dict, target_dict: dict.xx.txt; either stands for both where one is given.
+        source_dict, target_dict: dict.xx.txt; either stands for both if all embeddings are shared.
         bpe_codes, target_bpe_codes: the codes that texts were cut by; the first stands for both.
         sentencepiece_model, target_sentencepiece_model: likewise SentencePiece's models.
         remove_bpe: without these, join when decoding what "@@ " separates.
@@ -263,13 +286,14 @@ def load(
     model = build_model(config, to_ours(RULES, tensors))
     model.generation_config = generation_config
 
+    given = [file for file in (source_dict, target_dict) if file is not None]
     source_dict, target_dict = source_dict or target_dict, target_dict or source_dict
     if source_dict is None or target_dict is None:
         if bpe_codes or target_bpe_codes or sentencepiece_model or target_sentencepiece_model:
             raise ConversionError("What cuts text needs a dictionary to look up: give source_dict.")
         return Converted(model)
-    source = _read_vocabulary(source_dict, bpe_codes, sentencepiece_model, remove_bpe)
-    target = _read_vocabulary(
+    source = read_vocabulary(source_dict, bpe_codes, sentencepiece_model, remove_bpe)
+    target = read_vocabulary(
         target_dict,
         target_bpe_codes or bpe_codes,
         target_sentencepiece_model or sentencepiece_model,
@@ -285,6 +309,11 @@ def load(
     ]
     if config.share_encoder_decoder_embeddings and source.symbols != target.symbols:
         problems.append(f"{source_dict} and {target_dict} differ, but share their embeddings")
+    if not config.share_encoder_decoder_embeddings and len(given) == 1:
+        problems.append(
+            f"{given[0]} alone cannot be taken for both sides, whose embeddings differ (give "
+            "source_dict and target_dict, or a joint dictionary as both)"
+        )
     refuse(problems, str(path))
     own = None if source == target else target.tokenizer()
     return Converted(model, source.tokenizer(), own)
@@ -311,6 +340,7 @@ def _read_options(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], li
         criterion, task = config.get("criterion") or {}, config.get("task") or {}
         training = {"criterion": criterion.get("_name"), "task": task.get("_name")}
         training["label_smoothing"] = criterion.get("label_smoothing")
+        training["generation"] = config.get("generation")
     for name, value in options.items():
         reference = (
             re.fullmatch(r"\$\{model\.([\w.]+)\}", value) if isinstance(value, str) else None
@@ -400,6 +430,8 @@ def _problems(
                 if options.get("no_decoder_final_norm")
                 else "a LayerNorm after one stack alone (encoder.version, decoder.version)"
             )
+    if not options.get("encoder_learned_pos") and int(options["encoder_embed_dim"]) % 2:
+        problems.append(f"{_flag('encoder_embed_dim', options)} (odd, without learned positions)")
     longest = [options[f"max_{side}_positions"] for side in ("source", "target")]
     if options.get("encoder_learned_pos") and longest[0] != longest[1]:
         problems.append(
@@ -453,147 +485,52 @@ def _config(options: dict[str, Any], tensors: Tensors, final_norm: bool) -> Vasw
         norm_position="pre" if pre_norm else "post",
         final_layer_norm=None if final_norm == pre_norm else final_norm,
         position_encoding="learned" if learned else "sinusoidal_t2t",
-        position_offset=_PAD + 1,
+        position_offset=PAD + 1,
         max_position_embeddings=options["max_source_positions"] if learned else None,
         attention_bias=True,
         scale_embedding=not options.get("no_scale_embedding"),
         tie_word_embeddings=everywhere or bool(options.get("share_decoder_input_output_embed")),
         share_encoder_decoder_embeddings=everywhere,
-        pad_token_id=_PAD,
-        unk_token_id=_UNK,
-        eos_token_id=_EOS,
-        bos_token_id=_BOS,
-        decoder_start_token_id=_EOS,
+        pad_token_id=PAD,
+        unk_token_id=UNK,
+        eos_token_id=EOS,
+        bos_token_id=BOS,
+        decoder_start_token_id=EOS,
     )
 
 
 def _generation_config(options: dict[str, Any]) -> VaswaniGenerationConfig:
-    """Decoding as fairseq-generate does without options."""
-    # Their limits, 1 and 200 tokens, count neither the start token nor the end.
-    longest = min(200, options["max_target_positions"] - 1)
-    return VaswaniGenerationConfig(
-        num_beams=5,
-        length_penalty_type="hf",
-        length_penalty=1.0,
-        early_stopping=True,
-        max_length_offset=0,
-        min_length=2,
-        max_length=longest + 2,
-        suppress_tokens=[_PAD],
-        forced_eos_token_id=_EOS,
-        pad_token_id=_PAD,
-        eos_token_id=_EOS,
-        bos_token_id=_BOS,
-        decoder_start_token_id=_EOS,
-    )
-
-
-# Text
-
-
-@dataclass
-class _Vocabulary:
-    """A dictionary, and what cuts text into its entries.
-
-    Args:
-        symbols: the entries in their order.
-        codes: of byte-pair encoding, if any.
-        pieces: SentencePiece's model, if any.
-        remove_bpe: join when decoding what "@@ " separates.
-    """
-
-    symbols: list[str]
-    codes: Codes | None
-    pieces: Path | None
-    remove_bpe: bool
-
-    def tokenizer(self) -> VaswaniTokenizer:
-        """Make the tokenizer.
-
-        Raises:
-            ConversionError: it would not always cut text as fairseq's tools do.
-        """
-        last = {symbol: index for index, symbol in enumerate(self.symbols)}
-        # An entry that a later line replaces gets a name that no text has.
-        ids = {
-            symbol if last[symbol] == index else f"{symbol} {index}": index
-            for index, symbol in enumerate(self.symbols)
-        }
-        if self.pieces is not None:
-            backend = _piece_backend(ids, self.pieces)
-        elif self.codes is not None:
-            backend = pair_backend(ids, _SPECIAL, self.codes)
-        else:
-            backend = word_backend(ids, _SPECIAL, self.remove_bpe)
-        made = VaswaniTokenizer.from_backend(backend)
-        made.add_special_tokens({"bos_token": _SPECIAL[_BOS]})
-        if len(made) > len(self.symbols):
-            made.init_kwargs["unknown_from"] = len(self.symbols)
-        return made
-
-
-def _read_vocabulary(
-    dictionary: str | Path, codes: str | Path | None, pieces: str | Path | None, remove_bpe: bool
-) -> _Vocabulary:
-    """A dictionary with what belongs to it.
-
-    Raises:
-        ConversionError: a file is missing or damaged, or there is one too many.
-    """
-    if codes and pieces:
-        raise ConversionError(f"Text is cut by {codes} or by {pieces}, not by both.")
-    return _Vocabulary(
-        _read_dictionary(Path(dictionary)),
-        read_codes(Path(codes)) if codes else None,
-        Path(pieces) if pieces else None,
-        remove_bpe,
-    )
-
-
-def _read_dictionary(path: Path) -> list[str]:
-    """The special tokens and the entries of dict.xx.txt.
-
-    Raises:
-        ConversionError: fairseq would not read it either, or it replaces a special token.
-    """
-    symbols = list(_SPECIAL)
-    known = set(symbols)
-    text = re.sub("\r\n?", "\n", read_text(path)).removesuffix("\n")
-    for number, line in enumerate(text.split("\n"), start=1):
-        word, _, count = line.rstrip().rpartition(" ")
-        replaces = count == "#fairseq:overwrite"
-        if replaces:
-            word, _, count = word.rpartition(" ")
-        if not re.fullmatch(r"[+-]?\d+", count):
-            raise ConversionError(f"{path}, line {number} is no entry with its count: {line!r}.")
-        if word in known and (word in _SPECIAL or not replaces):
-            raise ConversionError(f"{path}, line {number}: there is an entry {word!r} already.")
-        known.add(word)
-        symbols.append(word)
-    return symbols
-
-
-def _piece_backend(ids: dict[str, int], path: Path) -> Tokenizer:
-    """Text cut by SentencePiece, its pieces looked up.
-
-    Pieces that the dictionary lacks get numbers behind its own.
-    """
-    model, vocabulary = SentencePiece.read(path), dict(ids)
-    pieces = set(model.pieces)
-    others = [
-        entry
-        for entry, index in ids.items()
-        if entry not in pieces and index >= len(_SPECIAL) and "madeupword" not in entry
+    """Decoding as fairseq-generate does with the options that the checkpoint holds, or none."""
+    given = options.get("generation") or {}
+    search = _SEARCH | {name: given[name] for name in _SEARCH if given.get(name) is not None}
+    lost = [
+        f"{name} {given[name]}"
+        for name, off in _OTHER_SEARCH.items()
+        if given.get(name, off) != off
     ]
-    if others:
-        logger.warning(
-            f"{len(others)} entries of the dictionary are no pieces of {path}, {others[0]!r} among "
-            "them. Where several characters that SentencePiece does not know follow each other, "
-            "fairseq looks them up as one, the tokenizer one by one."
-        )
-    for piece in sorted(pieces):
-        vocabulary.setdefault(piece, len(vocabulary))
-    return piece_backend(model, vocabulary, _SPECIAL)
+    if lost:
+        logger.warning(f"Of cfg.generation, {', '.join(lost)} cannot be carried over.")
+    # fairseq's limits count neither the start token, as max_length does, nor the end token.
+    longest = search["max_len_b"]
+    if search["max_len_a"]:
+        limit = {"max_length_factor": search["max_len_a"], "max_length_offset": longest + 1}
+    else:
+        longest = min(longest, options["max_target_positions"] - 1)
+        limit = {"max_length_offset": 0, "max_length": longest + 2}
+    return VaswaniGenerationConfig(
+        num_beams=search["beam"],
+        length_penalty_type="hf",
+        length_penalty=0.0 if search["unnormalized"] else float(search["lenpen"]),
+        early_stopping=True,
+        min_length=search["min_len"] + 1,
+        **limit,
+        suppress_tokens=[PAD],
+        forced_eos_token_id=EOS,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=BOS,
+        decoder_start_token_id=EOS,
+    )
 
 
 __all__ = ["add_arguments", "convert", "load"]

@@ -265,7 +265,9 @@ def _configured(**settings: Any) -> VaswaniConfig:
     try:
         return VaswaniConfig(**settings)
     except StrictDataclassError as error:
-        raise ConversionError(f"The options contradict each other: {error}") from error
+        raise ConversionError(
+            f"The options contradict each other: {error.__cause__ or error}"
+        ) from error
 
 
 def _finish(

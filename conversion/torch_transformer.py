@@ -372,7 +372,9 @@ def _config(about: Description, outside: Tensors, tensors: Tensors) -> VaswaniCo
         settings["layer_norm_eps"] = float(about.layer_norm_eps)
         return VaswaniConfig(**settings)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise ConversionError(f"The description cannot be used: {error}") from error
+        raise ConversionError(
+            f"The description cannot be used: {error.__cause__ or error}"
+        ) from error
 
 
 def _flat(table: torch.Tensor) -> torch.Tensor:

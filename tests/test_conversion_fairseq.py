@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.conversion import fairseq, subword_nmt
+from vaswani.conversion import fairseq, fairseq_text, subword_nmt
 from vaswani.conversion.__main__ import main
 from vaswani.conversion.rules import ConversionError, to_theirs
 
@@ -605,15 +605,15 @@ def test_hostile_checkpoints_are_refused_wherever_it_hides_and_not_run(
 # Decoding
 
 
-def fairseqs_beam_search(network, source, beams=5, longest=200):
+def fairseqs_beam_search(network, source, beams=5, lenpen=1.0, normalized=True, least=1, limit=200):
     """The best hypothesis of one sentence, and its score, by fairseq's rules."""
     open_ones, finished = [(0.0, [EOS])], []
-    for step in range(longest + 1):
+    for step in range(limit + 1):
         tokens = torch.tensor([tokens for _, tokens in open_ones])
         log_probabilities = network(source.expand(len(tokens), -1), tokens)[:, -1].log_softmax(-1)
         log_probabilities[:, PAD] = -torch.inf
-        if step == 0:
-            log_probabilities[:, EOS] = -torch.inf  # --min-len 1
+        if step < least:
+            log_probabilities[:, EOS] = -torch.inf
         sums = log_probabilities + torch.tensor([score for score, _ in open_ones])[:, None]
         scores, best = sums.flatten().topk(2 * beams)
         candidates = [
@@ -622,7 +622,7 @@ def fairseqs_beam_search(network, source, beams=5, longest=200):
         ]
         for score, tokens in candidates[:beams]:
             if tokens[-1] == EOS and len(finished) < beams:
-                finished.append((score / (step + 1), tokens[1:]))
+                finished.append((score / (step + 1) ** (lenpen * normalized), tokens[1:]))
         if len(finished) == beams:
             return max(finished)
         open_ones = [c for c in candidates if c[1][-1] != EOS][:beams]
@@ -648,6 +648,68 @@ def test_generate_finds_what_fairseq_generate_finds(tmp_path, scale, shift):
         assert outputs.sequences[row, 1 : len(tokens) + 1].tolist() == tokens
         assert (outputs.sequences[row, len(tokens) + 1 :] == PAD).all()
         assert outputs.sequences_scores[row].item() == pytest.approx(score, abs=1e-5)
+
+
+def a_search(**changes):
+    return {"generation": {"_name": None, "beam": 5, "lenpen": 1, "nbest": 1, **changes}}
+
+
+SEARCHES = [
+    ({"beam": 2, "lenpen": 0.3}, {"beams": 2, "lenpen": 0.3}),
+    ({"unnormalized": True, "lenpen": 2.0}, {"normalized": False}),
+    ({"min_len": 4, "beam": 3}, {"least": 4, "beams": 3}),
+]
+
+
+@pytest.mark.parametrize(("options", "rules"), SEARCHES, ids=str)
+def test_options_of_the_search_that_a_checkpoint_holds_are_fairseqs(tmp_path, options, rules):
+    network = Fairseq(OPTIONS)
+    with torch.no_grad():
+        bias = network.decoder.layers[-1].final_layer_norm.bias
+        network.decoder.output_projection.weight[[PAD, EOS]] += 2 * bias
+    cfg = config(grouped(OPTIONS)) | a_search(**options)
+    model = fairseq.load(checkpoint(tmp_path / "a.pt", network, cfg=cfg)).model
+    _, right, _ = batch()
+    mask = (right != PAD).long()
+    outputs = model.generate(right, attention_mask=mask, return_dict_in_generate=True)
+    for row, length in enumerate(mask.sum(1).tolist()):
+        score, tokens = fairseqs_beam_search(network, right[row : row + 1, :length], **rules)
+        assert outputs.sequences[row, 1 : len(tokens) + 1].tolist() == tokens
+        assert outputs.sequences_scores[row].item() == pytest.approx(score, abs=1e-5)
+
+
+def test_max_len_a_and_b_limit_each_sentence_where_fairseq_ends_it_alone(tmp_path):
+    network = Fairseq(OPTIONS | {"decoder_layers": 1})
+    with torch.no_grad():  # a norm that leaves a constant, and an end that it makes unlikely
+        norm = network.decoder.layers[0].final_layer_norm
+        norm.weight.zero_()
+        norm.bias.fill_(1.0)
+        network.decoder.output_projection.weight[EOS] = -9.0
+    for a, b in ((1.2, 3), (0.29, 5), (0, 6), (2, 0)):
+        cfg = config(grouped(network.options)) | a_search(max_len_a=a, max_len_b=b)
+        model = fairseq.load(checkpoint(tmp_path / "a.pt", network, cfg=cfg)).model
+        sources = [[5, EOS], [5, 6, 7, 8, EOS], [5, 6, 7, EOS]]
+        padded = torch.tensor([row + [PAD] * (5 - len(row)) for row in sources])
+        outputs = model.generate(padded, attention_mask=(padded != PAD).long()).tolist()
+        for source, output in zip(sources, outputs, strict=True):
+            limit = int(a * len(source) + b)  # words before the end
+            assert EOS not in output[1 : 1 + limit]
+            assert output[1 + limit :] == [EOS] + [PAD] * (len(output) - limit - 2)
+
+
+def test_options_of_the_search_without_a_counterpart_are_named(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(fairseq.logger, "warning", warnings.append)
+    network = Fairseq(OPTIONS)
+    off = {"temperature": 1.0, "sampling": False, "diverse_beam_groups": -1, "constraints": None}
+    cfg = config(grouped(OPTIONS)) | a_search(**off)
+    model = fairseq.load(checkpoint(tmp_path / "a.pt", network, cfg=cfg)).model
+    assert not warnings
+    usual = fairseq.load(checkpoint(tmp_path / "b.pt", network)).model
+    assert model.generation_config.to_dict() == usual.generation_config.to_dict()
+    cfg |= a_search(temperature=0.7, no_repeat_ngram_size=3)
+    fairseq.load(checkpoint(tmp_path / "a.pt", network, cfg=cfg))
+    assert "no_repeat_ngram_size 3, temperature 0.7 cannot be carried over" in warnings[0]
 
 
 @pytest.mark.parametrize("longest", [9, 1024])
@@ -736,6 +798,24 @@ def test_decoding_joins_words_and_what_bpe_separated(word_tokenizer):
     ]
 
 
+def test_an_unknown_word_is_printed_as_by_fairseq_or_skipped_and_joins_nothing(word_tokenizer):
+    _, tokenizer = word_tokenizer
+    for words, printed, skipped in (
+        ("hou@@ <unk> se", "hou<unk> se", "hou se"),
+        ("hou@@ hou@@ <unk> <unk> se the", "houhou<unk> <unk> se the", "houhou se the"),
+        ("<unk> hou@@ se", "<unk> house", "house"),
+        ("hou@@ <unk>", "hou<unk>", "hou"),
+        ("<unk>", "<unk>", ""),
+        ("", "", ""),
+    ):
+        assert (words + " ").replace("@@ ", "").rstrip() == printed  # fairseq's rule
+        ids = [*tokenizer.convert_tokens_to_ids(words.split()), PAD]
+        assert tokenizer.decode(ids[:-1]) == printed
+        assert tokenizer.decode(ids, skip_special_tokens=True) == skipped
+        assert tokenizer.batch_decode(torch.tensor([ids]), skip_special_tokens=True) == [skipped]
+    assert tokenizer.decode(UNK, skip_special_tokens=True) == ""
+
+
 def test_two_dictionaries_make_two_tokenizers(tmp_path):
     source = dictionary(tmp_path / "dict.de.txt", [f"d{n}" for n in range(SOURCE - 4)])
     target = dictionary(tmp_path / "dict.en.txt", [f"e{n}" for n in range(TARGET - 4)])
@@ -762,17 +842,49 @@ def test_shared_embeddings_need_one_dictionary(tmp_path):
     with pytest.raises(ConversionError, match="differ, but share their embeddings"):
         fairseq.load(path, source_dict=left, target_dict=right)
     assert fairseq.load(path, source_dict=left, target_dict=left).target_tokenizer is None
+    assert fairseq.load(path, target_dict=left).tokenizer is not None
+
+
+def test_one_dictionary_is_not_taken_for_both_sides_of_separate_embeddings(tmp_path):
+    path = checkpoint(tmp_path / "a.pt", Fairseq(OPTIONS, target=SOURCE))
+    file = dictionary(tmp_path / "dict.de.txt", [f"w{n}" for n in range(SOURCE - 4)])
+    for files in ({"source_dict": file}, {"target_dict": file}):
+        with pytest.raises(
+            ConversionError, match=r"dict\.de\.txt alone .* a joint dictionary as both"
+        ):
+            fairseq.load(path, **files)
+    assert fairseq.load(path, source_dict=file, target_dict=file).target_tokenizer is None
+
+
+def test_an_odd_width_is_refused_in_a_sentence_unless_positions_are_learned(tmp_path):
+    sizes = {"encoder_embed_dim": 15, "decoder_embed_dim": 15}
+    sizes |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5}
+    network = Fairseq(OPTIONS | LEARNED | sizes)
+    assert_same_logits(network, fairseq.load(checkpoint(tmp_path / "a.pt", network)).model)
+    network.options.update(encoder_learned_pos=False, decoder_learned_pos=False)
+    with pytest.raises(ConversionError) as error:
+        fairseq.load(checkpoint(tmp_path / "a.pt", network))
+    assert "--encoder-embed-dim 15 (odd, without learned positions)" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_options_that_contradict_each_other_are_one_sentence(tmp_path):
+    path = checkpoint(
+        tmp_path / "a.pt", Fairseq(OPTIONS), Namespace(**OPTIONS | {"encoder_attention_heads": 3})
+    )
+    with pytest.raises(ConversionError, match=r"make no model: d_model \(16\) must be a multiple"):
+        fairseq.load(path)
 
 
 def test_lines_of_a_dictionary_may_end_as_on_other_systems(tmp_path):
     (tmp_path / "a").write_bytes(b"one 1\r\ntwo 2\r\n")
-    assert fairseq._read_dictionary(tmp_path / "a")[4:] == ["one", "two"]
+    assert fairseq_text.read_dictionary(tmp_path / "a")[4:] == ["one", "two"]
 
 
 def test_a_later_line_may_replace_an_earlier_entry(tmp_path):
     path = dictionary(tmp_path / "a", ["one", "two"], "one 7 #fairseq:overwrite\nthree 1\n")
-    assert fairseq._read_dictionary(path)[4:] == ["one", "two", "one", "three"]
-    tokenizer = fairseq._read_vocabulary(path, None, None, False).tokenizer()
+    assert fairseq_text.read_dictionary(path)[4:] == ["one", "two", "one", "three"]
+    tokenizer = fairseq_text.read_vocabulary(path, None, None, False).tokenizer()
     assert tokenizer("one two three")["input_ids"] == [6, 5, 7, EOS]
     assert len(tokenizer) == 8
 
@@ -790,7 +902,7 @@ def test_a_later_line_may_replace_an_earlier_entry(tmp_path):
 def test_a_dictionary_that_fairseq_would_not_read_is_refused(tmp_path, extra, message):
     path = dictionary(tmp_path / "dict.txt", ["one", "two"], extra)
     with pytest.raises(ConversionError, match=message):
-        fairseq._read_dictionary(path)
+        fairseq_text.read_dictionary(path)
 
 
 def test_files_of_text_that_are_missing_or_damaged_are_named(tmp_path):
@@ -841,7 +953,7 @@ def pair_tokenizer(tmp_path, codes, keep=lambda entry: True, corpus=()):
     segmenter = apply_bpe.BPE(io.StringIO(codes))
     entries = sorted({e for e in segmenter.process_line(" ".join(corpus)).split() if keep(e)})
     (tmp_path / "codes").write_text(codes, encoding="utf-8")
-    vocabulary = fairseq._read_vocabulary(
+    vocabulary = fairseq_text.read_vocabulary(
         dictionary(tmp_path / "dict", entries), tmp_path / "codes", None, False
     )
     vocabulary.tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -870,6 +982,8 @@ def test_words_are_cut_as_by_subword_nmt_and_only_known_ids_come_out(tmp_path, l
         known = [piece if piece in entries else "<unk>" for piece in pieces]
         joined = (" ".join(known) + " ").replace("@@ ", "").rstrip()
         assert tokenizer.decode(ids[:-1]) == joined
+        skipped = " ".join(joined.replace("<unk>", "").split())
+        assert tokenizer.decode(ids, skip_special_tokens=True) == skipped
     assert unknown > 100
 
 
@@ -919,7 +1033,7 @@ def test_codes_of_fastbpe_are_those_of_subword_nmt_with_counts(tmp_path):
 def test_codes_that_cannot_be_followed_exactly_are_refused(tmp_path, codes, message):
     (tmp_path / "codes").write_text(codes)
     with pytest.raises(ConversionError, match=message):
-        fairseq._read_vocabulary(
+        fairseq_text.read_vocabulary(
             dictionary(tmp_path / "dict", ["a", "b"]), tmp_path / "codes", None, False
         ).tokenizer()
 
@@ -974,7 +1088,7 @@ def test_text_is_cut_by_sentencepiece_and_looked_up(tmp_path, kind):
     cutter = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
     pieces = [cutter.id_to_piece(n) for n in range(3, 60)]
     words = [*pieces[::2], "madeupword0000"]
-    vocabulary = fairseq._read_vocabulary(
+    vocabulary = fairseq_text.read_vocabulary(
         dictionary(tmp_path / "dict", words), None, tmp_path / "m.model", False
     )
     vocabulary.tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -245,7 +245,7 @@ def test_settings_of_recipes_are_those_of_their_files():
 
 # What the codes "a b" make of "aba b" is "ab@@ a b".
 PIECES = ["ab@@", "a@@", "b@@", "a", "b"]
-LINES = ["ab@@ a b", "b ab@@ b a", "a"]
+LINES = ["ab@@ a b", "b ab@@ b a", "a", "a <unk> b"]
 
 
 def old_model(folder, **extra):
@@ -264,13 +264,17 @@ def old_model(folder, **extra):
     return network
 
 
-def generate_log(network, folder):
-    """What fairseq-generate prints for LINES."""
-    names = ["<s>", "<pad>", "</s>", "<unk>"]
-    names += [line.split()[0] for line in (folder / "dict.en.txt").read_text().splitlines()]
+def generate_log(network, folder, lines=LINES):
+    """What fairseq-generate prints for lines that are cut."""
+    entries, names = (
+        ["<s>", "<pad>", "</s>", "<unk>"]
+        + [entry.split()[0] for entry in (folder / f"dict.{side}.txt").read_text().splitlines()]
+        for side in ("de", "en")
+    )
     log = ["2019-01-01 | INFO | loading model(s) from checkpoint_best.pt"]
-    for number, line in enumerate(LINES):
-        ids = [4 + PIECES.index(word) for word in line.split()] + [EOS]
+    for number, line in enumerate(lines):
+        words = [word if word in entries else "<unk>" for word in line.split()]
+        line, ids = " ".join(words), [*map(entries.index, words), EOS]
         score, tokens = fairseqs_beam_search(network, torch.tensor([ids]))
         text = " ".join(names[token] for token in tokens[:-1])
         log += [f"S-{number}\t{line}", f"H-{number}\t{score / math.log(2)}\t{text}"]
@@ -294,21 +298,78 @@ def test_an_old_fairseq_model_is_brought_checked_and_trained_on_as_printed(folde
     assert names["model"].generate(**batch, **settings_of(paper)).shape[1] <= 1 + 4 + 50
 
 
+def cut_by_sentencepiece(folder):
+    """Train SentencePiece's model, write dictionaries of its pieces, and return cut lines."""
+    spm = pytest.importorskip("sentencepiece", reason="cuts the text")
+    (folder / "text").write_text("\n".join(["aba b", "b abb a", "bab aab", "ab bab"] * 9))
+    options = {"model_prefix": "spm", "vocab_size": 11, "minloglevel": 2}
+    spm.SentencePieceTrainer.train(input="text", **options)
+    cutter = spm.SentencePieceProcessor(model_file="spm.model")
+    pieces = [cutter.id_to_piece(number) for number in range(3, 11)]
+    for language, size in (("de", SOURCE), ("en", TARGET)):
+        others = [f"{language}{number}" for number in range(size - 4 - len(pieces))]
+        dictionary(folder / f"dict.{language}.txt", [*pieces, *others])
+    return [" ".join(cutter.encode(line, out_type=str)) for line in ("aba b", "b abb a", "aXa")]
+
+
+@pytest.mark.parametrize("cut_by", ["", "--remove-bpe", "--sentencepiece-model spm.model"])
+def test_the_check_of_the_text_holds_whatever_cut_it(folder, run, cut_by):
+    page = DOCS["from-fairseq"]
+    network = old_model(folder)
+    lines = cut_by_sentencepiece(folder) if "spm" in cut_by else LINES
+    (command,) = page.commands("sh")
+    run(command.replace("--bpe-codes code", cut_by))
+    (folder / "generate.log").write_text(generate_log(network, folder, lines))
+    (scores, printed), (check, true), *_ = page.python()
+    if cut_by == "--remove-bpe":
+        check, changed = re.subn(r"lines = .*  # converted with --remove-bpe: ", "", check)
+        assert changed == 1
+    names = {}
+    assert printed_by(scores, page.path.name, names) == printed
+    assert printed_by(check, page.path.name, names) == true
+    assert len(names["known"]) == len(names["found"]) - 1
+
+
+def test_options_of_fairseq_generate_become_the_settings_beside_them(folder):
+    network = Fairseq(OPTIONS | {"max_target_positions": 1024})
+    rows = rows_below(DOCS["from-fairseq"], "fairseq-generate |")
+    assert len(rows) == 7
+    for flags, cell in rows:
+        words = flags.replace("`", "").removesuffix(" alone").split("--")[1:]
+        pairs = (f"{word} True".split()[:2] for word in words)
+        options = {name.replace("-", "_"): ast.literal_eval(value) for name, value in pairs}
+        cfg = {"model": network.options, "generation": options}
+        path = checkpoint(folder / "a.pt", network, cfg=cfg)
+        found = fairseq.load(path).model.generation_config
+        settings = settings_of(re.search("`(.+?)`", cell)[1])
+        if "nbest" in options:  # a question of the call
+            assert settings == {"num_return_sequences": options["nbest"]}
+        elif "alone" in flags:  # saved as max_length, which counts the start token
+            assert settings["max_length_factor"] == 0
+            assert found.max_length == settings["max_length_offset"] + 1
+        else:
+            assert {name: getattr(found, name) for name in settings} == settings
+
+
 def test_refusals_are_quoted_as_they_come(folder, run):
     page = DOCS["from-fairseq"]
     (command,) = page.commands("sh")
     said = []
 
-    def refused():
+    def refused(command=command):
         with pytest.raises(SystemExit) as error:
             run(command)
         said.append(str(error.value))
 
-    old_model(folder, cfg={"kept": Path("data-bin")})
+    kept = {"task": {"data": Path("data-bin"), "langs": [Path("de")]}, "criterion": Namespace(a=1)}
+    old_model(folder, args=None, cfg={"model": {**OPTIONS, "_name": OPTIONS["arch"]}} | kept)
     refused()
     code, _ = page.python()[-1]
     printed_by(code, page.path.name, {"torch": torch})
-    assert torch.load("plain.pt", weights_only=False).keys() == {"args", "cfg", "model"}
+    saved = torch.load("plain.pt", weights_only=True)
+    assert saved["cfg"].pop("model").keys() >= OPTIONS.keys()
+    assert saved["cfg"] == {"task": {"data": "data-bin", "langs": ["de"]}, "criterion": {"a": 1}}
+    assert fairseq.load("plain.pt").model.config.d_model == OPTIONS["encoder_embed_dim"]
 
     old_model(folder, extra_state={"best": Path("data-bin")})
     refused()
@@ -327,6 +388,10 @@ def test_refusals_are_quoted_as_they_come(folder, run):
         words = [f"{language}{number}" for number in range(SOURCE - 4)]
         dictionary(folder / f"dict.{language}.txt", words)
     refused()
+    run_alone = command.replace(" --target-dict dict.en.txt", "")
+    assert run_alone != command
+    checkpoint(folder / "checkpoint_best.pt", Fairseq(OPTIONS, target=SOURCE))
+    refused(run_alone)
     os.truncate("checkpoint_best.pt", 999)
     refused()
     old_model(folder)
@@ -340,7 +405,7 @@ def test_refusals_are_quoted_as_they_come(folder, run):
         for cell, _ in rows_below(page, "the message has")
         for quote in re.findall(r"`(.+?)`", cell)
     ]
-    assert len(quoted) == 8
+    assert len(quoted) == 9
     for quote in quoted:
         assert any(quote in message for message in said), quote
 

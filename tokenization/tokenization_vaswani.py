@@ -26,6 +26,7 @@ How the text survives:
   pieces never go on after "<", and such words are escaped by "\" (word) or cut after "<" (regex).
 """
 
+import functools
 import gzip
 import json
 import os
@@ -291,7 +292,8 @@ class VaswaniTokenizer(TokenizersBackend):
 
     Imported tokenizers may have other special tokens, by `source_eos=False` the token at the end of
     targets alone (`text_target`), and by `unknown_from=N` symbols from number N on that merges need
-    and models do not know: as ids they are the unknown token.
+    and models do not know: as ids they are the unknown token. By `unknown_ends_word=True`, decoding
+    with `skip_special_tokens` does not join what stands on the two sides of an unknown token.
     """
 
     _auto_map: ClassVar[dict[str, list[str | None]]] = {
@@ -376,6 +378,23 @@ class VaswaniTokenizer(TokenizersBackend):
                 for ids in columns["input_ids"]
             ]
         return columns, encodings
+
+    def _decode(
+        self, token_ids: Any, skip_special_tokens: bool = False, *args: Any, **kwargs: Any
+    ) -> str:
+        decode = functools.partial(super()._decode, *args, **kwargs)
+        if not (skip_special_tokens and self.init_kwargs.get("unknown_ends_word")):
+            return decode(token_ids, skip_special_tokens=skip_special_tokens)
+        ids = token_ids["input_ids"] if isinstance(token_ids, dict) else token_ids
+        # The decoder does not see skipped tokens: "r@@ <unk> r" would become "rr".
+        parts: list[list[int]] = [[]]
+        for token in [ids] if isinstance(ids, int) else ids:
+            if token == self.unk_token_id:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        texts = [decode(part, skip_special_tokens=True) for part in parts]
+        return " ".join(text for text in texts if text)
 
     def _switch_to_input_mode(self) -> None:
         if self.init_kwargs.get("source_eos") is False and self.add_eos_token:

@@ -1,0 +1,129 @@
+"""Text of fairseq's models: its dictionaries, and the tokenizers that look words up in them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers.utils import logging
+
+from ..tokenization.tokenization_vaswani import VaswaniTokenizer
+from .files import read_text
+from .rules import ConversionError
+from .sentencepiece import SentencePiece, piece_backend
+from .subword_nmt import Codes, pair_backend, read_codes, word_backend
+
+logger = logging.get_logger(__name__)
+
+BOS, PAD, EOS, UNK = range(4)
+_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+
+
+@dataclass
+class Vocabulary:
+    """A dictionary, and what cuts text into its entries.
+
+    Args:
+        symbols: the entries in their order.
+        codes: of byte-pair encoding, if any.
+        pieces: SentencePiece's model, if any.
+        remove_bpe: join when decoding what "@@ " separates.
+    """
+
+    symbols: list[str]
+    codes: Codes | None
+    pieces: Path | None
+    remove_bpe: bool
+
+    def tokenizer(self) -> VaswaniTokenizer:
+        """Make the tokenizer.
+
+        Raises:
+            ConversionError: it would not always cut text as fairseq's tools do.
+        """
+        last = {symbol: index for index, symbol in enumerate(self.symbols)}
+        # An entry that a later line replaces gets a name that no text has.
+        ids = {
+            symbol if last[symbol] == index else f"{symbol} {index}": index
+            for index, symbol in enumerate(self.symbols)
+        }
+        if self.pieces is not None:
+            backend = _piece_backend(ids, self.pieces)
+        elif self.codes is not None:
+            backend = pair_backend(ids, _SPECIAL, self.codes)
+        else:
+            backend = word_backend(ids, _SPECIAL, self.remove_bpe)
+        made = VaswaniTokenizer.from_backend(backend)
+        made.add_special_tokens({"bos_token": _SPECIAL[BOS]})
+        if len(made) > len(self.symbols):
+            made.init_kwargs["unknown_from"] = len(self.symbols)
+        if self.codes is not None or self.remove_bpe:
+            made.init_kwargs["unknown_ends_word"] = True
+        return made
+
+
+def read_vocabulary(
+    dictionary: str | Path, codes: str | Path | None, pieces: str | Path | None, remove_bpe: bool
+) -> Vocabulary:
+    """A dictionary with what belongs to it.
+
+    Raises:
+        ConversionError: a file is missing or damaged, or there is one too many.
+    """
+    if codes and pieces:
+        raise ConversionError(f"Text is cut by {codes} or by {pieces}, not by both.")
+    return Vocabulary(
+        read_dictionary(Path(dictionary)),
+        read_codes(Path(codes)) if codes else None,
+        Path(pieces) if pieces else None,
+        remove_bpe,
+    )
+
+
+def read_dictionary(path: Path) -> list[str]:
+    """The special tokens and the entries of dict.xx.txt.
+
+    Raises:
+        ConversionError: fairseq would not read it either, or it replaces a special token.
+    """
+    symbols = list(_SPECIAL)
+    known = set(symbols)
+    text = re.sub("\r\n?", "\n", read_text(path)).removesuffix("\n")
+    for number, line in enumerate(text.split("\n"), start=1):
+        word, _, count = line.rstrip().rpartition(" ")
+        replaces = count == "#fairseq:overwrite"
+        if replaces:
+            word, _, count = word.rpartition(" ")
+        if not re.fullmatch(r"[+-]?\d+", count):
+            raise ConversionError(f"{path}, line {number} is no entry with its count: {line!r}.")
+        if word in known and (word in _SPECIAL or not replaces):
+            raise ConversionError(f"{path}, line {number}: there is an entry {word!r} already.")
+        known.add(word)
+        symbols.append(word)
+    return symbols
+
+
+def _piece_backend(ids: dict[str, int], path: Path) -> Tokenizer:
+    """Text cut by SentencePiece, its pieces looked up.
+
+    Pieces that the dictionary lacks get numbers behind its own.
+    """
+    model, vocabulary = SentencePiece.read(path), dict(ids)
+    pieces = set(model.pieces)
+    others = [
+        entry
+        for entry, index in ids.items()
+        if entry not in pieces and index >= len(_SPECIAL) and "madeupword" not in entry
+    ]
+    if others:
+        logger.warning(
+            f"{len(others)} entries of the dictionary are no pieces of {path}, {others[0]!r} among "
+            "them. Where several characters that SentencePiece does not know follow each other, "
+            "fairseq looks them up as one, the tokenizer one by one."
+        )
+    for piece in sorted(pieces):
+        vocabulary.setdefault(piece, len(vocabulary))
+    return piece_backend(model, vocabulary, _SPECIAL)
+
+
+__all__ = ["BOS", "EOS", "PAD", "UNK", "Vocabulary", "read_dictionary", "read_vocabulary"]
