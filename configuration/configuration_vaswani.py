@@ -1,21 +1,26 @@
 """Configuration of the Transformer of "Attention Is All You Need" (Vaswani et al., 2017)."""
 
 import copy
-import difflib
+import dataclasses
+import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
+from .names_vaswani import complaints, meant_names
+
 logger = logging.get_logger(__name__)
 
 _TRAVELLING_FILES = (
     "configuration/configuration_vaswani.py",
+    "configuration/names_vaswani.py",
     "modeling/modeling_vaswani.py",
     "modeling/generation_vaswani.py",
     "modeling/search_vaswani.py",
@@ -46,6 +51,25 @@ _CUSTOM_PIPELINES = {
         "pt": ["AutoModelForSeq2SeqLM"],
     }
 }
+# The largest sizes of a model. Without a bound, a damaged config.json builds layers for hours.
+_LARGEST: dict[str, float] = {
+    "vocab_size": 10**9,
+    "decoder_vocab_size": 10**9,
+    "d_model": 10**6,
+    "d_k": 10**6,
+    "d_v": 10**6,
+    "encoder_layers": 1000,
+    "decoder_layers": 1000,
+    "encoder_attention_heads": 10**6,
+    "decoder_attention_heads": 10**6,
+    "encoder_ffn_dim": 10**6,
+    "decoder_ffn_dim": 10**6,
+    "max_position_embeddings": math.inf,
+}
+
+
+class _FromFile(str):
+    """A reference to code that a file makes. It may name a stranger's code: no save repeats it."""
 
 
 def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
@@ -65,6 +89,28 @@ def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
         target.write_text(_LICENSE + flat, encoding="utf-8")
         written.append(str(target))
     return tuple(written)
+
+
+def _references(name: str, value: Any, place: str | None) -> dict[str, Any]:
+    """Return the references to code that a file makes under `name`, marked as such.
+
+    Raises:
+        ValueError: the file holds no mapping there.
+    """
+    if not isinstance(value, dict | None):
+        raise ValueError(
+            f"{name} in the config.json{f' of {place}' if place else ''} must be a mapping, got "
+            f"{value!r}: remove it from the file, or get the file again."
+        )
+    return {
+        key: _FromFile(reference) if isinstance(reference, str) else reference
+        for key, reference in (value or {}).items()
+    }
+
+
+def _is_own(reference: Any) -> bool:
+    """Tell whether this process made a reference to code, not a file that was loaded."""
+    return type(reference) is str
 
 
 @strict
@@ -113,6 +159,8 @@ class VaswaniConfig(PreTrainedConfig):
         decoder_start_token_id: first input of the decoder; the labels are shifted right behind it.
 
     Raises:
+        ValueError: a name is no field but is near one, or is another library's name for one. Files
+            may hold such names, and loading warns of them.
         StrictDataclassFieldValidationError: a field has the wrong type or an unknown value.
         StrictDataclassClassValidationError: fields are out of range or contradict each other.
     """
@@ -168,20 +216,39 @@ class VaswaniConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Resolve the target vocabulary and warn about names that look misspelt."""
-        own_fields = VaswaniConfig.__annotations__
-        for name in kwargs:
-            nearest = difflib.get_close_matches(name, own_fields, n=1, cutoff=0.8)
-            known_to_transformers = name in self.attribute_map or name.endswith("_token_id")
-            if nearest and not known_to_transformers:
-                logger.warning(
-                    f"VaswaniConfig has no field {name!r}; did you mean {nearest[0]!r}? "
-                    "The value is kept as an attribute and changes nothing."
-                )
+        """Resolve the target vocabulary; refuse misspelt and foreign names in a call."""
+        # What `to_dict` returns, and so every file that transformers saves, names a version.
+        loaded = kwargs.pop("_loaded", False) or self.transformers_version is not None
+        if wrong := self._complaints_about(kwargs):
+            if not loaded:
+                raise ValueError(wrong)
+            logger.warning(f"{wrong} The value is kept as an attribute and changes nothing.")
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
-        self.custom_pipelines = _CUSTOM_PIPELINES | (kwargs.pop("custom_pipelines", None) or {})
+        self._mark_code_of_file(kwargs)
         super().__post_init__(**kwargs)
+
+    def _mark_code_of_file(self, kwargs: dict[str, Any]) -> None:
+        """Mark what a file says of code, so that `save_pretrained` can leave it out."""
+        place = kwargs.get("name_or_path")
+        if "auto_map" in kwargs:
+            kwargs["auto_map"] = _references("auto_map", kwargs["auto_map"], place)
+        pipelines = _references("custom_pipelines", kwargs.pop("custom_pipelines", None), place)
+        self.custom_pipelines = _CUSTOM_PIPELINES | {
+            task: _references(f"custom_pipelines[{task!r}]", pipeline, place)
+            for task, pipeline in pipelines.items()
+        }
+
+    @classmethod
+    def _complaints_about(cls, names: Iterable[str]) -> str:
+        """Say which names are misspelt fields, or what another library calls a field."""
+        own = [field.name for field in dataclasses.fields(VaswaniConfig)]
+        known = [name for name in own if name in VaswaniConfig.__annotations__]
+        known += cls.attribute_map
+        # Other models have more special tokens, whose names are near those of ours.
+        foreign = [name for name in names if name not in known and not name.endswith("_token_id")]
+        wrong = [name for name in foreign if meant_names(name, known)]
+        return f"{cls.__name__}: {complaints(wrong, known)}" if wrong else ""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; a shared vocabulary is one, so `vocab_size` sets the target's size too."""
@@ -231,20 +298,12 @@ class VaswaniConfig(PreTrainedConfig):
             )
 
     def _refuse_out_of_range(self) -> None:
-        sizes = [
-            "vocab_size",
-            "decoder_vocab_size",
-            "d_model",
-            "d_k",
-            "d_v",
-            "max_position_embeddings",
-        ]
-        for side in ("encoder", "decoder"):
-            sizes += [f"{side}_layers", f"{side}_attention_heads", f"{side}_ffn_dim"]
-        for name in sizes:
+        for name, most in _LARGEST.items():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+            if value is not None and value > most:
+                raise ValueError(f"{name} must be at most {most:,}, got {value:,}.")
         for name in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -262,16 +321,31 @@ class VaswaniConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be greater than 0, got {value}.")
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read fields as transformers does. A file may hold foreign names; a call may not."""
+        if wrong := cls._complaints_about(kwargs):
+            raise ValueError(wrong)
+        return super().from_dict({**config_dict, "_loaded": True}, **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike) -> Self:
+        """Read a file as transformers does. The file may hold foreign names."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    @classmethod
     def preset(cls, name: str, **overrides: Any) -> "VaswaniConfig":
         """Build a row of Table 3 by its name in `presets()`; keywords replace single fields.
 
         Raises:
-            ValueError: no row has that name.
+            ValueError: no row has that name, or a keyword is no field.
         """
         if name not in _TABLE_3:
             raise ValueError(
                 f"Unknown preset {name!r}; the rows of Table 3 are {', '.join(_TABLE_3)}."
             )
+        known = [*(field.name for field in dataclasses.fields(cls)), *cls.attribute_map]
+        if wrong := complaints(overrides, known):
+            raise ValueError(f"{cls.__name__}: {wrong}")
         changes, _ = _TABLE_3[name]
         return cls(**{**changes, **overrides})
 
@@ -292,15 +366,24 @@ class VaswaniConfig(PreTrainedConfig):
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """Save config.json with flat copies of the code beside it: the folder works alone."""
-        # A class loaded as remote code has _auto_class set: transformers copies its files itself.
-        if self._auto_class is None:
-            self.auto_map = {**(getattr(self, "auto_map", None) or {}), **_AUTO_MAP}
+        self._forget_code_of_file()
         super().save_pretrained(save_directory, **kwargs)
+        # A class loaded as remote code has _auto_class set: transformers copies its files itself.
         if self._auto_class is None:
             save_remote_code(save_directory)
         if push_to_hub:
             # transformers uploads only what is written after its push began: push separately.
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def _forget_code_of_file(self) -> None:
+        # The references may name a stranger's code, which runs where this folder is trusted.
+        auto_map = getattr(self, "auto_map", None) or {}
+        self.auto_map = _AUTO_MAP | {name: code for name, code in auto_map.items() if _is_own(code)}
+        self.custom_pipelines = _CUSTOM_PIPELINES | {
+            task: pipeline
+            for task, pipeline in self.custom_pipelines.items()
+            if _is_own(pipeline.get("impl"))
+        }
 
 
 def _both(**sizes: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The configuration refuses what has no meaning, says so clearly, and survives saving."""
 
 import ast
+import copy
 import json
 import logging
 import math
@@ -12,7 +13,7 @@ from huggingface_hub.errors import (
     StrictDataclassClassValidationError,
     StrictDataclassFieldValidationError,
 )
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from vaswani import (
     VaswaniConfig,
@@ -233,23 +234,106 @@ def test_a_contradiction_made_after_construction_is_refused_by_the_model(tiny_co
 # Names
 
 
-@pytest.mark.parametrize(
-    ("misspelt", "meant"),
-    [
-        ("dropuot", "dropout"),
-        ("label_smoothin", "label_smoothing"),
-        ("encoder_layer", "encoder_layers"),
-        ("attention_biases", "attention_bias"),
-    ],
-)
-def test_a_misspelt_name_is_warned_about_with_the_name_it_resembles(
-    warnings_logged, misspelt, meant
+MISSPELT = {
+    "d_modle": ["d_model"],
+    "D_MODEL": ["d_model"],
+    "dropuot": ["dropout"],
+    "dropouts": ["dropout"],
+    "label_smoothin": ["label_smoothing"],
+    "encoder_layer": ["encoder_layers"],
+    "attention_biases": ["attention_bias"],
+    "encoder-ffn-dim": ["encoder_ffn_dim"],
+    "pad_token_ids": ["pad_token_id"],
+    "hiden_size": ["hidden_size"],
+    "num_hidden_layer": ["num_hidden_layers"],
+    "dk": ["d_k"],
+}
+HEADS = ["encoder_attention_heads", "decoder_attention_heads"]
+LAYERS = ["encoder_layers", "decoder_layers"]
+WIDTHS = ["encoder_ffn_dim", "decoder_ffn_dim"]
+TIES = ["tie_word_embeddings", "share_encoder_decoder_embeddings"]
+FOREIGN = {
+    **dict.fromkeys(["num_heads", "n_heads", "nhead", "heads"], HEADS),
+    **dict.fromkeys(["num_layers", "n_layers", "layers"], LAYERS),
+    **dict.fromkeys(["ffn_dim", "dim_feedforward", "d_ff", "intermediate_size"], WIDTHS),
+    **dict.fromkeys(["tie_embeddings", "share_embeddings", "share_all_embeddings"], TIES),
+    **dict.fromkeys(["hidden_dim", "embed_dim", "encoder_embed_dim"], ("d_model",)),
+    **dict.fromkeys(["hidden_dropout_prob", "dropout_rate", "resid_pdrop"], ("dropout",)),
+    "num_encoder_layers": ["encoder_layers"],
+    "d_kv": ["d_k", "d_v"],
+    "hidden_act": ["activation_function"],
+    "norm_first": ["norm_position"],
+    "max_len": ["max_position_embeddings"],
+    "src_vocab_size": ["vocab_size"],
+    "tgt_vocab_size": ["decoder_vocab_size"],
+    "label_smoothing_factor": ["label_smoothing"],
+    "layer_norm_epsilon": ["layer_norm_eps"],
+    "initializer_range": ["init_std"],
+}
+
+
+@pytest.mark.parametrize(("wrong", "meant"), {**MISSPELT, **FOREIGN}.items())
+def test_a_misspelt_or_foreign_name_is_refused_with_the_names_it_stands_for(wrong, meant, tmp_path):
+    expected = f"'{wrong}' is unknown: did you mean {' and '.join(map(repr, meant))}\\?"
+    for build in (
+        lambda: VaswaniConfig(**{wrong: 4}),
+        lambda: VaswaniConfig.preset("big", **{wrong: 4}),
+        lambda: AutoConfig.for_model("vaswani", **{wrong: 4}),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            build()
+    VaswaniConfig().save_pretrained(tmp_path)
+    for loader in (VaswaniConfig, AutoConfig, VaswaniModel):
+        with pytest.raises(ValueError, match=expected):
+            loader.from_pretrained(tmp_path, **{wrong: 4})
+
+
+def test_all_wrong_names_of_a_call_are_told_at_once():
+    with pytest.raises(ValueError, match=r"'num_heads'.*'dropuot'.*did you mean 'dropout'\?"):
+        VaswaniConfig(num_heads=4, dropuot=0.3, my_note="x")
+
+
+@pytest.mark.parametrize("saved_by", ["transformers", "hand"])
+@pytest.mark.parametrize(("wrong", "meant"), [("dropuot", "dropout"), ("num_heads", HEADS[0])])
+def test_a_file_with_a_wrong_name_loads_with_a_warning_and_changes_nothing(
+    saved_by, wrong, meant, tmp_path, warnings_logged
 ):
-    config = VaswaniConfig(**{misspelt: 0.1})
-    assert len(warnings_logged) == 1
-    assert repr(misspelt) in warnings_logged[0]
-    assert repr(meant) in warnings_logged[0]
-    assert getattr(config, meant) == getattr(VaswaniConfig(), meant)
+    fields = {"model_type": "vaswani"} if saved_by == "hand" else VaswaniConfig().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**fields, wrong: 0.5}))
+    loaders = (
+        lambda: VaswaniConfig.from_pretrained(tmp_path),
+        lambda: AutoConfig.from_pretrained(tmp_path),
+        lambda: VaswaniConfig.from_dict({**fields, wrong: 0.5}),
+        lambda: VaswaniConfig.from_json_file(tmp_path / "config.json"),
+    )
+    for number, load in enumerate(loaders, start=1):
+        config = load()
+        assert len(warnings_logged) == number
+        assert f"{wrong!r} is unknown: did you mean {meant!r}" in warnings_logged[-1]
+        assert getattr(config, wrong) == 0.5
+        assert getattr(config, meant) == getattr(VaswaniConfig(), meant)
+    # Copies of such a configuration are not calls by a user either.
+    for again in (copy.deepcopy(config), VaswaniConfig(**config.to_dict())):
+        assert getattr(again, wrong) == 0.5
+    config.save_pretrained(tmp_path / "again")
+    assert getattr(VaswaniConfig.from_pretrained(tmp_path / "again"), wrong) == 0.5
+
+
+def test_names_that_transformers_itself_gives_to_configurations_are_allowed(warnings_logged):
+    known = vars(PreTrainedConfig()).keys() | vars(GenerationConfig()).keys()
+    names = {name for name in known if not name.startswith("_")} - set(own_fields())
+    names |= {"encoder_layerdrop", "decoder_layerdrop", "classifier_dropout", "sep_token_id"}
+    names |= {"forced_bos_token_id", "torch_dtype", "attn_implementation", "name_or_path"}
+    for name in names - {"dtype", "problem_type"}:
+        VaswaniConfig(**{name: None})
+    assert len(names) > 50
+    assert warnings_logged == []
+
+
+def test_a_preset_refuses_every_name_that_is_no_field():
+    with pytest.raises(ValueError, match="'my_note' is unknown"):
+        VaswaniConfig.preset("base", my_note="x")
+    assert VaswaniConfig.preset("base", hidden_size=64).d_model == 64
 
 
 def test_correct_foreign_and_alias_names_are_not_warned_about(warnings_logged, tmp_path):
