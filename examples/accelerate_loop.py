@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from huggingface_hub.errors import StrictDataclassError
 from sentence_pairs import read_pairs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -45,6 +46,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--warmup", type=int, default=4000, help="of rising learning rate (default: 4000, 5.3)")
     add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
     args = parser.parse_args(argv)
+    try:
+        fields = {name: json.loads(value) for name, value in (item.split("=") for item in args.set)}
+        VaswaniConfig.preset(args.preset, **fields)
+    except (ValueError, StrictDataclassError) as error:
+        parser.error(f"--preset or --set: {error}")
     lines = read_pairs([args.source, args.target], ("source", "target"), "train")
     sources, targets = [source for source, _ in lines], [target for _, target in lines]
 
@@ -65,7 +71,6 @@ def main(argv: list[str] | None = None) -> None:
         args.tokens,
         batches_per_update=args.accumulate * accelerator.num_processes,
     )
-    fields = {name: json.loads(value) for name, value in (item.split("=") for item in args.set)}
     config = VaswaniConfig.preset(args.preset, vocab_size=len(tokenizer), **fields)
     model = VaswaniForConditionalGeneration(config)
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)

@@ -32,6 +32,7 @@ scores, recipe.yaml, which repeats the run, and README.md, the model card.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import shutil
@@ -60,6 +61,7 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from vaswani.configuration.names_vaswani import complaints
 from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import is_language, weights_sha256
 from vaswani.training.averaging import average_checkpoints
@@ -73,6 +75,7 @@ from vaswani.training.trainer import VaswaniTrainer
 from vaswani import (
     VaswaniConfig,
     VaswaniForConditionalGeneration,
+    VaswaniGenerationConfig,
     VaswaniTokenizer,
     VaswaniTranslationPipeline,
 )
@@ -308,7 +311,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--languages takes ISO 639 codes, such as de, not {code!r}")
     if args.nbest > args.beams:
         parser.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
+    refuse_wrong_settings(args)
     return args
+
+
+def refuse_wrong_settings(args: argparse.Namespace) -> None:
+    """Refuse unknown names, and values without meaning, before the data are read."""
+    known = {
+        "trainer": [
+            field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init
+        ],
+        "generation": [name for name in vars(VaswaniGenerationConfig()) if name[0] != "_"],
+    }
+    for option, names in known.items():
+        if wrong := complaints(settings(getattr(args, option)), names):
+            sys.exit(f"train_translation.py: --{option}: {wrong}")
+    try:
+        VaswaniConfig.preset(args.preset, **settings(args.set))
+        VaswaniGenerationConfig(**{"num_beams": args.beams, **settings(args.generation)})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        sys.exit(f"train_translation.py: {error}")
 
 
 def recipe_arguments(path: str) -> list[str]:
@@ -676,7 +698,10 @@ def main() -> None:
         f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {model.num_parameters():,} parameters."
     )
 
-    model.generation_config.update(num_beams=args.beams, **settings(args.generation))
+    try:
+        model.generation_config.update(**{"num_beams": args.beams, **settings(args.generation)})
+    except ValueError as error:  # beside what the checkpoint of --model says
+        sys.exit(f"train_translation.py: --generation: {error}")
     metric = TranslationMetric(args.bleu_tokenize)
     references = [target for _, target in valid_pairs]
 

@@ -258,7 +258,15 @@ def test_training_stops_when_its_minutes_are_over(examples, parallel_files, tmp_
         (["--preset", "huge"], "Unknown preset 'huge'"),
         (["--set", "dropout=1.5"], r"dropout must lie in \[0, 1\)"),
         (["--set", "dropout"], "expected NAME=VALUE"),
-        (["--trainer", "leaning_rate=1"], "leaning_rate"),
+        (["--set", "d_modle=32"], "'d_modle' is unknown: did you mean 'd_model'"),
+        (["--set", "num_heads=4", "ffn_dim=128"], "'num_heads'.*'decoder_attention_heads'.*'ffn_"),
+        (["--set", "my_note=32"], "'my_note' is unknown"),
+        (
+            ["--trainer", "leaning_rate=1"],
+            "'leaning_rate' is unknown: did you mean 'learning_rate'",
+        ),
+        (["--generation", "lenght_penalty=1"], "'lenght_penalty'.* mean 'length_penalty'"),
+        (["--generation", "length_penalty=high"], "length_penalty must be a number, got 'high'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_training(

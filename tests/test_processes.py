@@ -95,6 +95,21 @@ def test_the_accelerate_loop_refuses_files_that_do_not_match(number_words, tmp_p
         accelerate_loop.main([*files, "--output", str(tmp_path / "model")])
 
 
+@pytest.mark.parametrize(
+    ("field", "complaint"),
+    [("num_heads=4", "'num_heads' is unknown"), ("dropout=2", "dropout must lie in")],
+)
+def test_the_accelerate_loop_refuses_settings_before_it_reads(
+    field, complaint, monkeypatch, capsys
+):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import accelerate_loop
+
+    with pytest.raises(SystemExit):
+        accelerate_loop.main(["absent.en", "absent.de", "--output", "absent", "--set", field])
+    assert complaint in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_words, tmp_path):
     for processes, accumulate in ((1, 2), (2, 1)):
