@@ -110,7 +110,9 @@ class VaswaniGenerationConfig(GenerationConfig):
             for name, value in off.items()
             if name in config_dict and config_dict[name] is None
         }
-        return super().from_dict({**config_dict, **switched}, **kwargs)
+        # Code that a file names is not ours, and a save must not repeat it.
+        kept = {name: value for name, value in config_dict.items() if name != "custom_generate"}
+        return super().from_dict({**kept, **switched}, **kwargs)
 
     @classmethod
     def paper_defaults(cls, **token_ids: Any) -> "VaswaniGenerationConfig":

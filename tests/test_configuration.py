@@ -205,6 +205,17 @@ def test_sizes_are_at_least_one(field, value):
     assert re.search(rf"{field} must be at least 1, got {value}", str(error.value))
 
 
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_more_layers_than_anybody_trains_are_refused_before_they_are_built(side, tmp_path):
+    VaswaniConfig(**{f"{side}_layers": 1000}).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), f"{side}_layers": 10**9}))
+    message = f"{side}_layers must be at most 1000, got 1000000000"
+    for load in (AutoConfig.from_pretrained, VaswaniModel.from_pretrained):
+        with pytest.raises(StrictDataclassClassValidationError, match=message):
+            load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -333,7 +344,8 @@ def test_names_that_transformers_itself_gives_to_configurations_are_allowed(warn
 def test_a_preset_refuses_every_name_that_is_no_field():
     with pytest.raises(ValueError, match="'my_note' is unknown"):
         VaswaniConfig.preset("base", my_note="x")
-    assert VaswaniConfig.preset("base", hidden_size=64).d_model == 64
+    config = VaswaniConfig.preset("base", hidden_size=64, attn_implementation="eager")
+    assert (config.d_model, config._attn_implementation) == (64, "eager")
 
 
 def test_correct_foreign_and_alias_names_are_not_warned_about(warnings_logged, tmp_path):
