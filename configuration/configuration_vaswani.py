@@ -27,6 +27,7 @@ _TRAVELLING_FILES = (
     "modeling/dropout_vaswani.py",
     "modeling/incremental_vaswani.py",
     "modeling/limits_vaswani.py",
+    "modeling/linear_vaswani.py",
     "modeling/loss_vaswani.py",
     "modeling/scoring_vaswani.py",
     "tokenization/tokenization_vaswani.py",

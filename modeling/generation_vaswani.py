@@ -8,7 +8,7 @@ import copy
 import functools
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -27,7 +27,7 @@ from transformers.generation import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from .incremental_vaswani import IncrementalDecoder, forward_replaced, packed_linears
+from .incremental_vaswani import IncrementalDecoder
 from .limits_vaswani import (
     ForcedEndAtOwnLimit,
     SourceLengthCriteria,
@@ -36,13 +36,14 @@ from .limits_vaswani import (
     forced_at_own_limit,
     length_limits,
 )
+from .linear_vaswani import prepared_copy
 from .search_vaswani import FILL, TokenRules, beam_search, greedy_search, length_penalty
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 # Implementations of the same attention, between which our searches need not choose.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-# Whose hooks may stay behind: those that record attentions, and those that make inputs of a frozen
-# model require gradients, which there are none of.
+# Modules whose hooks the fast search can skip safely: they only record attentions, or enable the
+# input gradients of a frozen model.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 # Powers of a length overflow beyond.
 _LARGEST_PENALTY = 64
@@ -191,10 +192,26 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
     return None if rules.last in rules.never else rules
 
 
+def _forward_replaced(module: torch.nn.Module) -> bool:
+    """Tell whether somebody has put a function over `forward`, Accelerate's casts left aside.
+
+    Accelerate wraps a model for mixed precision and keeps the original beside. The fast search
+    computes in the type of the weights, without such casts.
+    """
+    return "forward" in vars(module) and "_original_forward" not in vars(module)
+
+
+def _hooks_are_harmless(module: torch.nn.Module) -> bool:
+    hooks = module._forward_hooks.values()
+    return not module._forward_pre_hooks and all(hook.__module__ in _HARMLESS for hook in hooks)
+
+
 class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
 
     config: Any
+    # The network's classes, the model itself last: the fast search knows what their `forward` does.
+    _network_classes: ClassVar[tuple[type[torch.nn.Module], ...]] = ()
 
     @functools.wraps(GenerationMixin.generate)
     def generate(
@@ -226,9 +243,11 @@ class VaswaniGenerationMixin(GenerationMixin):
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
-        model: Any = self
-        with torch.no_grad(), packed_linears(model):
-            return super().generate(
+        with torch.no_grad():
+            model: Any = self
+            if kwargs.get("custom_generate") is None:  # such a function may keep the model it gets
+                model = prepared_copy(model, self._is_as_written)
+            return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
 
@@ -380,30 +399,35 @@ class VaswaniGenerationMixin(GenerationMixin):
         return limits - prompt.shape[1], rules
 
     def _runs_as_written(self) -> bool:
-        """Tell whether what our searches leave out of `forward` would have changed nothing.
+        """Tell whether the fast search computes what the modules' own `forward` would compute.
 
-        They call the layers' parts, not the layers: what somebody has put over, before or behind
-        these must be run by transformers' searches.
+        It calls the parts of layers, not the layers. A module that somebody has subclassed, wrapped
+        or hooked is left to transformers' searches, which call it.
         """
         model: Any = self
         decoder = model.model.decoder
-        passed_by = [model, model.model, decoder, *decoder.layers]
+        modules = [model.model, decoder, *decoder.layers]
         for layer in decoder.layers:
-            passed_by += [layer.self_attn, layer.encoder_attn]
-        written = __name__.replace("generation_vaswani", "modeling_vaswani")
+            modules += [layer.self_attn, layer.encoder_attn]
         prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
         return (
             prepare is GenerationMixin.prepare_inputs_for_generation
+            and type(model).forward is self._network_classes[-1].forward
+            and not _forward_replaced(model)
             and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
             and self.config._attn_implementation in _ATTENTION
-            and type(model).forward.__module__ == written
-            and all(type(module).__module__ == written for module in passed_by[1:])
-            and not any(forward_replaced(module) or module.training for module in passed_by)
-            and not any(
-                module._forward_pre_hooks
-                or any(hook.__module__ not in _HARMLESS for hook in module._forward_hooks.values())
-                for module in (model, model.model, model.lm_head, *decoder.modules())
-            )
+            and not torch.nn.modules.module._has_any_global_hook()
+            and all(self._is_as_written(module) and not module.training for module in modules)
+            and not model.training
+            and all(map(_hooks_are_harmless, (model, model.lm_head, *decoder.modules())))
+        )
+
+    def _is_as_written(self, module: torch.nn.Module) -> bool:
+        """Tell whether a module of the network does what its class says, and nothing else."""
+        return (
+            type(module) in self._network_classes
+            and not _forward_replaced(module)
+            and _hooks_are_harmless(module)
         )
 
     def _beam_search(

@@ -775,6 +775,16 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         return self.encoder(input_ids, attention_mask, inputs_embeds, **kwargs)
 
 
+VaswaniForConditionalGeneration._network_classes = (
+    VaswaniAttention,
+    VaswaniEncoderLayer,
+    VaswaniDecoderLayer,
+    VaswaniEncoder,
+    VaswaniDecoder,
+    VaswaniModel,
+    VaswaniForConditionalGeneration,
+)
+
 __all__ = [
     "VaswaniEncoderModel",
     "VaswaniForConditionalGeneration",

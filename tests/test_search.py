@@ -1,9 +1,6 @@
 """Our own searches: exact, equal to transformers', the same whatever shares the batch."""
 
-import copy
 import itertools
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.utils import prune
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -31,10 +27,10 @@ from transformers.generation import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.modeling import generation_vaswani, incremental_vaswani
 from vaswani.modeling.generation_vaswani import token_rules
-from vaswani.modeling.incremental_vaswani import IncrementalDecoder, packed_linears
+from vaswani.modeling.incremental_vaswani import IncrementalDecoder
 from vaswani.modeling.search_vaswani import best_continuations
 
-from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+from vaswani import VaswaniForConditionalGeneration
 
 
 @pytest.fixture
@@ -668,135 +664,3 @@ def test_two_evaluations_of_the_trainer_come_out_whole(tiny_model, source):
     model.generation_config.max_length = 20  # as Seq2SeqTrainer leaves it behind
     assert torch.equal(model.generate(**source, eos_token_id=None), whole)
     assert whole.shape[1] == 1 + 7 + 50
-
-
-class TestPackedWeights:
-    """`packed_linears`: the same products from copies that follow the weights."""
-
-    @pytest.fixture
-    def linear(self):
-        if not incremental_vaswani._packed_dtypes():
-            pytest.skip("this CPU's PyTorch has no oneDNN")
-        return torch.nn.Linear(160, 128)
-
-    @torch.no_grad()
-    def test_copies_go_when_the_layers_cannot_be_packed_any_more(self, linear):
-        with packed_linears(linear):
-            assert linear in incremental_vaswani._packed
-        with packed_linears(linear.double()):
-            assert linear not in incremental_vaswani._packed
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @torch.no_grad()
-    def test_products_are_the_same(self, linear, dtype):
-        if dtype not in incremental_vaswani._packed_dtypes():
-            pytest.skip(f"oneDNN packs no {dtype} on this CPU")
-        linear.to(dtype)
-        states = torch.randn(3, 5, 160, dtype=dtype)
-        expected = linear(states)
-        with packed_linears(linear):
-            assert "forward" in vars(linear)
-            torch.testing.assert_close(linear(states), expected)
-        assert "forward" not in vars(linear)
-
-    @pytest.mark.parametrize(
-        "change", [lambda weight: weight.mul_(2), lambda weight: weight.data.add_(0.5)]
-    )
-    @torch.no_grad()
-    def test_changed_weights_are_packed_anew(self, linear, change):
-        states = torch.randn(2, 160)
-        with packed_linears(linear):
-            before = linear(states)
-        change(linear.weight)
-        with packed_linears(linear):
-            after = linear(states)
-        torch.testing.assert_close(after, linear(states))
-        assert not torch.allclose(after, before)
-
-    @torch.no_grad()
-    def test_a_changed_row_of_a_vocabulary_is_seen(self, linear):
-        linear, states = torch.nn.Linear(64, 500, bias=False), torch.randn(2, 64)
-        with packed_linears(linear):
-            linear(states)
-        linear.weight.data[7].zero_()
-        with packed_linears(linear):
-            assert (linear(states)[:, 7] == 0).all()
-
-    @torch.no_grad()
-    def test_replaced_weights_and_biases_are_seen(self, linear):
-        states = torch.randn(2, 160)
-        with packed_linears(linear):
-            linear(states)
-        linear.weight = torch.nn.Parameter(torch.randn(128, 160))
-        linear.bias = torch.nn.Parameter(torch.randn(128))
-        with packed_linears(linear):
-            torch.testing.assert_close(linear(states), torch.nn.Linear.forward(linear, states))
-
-    def test_several_threads_may_generate_with_one_model(self):
-        model = VaswaniForConditionalGeneration(
-            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=2)
-        ).eval()
-        sources = [torch.randint(3, 50, (1, length)) for length in range(2, 10)]
-        expected = [model.generate(source, num_beams=2, max_new_tokens=6) for source in sources]
-        with ThreadPoolExecutor(4) as pool:
-            outputs = pool.map(
-                lambda source: model.generate(source, num_beams=2, max_new_tokens=6), sources * 5
-            )
-            for output, wanted in zip(outputs, expected * 5, strict=True):
-                assert torch.equal(output, wanted)
-        assert not any("forward" in vars(module) for module in model.modules())
-
-    def test_autocast_and_gradients_run_the_layers_own_weights(self, linear):
-        states = torch.randn(2, 160, requires_grad=True)
-        with torch.no_grad(), packed_linears(linear):
-            with torch.autocast("cpu", torch.bfloat16):
-                assert linear(states).dtype == torch.bfloat16
-            with torch.enable_grad():
-                linear(states).sum().backward()
-        assert linear.weight.grad.abs().sum() > 0
-
-    def test_a_model_generates_under_autocast(self):
-        model = VaswaniForConditionalGeneration(
-            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=1)
-        ).eval()
-        source = torch.randint(3, 50, (3, 5))
-        with torch.autocast("cpu", torch.bfloat16):
-            for num_beams in (1, 3):
-                ours = model.generate(
-                    source, num_beams=num_beams, max_new_tokens=4, eos_token_id=None
-                )
-                assert ours.shape == (3, 5)
-
-    @torch.no_grad()
-    def test_weights_that_a_hook_makes_are_not_packed(self, linear):
-        prune.l1_unstructured(linear, "weight", amount=0.5)
-        with packed_linears(linear):
-            assert "forward" not in vars(linear)
-
-    def test_an_error_leaves_the_modules_as_they_were(self, linear):
-        with pytest.raises(KeyError), packed_linears(linear):
-            raise KeyError
-        assert "forward" not in vars(linear)
-
-    def test_a_model_can_be_copied_and_pickled_after_generating(self):
-        model = VaswaniForConditionalGeneration(
-            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=1)
-        ).eval()
-        source = torch.tensor([[5, 6, 2]])
-        expected = model.generate(source, max_new_tokens=4)
-        assert model in incremental_vaswani._packed
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other.generate(source, max_new_tokens=4), expected)
-
-    def test_training_between_two_calls_is_seen(self):
-        model = VaswaniForConditionalGeneration(
-            VaswaniConfig(vocab_size=50, d_model=128, encoder_layers=1, decoder_layers=1, dropout=0)
-        )
-        source = torch.tensor([[5, 6, 2]])
-        model.eval().generate(source, max_new_tokens=4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(60):
-            model.train()(input_ids=source, labels=torch.tensor([[9, 8, 7, 2]])).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model.eval().generate(source).tolist() == [[2, 9, 8, 7, 2]]

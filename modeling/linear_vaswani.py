@@ -1,0 +1,220 @@
+"""Linear layers prepared for decoding: weights packed for oneDNN, checked in every call.
+
+PyTorch lays a weight out anew in each product on a CPU. With a few rows of states this takes longer
+than the product itself, so decoding multiplies by copies that are laid out already. The copies are
+immutable and shared by all calls. Each call compares all values of a weight with those that were
+packed before it uses a copy, because nothing else tells reliably whether a weight has changed.
+
+`prepare` turns layers into a function. `prepared_copy` puts such functions into a copy of a model's
+structure. The model itself and its layers are never changed.
+
+Shapes: R rows of states; a layer maps `in` features to `out`.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+_FEW_ROWS = 3  # PyTorch multiplies so few float32 rows by a weight as it lies
+_WORTH_PACKING = 2**14  # values; smaller matrices take no time to read
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+Product = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
+
+
+class _Packed(NamedTuple):
+    """Weights of layers, one below the other (out, in), and the same values in oneDNN's layout."""
+
+    values: torch.Tensor
+    packed: torch.Tensor
+
+
+# Packed weights by the first of their layers and the number of layers. The keys are weak: packed
+# weights go when their layer goes, and a copied layer is another key.
+_known: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakKeyDictionary()
+
+
+def prepare(*linears: nn.Linear) -> Product:
+    """Return a function that applies layers to the same states and concatenates their outputs.
+
+    The function serves one call of `generate`. Its first product takes the weights as they lie. A
+    second one shows that the layers are used step by step, so that comparing and packing pays: the
+    encoder's layers never get that far.
+    """
+    layers = tuple(
+        linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
+    )
+    if not all(map(_can_prepare, layers)):
+        return functools.partial(_apply, layers)
+    few = _FEW_ROWS * layers[0].in_features if layers[0].weight.dtype == torch.float32 else 0
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    used = False
+
+    def product(states: torch.Tensor) -> torch.Tensor:
+        nonlocal weight, bias, used
+        if states.numel() <= few:
+            return _apply(layers, states)
+        if not used and len(layers) == 1:
+            used = True
+            return _multiply(states, layers[0].weight, layers[0].bias)
+        if weight is None:
+            weight, bias = _packed_weight(layers), _joined_bias(layers)
+        return _multiply(states, weight, bias)
+
+    return product
+
+
+def _apply(layers: tuple[nn.Linear, ...], states: torch.Tensor) -> torch.Tensor:
+    """Apply layers as they are."""
+    if len(layers) == 1:
+        return layers[0](states)
+    return torch.cat([layer(states) for layer in layers], dim=-1)
+
+
+def _multiply(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply by a weight with oneDNN, which lays out anew what is not packed."""
+    return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+
+
+class PreparedLinear(nn.Linear):
+    """A linear layer in the copy of a model: it shares the parameters of its original."""
+
+    original: nn.Linear
+    product: Product
+
+    def __init__(self, linear: nn.Linear) -> None:
+        vars(self).update(_registries(linear), original=linear, product=prepare(linear))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the prepared weight: (R, in) to (R, out)."""
+        return self.product(input)
+
+
+def prepared_copy(model: AnyModule, can_copy: Callable[[nn.Module], bool]) -> AnyModule:
+    """Copy the structure of a model, with its linear layers prepared; share all parameters.
+
+    Args:
+        model: runs without gradients.
+        can_copy: whether a module does nothing but what its class says. Other modules are used as
+            they are, with the plain weights of their layers.
+
+    Returns:
+        The copy, or `model` itself where there is nothing to prepare.
+    """
+    module: Any = model
+    if _can_prepare(module):
+        return PreparedLinear(module)  # type: ignore[return-value]
+    if not module._modules or not (type(module) is nn.ModuleList or can_copy(module)):
+        return module
+    children = {
+        name: child and prepared_copy(child, can_copy) for name, child in module._modules.items()
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    copied = object.__new__(type(module))
+    vars(copied).update(_registries(module), _modules=children)
+    return copied
+
+
+def _registries(module: nn.Module) -> dict[str, Any]:
+    """Copy a module's attributes and its registries, so that a copy's hooks are its own."""
+    return {
+        name: value.copy() if isinstance(value, dict) else value
+        for name, value in vars(module).items()
+    }
+
+
+def _can_prepare(module: nn.Module) -> bool:
+    """Tell whether a module is a plain linear layer on a CPU, of a type that oneDNN packs."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False  # oneDNN's products record no gradients and make no casts
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    if module._forward_pre_hooks or module._forward_hooks:
+        return False
+    weight = module.weight
+    if weight.device.type != "cpu" or weight.layout != torch.strided:
+        return False
+    if weight.numel() < _WORTH_PACKING or type(weight.data) is not torch.Tensor:
+        return False
+    return bool(torch.backends.mkldnn.enabled) and weight.dtype in _packed_dtypes()
+
+
+def _packed_weight(layers: tuple[nn.Linear, ...]) -> torch.Tensor:
+    """Return the packed weights of layers, packed anew if any value is another one."""
+    weights = [layer.weight.detach() for layer in layers]
+    of_first = _known.setdefault(layers[0], {})
+    known = of_first.get(len(layers))
+    if known is not None and _same_values(known.values, weights):
+        return known.packed
+    known = None
+    of_first.pop(len(layers), None)  # free the old copies before the new ones are made
+    # Both copies hold the same values, even if another thread writes to the weights meanwhile.
+    values = torch.cat(weights)
+    packed = _pack(values)
+    of_first[len(layers)] = _Packed(values, packed)
+    return packed
+
+
+def _pack(values: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(values)
+
+
+def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+    """Concatenate the biases of layers; None if no layer has one."""
+    if len(layers) == 1:
+        return layers[0].bias
+    if all(layer.bias is None for layer in layers):
+        return None
+    return torch.cat(
+        [
+            layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+            for layer in layers
+        ]
+    )
+
+
+def _same_values(values: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+    """Compare all values by their bits: NaN equals itself, and 0 is not -0."""
+    rows = [len(weight) for weight in weights]
+    width = weights[0].shape[1:]
+    if (sum(rows), *width) != values.shape or any(
+        weight.dtype != values.dtype or weight.shape[1:] != width for weight in weights
+    ):
+        return False
+    return all(
+        torch.equal(_bits(part), _bits(weight.contiguous()))
+        for part, weight in zip(values.split(rows), weights, strict=True)
+    )
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """View values as the widest integers that fit, which are compared fastest."""
+    flat = values.view(-1)
+    offset = flat.storage_offset() * flat.itemsize
+    for integer in (torch.int64, torch.int32):
+        if offset % integer.itemsize == 0 and flat.nbytes % integer.itemsize == 0:
+            return flat.view(integer)
+    return flat.view(torch.int16)
+
+
+@functools.cache
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    try:  # the operators that torch.compile's own CPU backend calls
+        torch.ops.mkldnn._linear_pointwise  # noqa: B018
+        bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except AttributeError:
+        return ()
+    return (torch.float32, torch.bfloat16) if bfloat16 else (torch.float32,)
+
+
+__all__ = ["PreparedLinear", "prepare", "prepared_copy"]
