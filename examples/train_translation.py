@@ -140,6 +140,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "for text whose punctuation stands apart",
     )
     add(
+        "--split-punctuation",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of bpe, wordpiece and unigram: no token joins a word and punctuation (default)",
+    )
+    add(
         "--bpe-dropout",
         type=float,
         default=0.0,
@@ -467,6 +473,7 @@ def build(
                 args.vocab_size,
                 pattern=args.pattern,
                 space_after=args.space_after,
+                split_punctuation=args.split_punctuation,
             )
         except ValueError as error:
             sys.exit(f"train_translation.py: {error}")

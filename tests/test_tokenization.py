@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from hypothesis import example, given, settings
@@ -269,6 +270,30 @@ def test_words_carry_the_space_before_them_or_after_them(kind):
         backend = train(kind, **options).backend_tokenizer
         text = backend.normalizer.normalize_str("ab  c")
         assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("space_after", [False, True])
+@pytest.mark.parametrize("kind", SUBWORD_KINDS)
+def test_no_token_joins_a_word_and_punctuation(kind, space_after):
+    lines = [
+        "ein Hut. kein Hut, (der Hut) mein-Hut ...",
+        "the hat. no hat, (the hat) my-hat ...",
+    ] * 30
+    joined = re.compile(r"[^\W_](?=[.,()-])|[.,()-](?=[^\W_])")
+    tokens = {
+        split: train(kind, lines, 400, space_after=space_after, split_punctuation=split)
+        for split in (True, False)
+    }
+    pieces = {
+        split: [
+            token for token in tokenizer.get_vocab() if joined.search(token) and "<" not in token
+        ]
+        for split, tokenizer in tokens.items()
+    }
+    assert not pieces[True]
+    assert pieces[False] or kind == "unigram"  # its trainer prefers short pieces here
+    for tokenizer in tokens.values():
+        assert restored(tokenizer, lines[0]) == lines[0]
 
 
 def test_with_space_after_a_compound_ends_in_the_word_that_it_is():

@@ -19,6 +19,8 @@ How the text survives:
 
 * bpe, wordpiece and unigram write a space as "▁" and start every text with one, so that a word is
   the same token wherever it stands. A "▁" of the text itself becomes "▂1", and "▂" becomes "▂2".
+* They split punctuation from words before they learn or apply merges, so that a word is the same
+  token before a comma and before a space. `split_punctuation=False` leaves it to the merges.
 * With `space_after` they end every text with one instead, and it is the end of a word that carries
   it, as in Sennrich et al. (2016): the last part of a compound can be the token that it is alone.
   That suits text whose punctuation stands apart: right before a comma a word carries no space.
@@ -58,9 +60,11 @@ _PAD, _UNK, _EOS = _SPECIAL_TOKENS = ("<pad>", "<unk>", "</s>")
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _LEAST_UNIGRAM = 10
 _REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
+# A punctuation mark, or one repeated as in "...", with the space that it carries.
+_PUNCTUATION = {False: r"▁?(\p{P})\1*", True: r"(\p{P})\1*▁?"}
 
 
-def _subword_backend(model: models.Model, space_after: bool) -> Tokenizer:
+def _subword_backend(model: models.Model, space_after: bool, split_punctuation: bool) -> Tokenizer:
     """Words that carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
     backend = Tokenizer(model)
     # Metaspace could add the first space itself, but not to a text that has one: it would be lost.
@@ -70,11 +74,11 @@ def _subword_backend(model: models.Model, space_after: bool) -> Tokenizer:
     )
     # No token goes on after "<", so none can be learned that equals "</s>" or "<0x41>".
     ends = ["▁", "<"] if space_after else ["<"]
+    splits = [pre_tokenizers.Split(end, "merged_with_previous") for end in ends]
+    if split_punctuation:
+        splits.append(pre_tokenizers.Split(Regex(_PUNCTUATION[space_after]), "isolated"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Metaspace(prepend_scheme="never", split=not space_after),
-            *(pre_tokenizers.Split(end, "merged_with_previous") for end in ends),
-        ]
+        [pre_tokenizers.Metaspace(prepend_scheme="never", split=not space_after), *splits]
     )
     backend.decoder = decoders.Sequence(
         [
@@ -124,7 +128,9 @@ def _regex_backend(pattern: str) -> Tokenizer:
     return backend
 
 
-def _untrained(kind: str, pattern: str | None, space_after: bool) -> Tokenizer:
+def _untrained(
+    kind: str, pattern: str | None, space_after: bool, split_punctuation: bool
+) -> Tokenizer:
     """The pipeline of one kind, with an empty model."""
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}.")
@@ -136,13 +142,14 @@ def _untrained(kind: str, pattern: str | None, space_after: bool) -> Tokenizer:
         )
     match kind:
         case "bpe":
-            return _subword_backend(models.BPE(unk_token=_UNK, byte_fallback=True), space_after)
+            model = models.BPE(unk_token=_UNK, byte_fallback=True)
+            return _subword_backend(model, space_after, split_punctuation)
         case "wordpiece":
             # The default limit of 100 characters would turn longer words into <unk>.
             model = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
-            return _subword_backend(model, space_after)
+            return _subword_backend(model, space_after, split_punctuation)
         case "unigram":
-            return _subword_backend(models.Unigram(), space_after)
+            return _subword_backend(models.Unigram(), space_after, split_punctuation)
         case "word":
             return _word_backend()
         case "char":
@@ -280,6 +287,7 @@ class _Options(TypedDict, total=False):
     vocab_size: int
     pattern: str | None
     space_after: bool
+    split_punctuation: bool
     min_frequency: int
     show_progress: bool
 
@@ -309,6 +317,7 @@ class VaswaniTokenizer(TokenizersBackend):
         *,
         pattern: str | None = None,
         space_after: bool = False,
+        split_punctuation: bool = True,
         min_frequency: int = 1,
         show_progress: bool = True,
     ) -> Self:
@@ -320,6 +329,7 @@ class VaswaniTokenizer(TokenizersBackend):
             vocab_size: the most entries the vocabulary may have, special tokens and bytes included.
             pattern: of kind "regex" (Oniguruma's syntax); None stands for `SMILES_PATTERN`.
             space_after: of subwords: a word carries the space after it, not the one before it.
+            split_punctuation: of subwords: no token joins a word and a punctuation mark.
             min_frequency: rarer pairs, words, characters or matches are not learned.
             show_progress: draw progress bars.
 
@@ -329,7 +339,7 @@ class VaswaniTokenizer(TokenizersBackend):
         """
         if isinstance(lines, str):
             raise TypeError("lines is one string: pass an iterable of strings, such as [text].")
-        backend = _untrained(kind, pattern, space_after)
+        backend = _untrained(kind, pattern, space_after, split_punctuation)
         room = _room(vocab_size, backend.model)
         trainer = _trainer(kind, room, min_frequency, show_progress)
         checked = _checked(lines, vocab_size, backend.model, backend.normalizer)
