@@ -14,12 +14,14 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from .names_vaswani import complaints, meant_names
+from .places_vaswani import check_model_type, check_place
 
 logger = logging.get_logger(__name__)
 
 _TRAVELLING_FILES = (
     "configuration/configuration_vaswani.py",
     "configuration/names_vaswani.py",
+    "configuration/places_vaswani.py",
     "modeling/modeling_vaswani.py",
     "modeling/generation_vaswani.py",
     "modeling/search_vaswani.py",
@@ -328,6 +330,21 @@ class VaswaniConfig(PreTrainedConfig):
     def from_json_file(cls, json_file: str | os.PathLike) -> Self:
         """Read a file as transformers does. The file may hold foreign names."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Find a config.json as transformers does, and refuse what holds no model of this type.
+
+        Raises:
+            OSError: there is no such path, or it holds another toolkit's model.
+        """
+        place = pretrained_model_name_or_path
+        check_place(place, kwargs.get("subfolder"))
+        found, kwargs = super().get_config_dict(place, **kwargs)
+        check_model_type(place, found.get("model_type"), cls.model_type)
+        return found, kwargs
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "VaswaniConfig":

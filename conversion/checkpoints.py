@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.places_vaswani import check_path
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from ..training.checkpoints import new_folder
@@ -224,6 +225,7 @@ def open_model(model: str | Path | PreTrainedModel) -> PreTrainedModel:
         *(SafetensorError, StrictDataclassError),
     )
     try:
+        check_path(model)
         found = AutoConfig.from_pretrained(model).model_type
     except failures as error:
         raise ConversionError(f"{model} cannot be loaded: {error}") from error

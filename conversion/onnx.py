@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration.extras import needs
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..modeling.limits_vaswani import checked_factor, checked_offset, length_limits
 from ..modeling.search_vaswani import length_penalty as length_penalty_of
@@ -207,7 +208,8 @@ class OnnxTranslator:
         providers: Sequence[str] = ("CPUExecutionProvider",),
         strict: bool = True,
     ) -> None:
-        import onnxruntime
+        with needs("vaswani[convert]"):
+            import onnxruntime
 
         self.folder = Path(folder)
         options = onnxruntime.SessionOptions()

@@ -15,17 +15,20 @@ import json
 from collections.abc import Iterator
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 from huggingface_hub.errors import StrictDataclassError
 from sentence_pairs import read_pairs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorForSeq2Seq
+from vaswani.configuration.extras import needs
 from vaswani.training.batching import TokenBatchSampler
 from vaswani.training.schedule import noam_schedule
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
+
+with needs("vaswani[train]", SystemExit):
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from num2words import num2words
 from tqdm import tqdm
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -27,11 +25,16 @@ from transformers import (
     Seq2SeqTrainingArguments,
     set_seed,
 )
+from vaswani.configuration.extras import needs
 from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import weights_sha256
 from vaswani.training.circumstances import circumstances
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
+
+with needs("vaswani[train]", SystemExit):
+    from datasets import Dataset
+    from num2words import num2words
 
 LARGEST = 1_000_000
 SHOWN = 8

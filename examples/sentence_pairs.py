@@ -5,8 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
 from translate import read_lines
+from vaswani.configuration.extras import needs
+from vaswani.configuration.places_vaswani import check_path
+
+with needs("vaswani[train]", SystemExit):
+    from datasets import load_dataset
 
 Pair = tuple[str, str]
 
@@ -40,17 +44,32 @@ def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) ->
             for number, line in read_lines(existing(name))
             if line.strip()
         ]
+    elif Path(name).is_file():
+        sys.exit(
+            f"{name} is one file, but neither .tsv nor .jsonl: give two parallel text files, the "
+            "source's first, or rename the file."
+        )
     else:
-        data_set, _, split = name.partition(":")
-        hub_id, _, configuration = data_set.partition("@")
-        try:
-            rows = load_dataset(hub_id, configuration or None, split=split or default_split)
-        except (ConnectionError, OSError, ValueError) as error:
-            sys.exit(f"{name} is neither a file here nor a data set that can be loaded: {error}")
+        rows = data_set_rows(name, default_split)
         pairs = [row_pair(row, columns, name, number) for number, row in enumerate(rows, start=1)]
     if not pairs:
         sys.exit(f"{' '.join(data)} is empty: no sentence pairs.")
     return pairs
+
+
+def data_set_rows(name: str, default_split: str) -> Any:
+    """The rows of ID[@CONFIG][:SPLIT], on the Hub or in a local folder."""
+    data_set, _, split = name.partition(":")
+    place, _, configuration = data_set.partition("@")
+    try:
+        check_path(place)
+    except FileNotFoundError as error:
+        sys.exit(str(error))
+    try:
+        return load_dataset(place, configuration or None, split=split or default_split)
+    except (ConnectionError, OSError, ValueError) as error:
+        kind = "a folder here, but no" if Path(place).is_dir() else "neither a file here nor a"
+        sys.exit(f"{name} is {kind} data set that can be loaded: {error}")
 
 
 def existing(path: str) -> str:

@@ -44,8 +44,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from datasets import Dataset
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import StrictDataclassError
 from sentence_pairs import Pair, read_pairs
@@ -61,16 +59,15 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from vaswani.configuration.extras import needs
 from vaswani.configuration.names_vaswani import complaints
+from vaswani.configuration.places_vaswani import check_path
 from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import is_language, weights_sha256
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.bpe_dropout import BpeDropout
 from vaswani.training.checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from vaswani.training.circumstances import circumstances
-from vaswani.training.curves import LearningCurve
-from vaswani.training.metrics import TranslationMetric, evaluate_perplexity, nbest_accuracy
-from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import (
     VaswaniConfig,
@@ -79,6 +76,13 @@ from vaswani import (
     VaswaniTokenizer,
     VaswaniTranslationPipeline,
 )
+
+with needs("vaswani[train]", SystemExit):
+    import yaml
+    from datasets import Dataset
+    from vaswani.training.curves import LearningCurve
+    from vaswani.training.metrics import TranslationMetric, evaluate_perplexity, nbest_accuracy
+    from vaswani.training.trainer import VaswaniTrainer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -318,6 +322,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.nbest > args.beams:
         parser.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
     refuse_wrong_settings(args)
+    for warning in [*swapped_sides(args), *without_effect(args, argv)]:
+        print(f"train_translation.py: warning: {warning}", file=sys.stderr)
     return args
 
 
@@ -336,6 +342,45 @@ def refuse_wrong_settings(args: argparse.Namespace) -> None:
         VaswaniConfig.preset(args.preset, **settings(args.set))
         VaswaniGenerationConfig(**{"num_beams": args.beams, **settings(args.generation)})
     except (TypeError, ValueError, StrictDataclassError) as error:
+        sys.exit(f"train_translation.py: {error}")
+
+
+def swapped_sides(args: argparse.Namespace) -> list[str]:
+    """Say which data have the endings of the training data's two files the other way round."""
+
+    def endings(files: list[str]) -> list[str]:
+        return [Path(file.removesuffix(".gz")).suffix for file in files]
+
+    source, *target = endings(args.train)
+    if not target or source == target[0]:
+        return []
+    return [
+        f"--{name} {' '.join(files)} has {target[0]} as its source, but --train has {source}: "
+        "swap the two files"
+        for name, files in (("valid", args.valid), ("test", args.test))
+        if files and endings(files) == [*target, source]
+    ]
+
+
+def without_effect(args: argparse.Namespace, argv: list[str]) -> list[str]:
+    """Say which arguments of the command line are given in vain: a vocabulary is there already."""
+    given = {word.partition("=")[0] for word in argv}
+    names = {"--vocab-size", "--tokenizer-kind", "--space-after", "--pattern"}
+    vain = sorted(given & names) if args.model or args.tokenizer else []
+    if args.model:
+        vain += sorted(given & {"--preset"})
+    bringer = f"--model {args.model}" if args.model else f"--tokenizer {args.tokenizer}"
+    return [f"{name} has no effect: {bringer} brings its own" for name in vain]
+
+
+def check_places(args: argparse.Namespace) -> None:
+    """Say at once what cannot be loaded: a wrong path, or another toolkit's model."""
+    try:
+        if args.model:
+            VaswaniConfig.from_pretrained(args.model)
+        if args.tokenizer:
+            check_path(args.tokenizer)
+    except (OSError, ValueError, StrictDataclassError) as error:
         sys.exit(f"train_translation.py: {error}")
 
 
@@ -693,6 +738,7 @@ class Scores:
 def main() -> None:
     """Run the command line."""
     args = parse_args()
+    check_places(args)
     checkpoint = checkpoint_to_resume(args)
     results = circumstances()
     set_seed(args.seed)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import pipeline
 
-from vaswani import VaswaniTranslationPipeline
+from vaswani import VaswaniConfig, VaswaniTranslationPipeline
 
 
 def read_lines(path: str) -> Iterator[tuple[int, str]]:
@@ -110,14 +110,19 @@ def main() -> None:
     args = parse_args()
     if args.input != "-" and not Path(args.input).is_file():
         sys.exit(f"translate.py: no such input file: {args.input}")
-    translator = pipeline(
-        "translation",
-        model=args.model,
-        pipeline_class=VaswaniTranslationPipeline,
-        dtype=torch.bfloat16 if args.bf16 else "auto",
-        max_tokens=args.batch_tokens,
-        return_scores=args.scores,
-    )
+    try:
+        # Says what is wrong with another toolkit's model, or a path, before anything is loaded.
+        VaswaniConfig.from_pretrained(args.model)
+        translator = pipeline(
+            "translation",
+            model=args.model,
+            pipeline_class=VaswaniTranslationPipeline,
+            dtype=torch.bfloat16 if args.bf16 else "auto",
+            max_tokens=args.batch_tokens,
+            return_scores=args.scores,
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"translate.py: {error}")
     num_beams = args.beams or translator.model.generation_config.num_beams or 4
     if args.nbest > num_beams:
         sys.exit(f"translate.py: --nbest {args.nbest} needs as many --beams, got {num_beams}")

@@ -7,6 +7,8 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from ..configuration.places_vaswani import check_place
+
 
 class WholeCheckpoints(PreTrainedModel):
     """A model that is not loaded by half, and not pushed with an empty card."""
@@ -25,9 +27,11 @@ class WholeCheckpoints(PreTrainedModel):
         `output_loading_info=True` asks which they are.
 
         Raises:
-            OSError: a file is missing or damaged, or the weights do not fit the configuration.
+            OSError: a file is missing or damaged, the weights do not fit the configuration, or they
+                are another toolkit's.
         """
         place = pretrained_model_name_or_path
+        check_place(place, kwargs.get("subfolder"))
         try:
             loaded: Any = super().from_pretrained(
                 place, *model_args, output_loading_info=True, **kwargs

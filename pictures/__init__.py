@@ -1,5 +1,8 @@
 """Pictures of what a model does; they need matplotlib."""
 
-from .attention import plot_attention
+from ..configuration.extras import needs
+
+with needs("matplotlib"):
+    from .attention import plot_attention
 
 __all__ = ["plot_attention"]

@@ -12,6 +12,8 @@ import torch
 from transformers import Pipeline
 from transformers.utils import logging
 
+from ..configuration.places_vaswani import check_model_type
+
 # Seconds of work after which a progress bar appears by itself.
 _PROGRESS_AFTER = 5
 # A line counts as so many tokens at least: what is written from it costs memory, too.
@@ -84,6 +86,8 @@ class VaswaniTranslationPipeline(Pipeline):
     def __init__(
         self, model: Any, tokenizer: Any = None, target_tokenizer: Any = None, **kwargs: Any
     ) -> None:
+        if not hasattr(model, "target_tokenizer"):
+            check_model_type(model.name_or_path, model.config.model_type, "vaswani")
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
         super().__init__(model, tokenizer=tokenizer, **kwargs)

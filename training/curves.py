@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..pictures.heat_maps import INK, LINE, write_figure
+from ..configuration.extras import needs
+
+with needs("vaswani[train]"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    from ..pictures.heat_maps import INK, LINE, write_figure
 
 _PERPLEXITIES = [mark * 10**power for power in range(6) for mark in (1, 2, 5)]
 _NAMES = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match, %"}

@@ -13,12 +13,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import datasets
-import evaluate
 import torch
-from sacrebleu.metrics import BLEU, CHRF
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..configuration.extras import needs
+
+with needs("vaswani[train]"):
+    import datasets
+    import evaluate
+    from sacrebleu.metrics import BLEU, CHRF
 
 # Perl's regular expression in tensor2tensor and fairseq, which reads bytes: a hyphen between two
 # bytes that are not white space. A byte belongs to one match, so "a-b-c" is split once.

@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow.compute
 import torch
 from safetensors import SafetensorError
 from torch import nn
@@ -22,6 +20,7 @@ from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
+from ..configuration.extras import needs
 from ..hub_cards.card import write_model_card
 from ..hub_cards.results import weights_sha256
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
@@ -37,6 +36,10 @@ from .checkpoints import (
 from .circumstances import circumstances
 from .r_drop import RDropLoss, twice
 from .schedule import noam_schedule
+
+with needs("vaswani[train]"):
+    import datasets
+    import pyarrow.compute
 
 logger = logging.get_logger(__name__)
 

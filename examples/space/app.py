@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
-import views
-from translator import MAX_BEAMS, QUICKSTART, Kind, Translator
+from vaswani.configuration.extras import needs
+
+with needs("vaswani[demo]", SystemExit):
+    import gradio as gr
+    import views
+    from translator import MAX_BEAMS, QUICKSTART, Kind, Translator
 
 STYLE = Path(__file__).with_name("style.css")
 EXAMPLES = ["three hundred and forty-two", "nine\nninety\nnine hundred and ninety thousand"]

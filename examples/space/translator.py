@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase, pipeline
+from transformers import PreTrainedTokenizerBase, pipeline
 from vaswani.pictures import plot_attention
 from vaswani.pictures.labels import token_labels
 
-from vaswani import VaswaniTranslationPipeline
+from vaswani import VaswaniConfig, VaswaniTranslationPipeline
 
 QUICKSTART = "runs/quickstart"
 MAX_BEAMS = 10
@@ -74,9 +74,7 @@ class Translator:
                 "environment variable MODEL."
             )
         try:
-            kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type
-            if kind != "vaswani":
-                raise SystemExit(f"{name} is a {kind!r} model; this page shows 'vaswani' models.")
+            VaswaniConfig.from_pretrained(name)
             self.pipeline: Any = pipeline(
                 "translation", model=name, pipeline_class=VaswaniTranslationPipeline
             )

@@ -1,0 +1,147 @@
+"""Where a model is loaded from: local paths that do not exist, and models of other toolkits.
+
+Both are found before anything is loaded: transformers would ask the Hub for a path that does not
+exist, several times, and would not name the converter of another toolkit's model.
+"""
+
+import difflib
+import os
+import shlex
+import zipfile
+from pathlib import Path
+
+# Words in the pickle of a toolkit's checkpoint: one of each group is enough.
+_FAIRSEQ = (b"encoder_embed_dim", b"optimizer_history")
+_OPENNMT = (b"transformer_ff", b"decoder_type")
+_JOEYNMT = (b"best_ckpt_score", b"best_ckpt_iteration")
+_CHECKPOINTS = (".pt", ".pth", ".ckpt")
+_BYTES_READ = 2**26  # of a pickle: a vocabulary of 100,000 words is a few million bytes
+
+
+def check_place(place: str | os.PathLike | None, subfolder: str | None = None) -> None:
+    """Refuse what nothing can be loaded from; arguments are those of `from_pretrained`.
+
+    Raises:
+        OSError: there is no such path, or it holds another toolkit's model.
+    """
+    if place is not None:
+        check_path(place)
+        if not subfolder:
+            check_toolkit(place)
+
+
+def check_path(place: str | os.PathLike) -> None:
+    """Refuse a local path that does not exist; names that may be on the Hub pass.
+
+    Raises:
+        FileNotFoundError: names the most similar path, if there is one.
+    """
+    path = Path(place)
+    if path.exists() or not _is_local(str(place)):
+        return
+    beside = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(str(path), beside, n=1)
+    hint = f"; did you mean {similar[0]}?" if similar else "."
+    raise FileNotFoundError(f"There is no file or folder {place}{hint}")
+
+
+def _is_local(place: str) -> bool:
+    """Whether a name can only be a path: it is no USER/NAME, or USER is a folder here."""
+    first, *others = Path(place).parts or ("",)
+    return (
+        len(others) > 1
+        or first in (os.sep, "..", "~")
+        or place.startswith((f".{os.sep}", "~"))
+        or place.endswith((os.sep, *_CHECKPOINTS, ".npz"))
+        or (len(others) == 1 and Path(first).is_dir())
+    )
+
+
+def check_toolkit(place: str | os.PathLike) -> None:
+    """Refuse a local file or folder of another toolkit.
+
+    Raises:
+        OSError: names the toolkit, and the command that converts its models.
+    """
+    path = Path(place)
+    found = None
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = _of_folder(path)
+    elif path.is_file():
+        found = _of_file(path)
+    if found is not None:
+        toolkit, arguments = found
+        command = f"python -m vaswani.conversion {arguments} OUTPUT"
+        raise OSError(
+            f"{place} holds a model of {toolkit}. Convert it, and load OUTPUT instead: {command}"
+        )
+
+
+def check_model_type(place: str | os.PathLike, model_type: str | None, ours: str) -> None:
+    """Refuse a config.json of another architecture.
+
+    Raises:
+        OSError: names the architecture, and for Marian the command that converts it.
+    """
+    if model_type in (None, ours):
+        return
+    if model_type != "marian":
+        raise OSError(
+            f"{place} holds a model of type {model_type!r}. This class loads models of type "
+            f"{ours!r}; AutoModelForSeq2SeqLM loads others."
+        )
+    folder, download = place, ""
+    if not Path(place).exists():
+        folder = Path(place).name
+        download = f"hf download {shlex.quote(str(place))} --local-dir {shlex.quote(folder)} && "
+    raise OSError(
+        f"{place} holds a model of Marian. Convert it, and load OUTPUT instead: {download}"
+        f"python -m vaswani.conversion marian {shlex.quote(str(folder))} OUTPUT"
+    )
+
+
+def _of_folder(folder: Path) -> tuple[str, str] | None:
+    """The toolkit of a folder without config.json, and the converter's arguments."""
+    if (folder / "decoder.yml").is_file() or any(folder.glob("*.npz")):
+        return "Marian", f"marian {shlex.quote(str(folder))}"
+    if (folder / "config.yaml").is_file() and any(folder.glob("*.ckpt")):
+        return "JoeyNMT", f"joeynmt {shlex.quote(str(folder))}"
+    files = sorted(folder.glob("*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    preferred = [path for path in files if path.name in ("checkpoint_best.pt", "model.pt")]
+    return next((found for path in preferred + files if (found := _of_file(path))), None)
+
+
+def _of_file(path: Path) -> tuple[str, str] | None:
+    """The toolkit of a file, and the converter's arguments."""
+    quoted = shlex.quote(str(path))
+    if path.suffix == ".npz":
+        return "Marian", f"marian {shlex.quote(str(path.parent))}"
+    if path.suffix not in _CHECKPOINTS:
+        return None
+    words = _pickled(path)
+    if any(word in words for word in _FAIRSEQ):
+        dictionaries = " ".join(
+            f"--{side}-dict {shlex.quote(str(path.with_name(f'dict.{side.upper()}.txt')))}"
+            for side in ("source", "target")
+        )
+        return "fairseq", f"fairseq {quoted} {dictionaries}"
+    if any(word in words for word in _OPENNMT):
+        return "OpenNMT-py", f"opennmt {quoted}"
+    if any(word in words for word in _JOEYNMT):
+        return "JoeyNMT", f"joeynmt {quoted}"
+    return None
+
+
+def _pickled(path: Path) -> bytes:
+    """The pickle of a file of torch.save, which is searched for words and not run."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            with archive.open(names[0]) if names else path.open("rb") as file:
+                return file.read(_BYTES_READ)
+    except zipfile.BadZipFile:  # the format before torch 1.6
+        with path.open("rb") as file:
+            return file.read(_BYTES_READ)
+
+
+__all__ = ["check_model_type", "check_path", "check_place", "check_toolkit"]

@@ -1,0 +1,98 @@
+"""Where a package of an extra is missing, the error is one sentence with the pip command."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from child_process import in_child
+from vaswani.configuration.extras import needs
+from vaswani.conversion import files, onnx, sentencepiece
+from vaswani.conversion.__main__ import main
+from vaswani.conversion.rules import ConversionError
+
+ROOT = Path(__file__).resolve().parent.parent
+FROZEN = ROOT / "tests" / "frozen" / "0.1"
+OURS = ("vaswani.training", "vaswani.pictures", "vaswani.conversion.ctranslate2")
+SCRIPTS_OF_EXAMPLES = (
+    *("train_translation", "sentence_pairs", "quickstart", "accelerate_loop"),
+    *("app", "translator", "views"),
+)
+
+
+def said_without(package, function, capfd):
+    """What a process without a package says when it runs a function; it must fail."""
+
+    def run():
+        for name in list(sys.modules):
+            if name.split(".")[0] in (package, *SCRIPTS_OF_EXAMPLES) or name.startswith(OURS):
+                del sys.modules[name]
+        sys.modules[package] = None  # what Python takes for a package that cannot be imported
+        sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "space")]
+        try:
+            function()
+        except (ModuleNotFoundError, ConversionError, SystemExit) as error:
+            sys.stdout.write(f"{error}\n")
+            sys.stdout.flush()
+
+    capfd.readouterr()
+    assert in_child(run) == 0, capfd.readouterr().err
+    return capfd.readouterr().out
+
+
+MODULES = [
+    ("matplotlib", "vaswani.pictures", "matplotlib"),
+    ("matplotlib", "vaswani.training.curves", "vaswani[train]"),
+    ("datasets", "vaswani.training.metrics", "vaswani[train]"),
+    ("datasets", "vaswani.training.trainer", "vaswani[train]"),
+    ("evaluate", "vaswani.training.metrics", "vaswani[train]"),
+    ("sacrebleu", "vaswani.training.metrics", "vaswani[train]"),
+]
+
+
+@pytest.mark.parametrize(("package", "module", "requirement"), MODULES)
+def test_importing_a_module_names_the_command(capfd, package, module, requirement):
+    said = said_without(package, lambda: importlib.import_module(module), capfd)
+    assert said == f"{package} is not installed: pip install '{requirement}'\n"
+
+
+SCRIPTS = [
+    ("datasets", "train_translation", "vaswani[train]"),
+    ("yaml", "train_translation", "vaswani[train]"),
+    ("sacrebleu", "train_translation", "vaswani[train]"),
+    ("matplotlib", "train_translation", "vaswani[train]"),
+    ("num2words", "quickstart", "vaswani[train]"),
+    ("datasets", "quickstart", "vaswani[train]"),
+    ("accelerate", "accelerate_loop", "vaswani[train]"),
+    ("gradio", "app", "vaswani[demo]"),
+]
+
+
+@pytest.mark.parametrize(("package", "script", "requirement"), SCRIPTS)
+def test_a_script_ends_with_the_command(capfd, package, script, requirement):
+    said = said_without(package, lambda: importlib.import_module(script), capfd)
+    assert said == f"{package} is not installed: pip install '{requirement}'\n"
+
+
+CONVERTERS = [
+    ("sentencepiece", lambda: sentencepiece.SentencePiece.read(Path("m.model"))),
+    ("yaml", lambda: files.parse_yaml("a: 1", "config.yaml")),
+    ("onnxruntime", lambda: onnx.OnnxTranslator("folder")),
+    ("ctranslate2", lambda: main(["to-ctranslate2", str(FROZEN), "out"])),
+    ("onnxscript", lambda: main(["to-onnx", str(FROZEN), "out"])),
+]
+
+
+@pytest.mark.parametrize(("package", "call"), CONVERTERS, ids=[name for name, _ in CONVERTERS])
+def test_converters_end_with_the_command(tmp_path, monkeypatch, capfd, package, call):
+    monkeypatch.chdir(tmp_path)
+    said = said_without(package, call, capfd)
+    assert "pip install 'vaswani[convert]'" in said
+    assert package in said.lower()
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_wrong_in_an_installed_package_is_no_missing_extra():
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"), needs("vaswani[train]"):
+        from json import nothing  # noqa: F401

@@ -1,0 +1,344 @@
+"""Wrong paths and models of other toolkits are told at once, with the command that helps."""
+
+import importlib
+import json
+import shlex
+import socket
+import sys
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from test_conversion_fairseq import OPTIONS, SOURCE, TARGET, Fairseq, checkpoint, dictionary
+from test_conversion_joeynmt import SPECIALS
+from test_conversion_opennmt import some_options, some_weights
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    MarianConfig,
+    MarianMTModel,
+    pipeline,
+)
+from vaswani.configuration.places_vaswani import check_model_type, check_path, check_toolkit
+from vaswani.conversion.__main__ import main
+
+from vaswani import (
+    VaswaniConfig,
+    VaswaniForConditionalGeneration,
+    VaswaniModel,
+    VaswaniTranslationPipeline,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+FROZEN = ROOT / "tests" / "frozen" / "0.1"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """The hosts that were looked up: none has an address."""
+    hosts = []
+
+    def getaddrinfo(host, *args, **kwargs):
+        hosts.append(host)
+        raise socket.gaierror(f"{host} is not to be asked")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return hosts
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Run an example as a command line would, and return what it ends with."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "space"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+    def run(name, *arguments):
+        module = importlib.import_module(name)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            module.main()
+        return str(end.value)
+
+    return run
+
+
+def fairseq_model(folder):
+    folder.mkdir()
+    for side, size in (("SOURCE", SOURCE), ("TARGET", TARGET)):
+        words = [f"{side}{number}" for number in range(size - 4)]
+        dictionary(folder / f"dict.{side}.txt", words)
+    checkpoint(folder / "checkpoint_last.pt", Fairseq(OPTIONS))
+    return checkpoint(folder / "checkpoint_best.pt", Fairseq(OPTIONS))
+
+
+def opennmt_model(folder):
+    folder.mkdir()
+    options = some_options()
+    tensors, head = some_weights(options)
+    words = {"src": ["<blank>", "a"], "tgt": ["<blank>", "b"]}
+    content = {"model": tensors, "generator": head, "vocab": words, "opt": Namespace(**options)}
+    torch.save({**content, "optim": {}}, folder / "model_step_7.pt")
+    return folder / "model_step_7.pt"
+
+
+def joeynmt_model(folder):
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: tiny\n")
+    (folder / "src_vocab.txt").write_text("".join(f"{token}\n" for token in SPECIALS))
+    state = {"steps": 7, "best_ckpt_score": 3.5, "model_state": {}, "optimizer_state": {}}
+    torch.save(state, folder / "best.ckpt")
+    return folder / "best.ckpt"
+
+
+def marian_model(folder):
+    folder.mkdir()
+    (folder / "decoder.yml").write_text("models: [opus.npz]\n")
+    with zipfile.ZipFile(folder / "opus.npz", "w") as archive:
+        archive.writestr("special:model.yml.npy", b"")
+    return folder / "opus.npz"
+
+
+MODELS = {
+    "fairseq": (fairseq_model, "fairseq"),
+    "OpenNMT-py": (opennmt_model, "opennmt"),
+    "JoeyNMT": (joeynmt_model, "joeynmt"),
+    "Marian": (marian_model, "marian"),
+}
+
+
+@pytest.mark.parametrize("toolkit", MODELS)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_files_and_folders_of_other_toolkits_name_their_converter(folder, toolkit, zipped):
+    make, converter = MODELS[toolkit]
+    file = make(Path("old models"))
+    if not zipped:
+        if file.suffix == ".npz":
+            return
+        state = torch.load(file, weights_only=False)
+        torch.save(state, file, _use_new_zipfile_serialization=False)
+    places = [file, file.parent]
+    for place in places:
+        with pytest.raises(OSError, match=f"old models.* holds a model of {toolkit}") as error:
+            check_toolkit(place)
+        said = str(error.value)
+        command = said[said.index("python -m") :]
+        assert f"python -m vaswani.conversion {converter} '" in command
+        if toolkit == "JoeyNMT" and place == file.parent:
+            assert command.endswith("joeynmt 'old models' OUTPUT")
+        elif toolkit == "Marian":
+            assert command.endswith("marian 'old models' OUTPUT")
+        else:
+            assert f"'{file}'" in command
+        assert "\n" not in said
+
+
+def test_the_command_for_a_fairseq_model_converts_it(folder):
+    file = fairseq_model(Path("old"))
+    with pytest.raises(OSError, match="checkpoint_best") as error:
+        VaswaniForConditionalGeneration.from_pretrained("old")
+    command = str(error.value).partition("load OUTPUT instead: ")[2]
+    python, dash_m, package, *arguments = shlex.split(command)
+    assert [python, dash_m, package] == ["python", "-m", "vaswani.conversion"]
+    assert arguments[1] == str(file)
+    main(arguments)
+    assert isinstance(
+        AutoModelForSeq2SeqLM.from_pretrained("OUTPUT"), VaswaniForConditionalGeneration
+    )
+    assert AutoTokenizer.from_pretrained("OUTPUT")("SOURCE0")["input_ids"] == [4, 2]
+
+
+def test_the_command_for_a_marian_model_converts_it(folder):
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 8)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    tokens = {"pad_token_id": 4, "eos_token_id": 0, "decoder_start_token_id": 4}
+    config = MarianConfig(vocab_size=5, d_model=8, max_position_embeddings=16, **sizes, **tokens)
+    MarianMTModel(config).save_pretrained("opus")
+    for load in (VaswaniForConditionalGeneration, VaswaniModel, VaswaniConfig):
+        with pytest.raises(OSError, match="opus holds a model of Marian") as error:
+            load.from_pretrained("opus")
+    command = str(error.value).partition("load OUTPUT instead: ")[2]
+    assert command == "python -m vaswani.conversion marian opus OUTPUT"
+    main([*shlex.split(command)[3:], "--no-tokenizer"])
+    assert AutoModelForSeq2SeqLM.from_pretrained("OUTPUT").config.model_type == "vaswani"
+    with pytest.raises(OSError, match="conversion marian opus OUTPUT"):
+        VaswaniTranslationPipeline(MarianMTModel.from_pretrained("opus"), tokenizer=object())
+
+
+def test_a_marian_model_of_the_hub_is_downloaded_before_it_is_converted(folder):
+    with pytest.raises(OSError, match="Marian") as error:
+        check_model_type("Helsinki-NLP/opus-mt-en-de", "marian", "vaswani")
+    assert str(error.value).endswith(
+        "hf download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de && "
+        "python -m vaswani.conversion marian opus-mt-en-de OUTPUT"
+    )
+
+
+def test_another_architecture_is_named(folder):
+    BartConfig().save_pretrained("bart")
+    with pytest.raises(OSError, match=r"bart holds a model of type 'bart'.*AutoModelForSeq2SeqLM"):
+        VaswaniForConditionalGeneration.from_pretrained("bart")
+
+
+@pytest.mark.parametrize("kind", ["fairseq", "marian"])
+@pytest.mark.parametrize("name", ["translate", "train_translation", "translator"])
+def test_the_scripts_name_the_converter_in_one_sentence(folder, script, name, kind):
+    if kind == "fairseq":
+        fairseq_model(Path("old"))
+    else:
+        MarianConfig().save_pretrained("old")
+    Path("text.tsv").write_text("a\tb\n")
+    if name == "translator":  # of the demo page
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module("translator").Translator("old")
+        said = str(end.value)
+    elif name == "translate":
+        said = script(name, "old", "text.tsv")
+    else:
+        said = script(name, "--model", "old", "--train", "text.tsv", "--output", "new")
+    assert f"python -m vaswani.conversion {kind} old" in said
+    assert "\n" not in said
+    assert not Path("new").exists()
+
+
+def test_own_folders_and_other_files_are_not_taken_for_another_toolkits(folder):
+    check_toolkit(FROZEN)
+    check_toolkit(FROZEN / "config.json")
+    Path("run").mkdir()
+    torch.save({"state": {}, "param_groups": []}, "run/optimizer.pt")
+    torch.save({"model_state_dict": {}, "epoch": 3}, "run/mine.pt")
+    Path("run/notes.txt").write_text("encoder_embed_dim")
+    Path("run/empty.pt").touch()
+    for place in ("run", *Path("run").iterdir(), "someone/model"):
+        check_toolkit(place)
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("runs/en-dee", "./model", "../model", "/models/en-de", "~/model", "runs/", "a/b/c"),
+        *("model.pt", "runs/en-de/model.npz"),
+    ],
+)
+def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, place):
+    Path("runs/en-de").mkdir(parents=True)
+    Path("runs/de-en").mkdir()
+    if place == "runs/":
+        Path("runs/en-de").rename("en-de")
+        Path("runs/de-en").rmdir()
+        Path("runs").rmdir()
+    for load in (VaswaniConfig, VaswaniForConditionalGeneration):
+        with pytest.raises(FileNotFoundError, match=f"There is no file or folder {place}") as error:
+            load.from_pretrained(place)
+    if place == "runs/en-dee":
+        assert str(error.value).endswith("did you mean runs/en-de?")
+    assert not looked_up
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["translate", "runs/en-dee", "text.tsv"],
+        ["train_translation", "--model", "runs/en-dee", "--train", "text.tsv", "--output", "new"],
+        ["train_translation", "--tokenizer", "runs/en-dee", "--train", "text.tsv", "--output", "n"],
+        ["train_translation", "--train", "runs/en-dee", "--output", "new"],
+    ],
+)
+def test_scripts_end_at_once_at_a_mistyped_path(folder, looked_up, script, arguments):
+    Path("runs/en-de").mkdir(parents=True)
+    Path("text.tsv").write_text("a\tb\n")
+    assert script(*arguments).endswith("runs/en-dee; did you mean runs/en-de?")
+    assert not looked_up
+
+
+def test_converters_end_at_once_at_a_mistyped_path(folder, looked_up):
+    Path("runs").mkdir()
+    with pytest.raises(SystemExit, match="There is no file or folder runs/en-dee"):
+        main(["to-torch", "runs/en-dee", "out"])
+    assert not looked_up
+
+
+def test_names_that_may_be_on_the_hub_and_paths_that_exist_pass(folder):
+    Path("runs/en-de").mkdir(parents=True)
+    for place in ("someone/model", "t5-small", "runs/en-de", "./runs/en-de", FROZEN, "runs"):
+        check_path(place)
+
+
+def test_a_file_that_is_there_is_not_said_to_be_missing(folder, script, looked_up):
+    for name in ("pairs.txt", "pairs.csv"):
+        Path(name).write_text("a,b\n")
+        said = script("train_translation", "--train", name, "--output", "new")
+        assert said.startswith(f"{name} is one file, but neither .tsv nor .jsonl")
+    Path("corpus").mkdir()
+    said = script("train_translation", "--train", "corpus", "--output", "new")
+    assert said.startswith("corpus is a folder here, but no data set that can be loaded")
+    assert not looked_up
+
+
+# What is given in vain
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+@pytest.mark.parametrize("option", ["valid", "test"])
+def test_swapped_sides_are_warned_of_by_their_endings(folder, script, capsys, option, end):
+    train = importlib.import_module("train_translation")
+    given = ["--train", "a.en", f"a.de{end}", "--output", "new", f"--{option}"]
+    train.parse_args([*given, f"v.en{end}", "v.de"])
+    assert not capsys.readouterr().err
+    train.parse_args([*given, "v.de", f"v.en{end}"])
+    said = capsys.readouterr().err
+    assert f"--{option} v.de v.en{end} has .de as its source, but --train has .en" in said
+    assert said.count("\n") == 1
+    for files in (["a.tsv"], ["a", "b"]):  # no endings to compare with
+        train.parse_args(["--train", *files, "--output", "new", f"--{option}", "v.de", "v.en"])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--vocab-size=99", "--tokenizer-kind=bpe", "--space-after"])
+def test_vocabulary_settings_beside_a_model_are_warned_of(folder, script, capsys, given):
+    train = importlib.import_module("train_translation")
+    others = ["--train", "a.en", "a.de", "--output", "new"]
+    train.parse_args([*others, given])
+    assert not capsys.readouterr().err
+    for bringer in ("model", "tokenizer"):
+        train.parse_args([*others, given, f"--{bringer}", "runs/old"])
+        name = given.partition("=")[0]
+        said = capsys.readouterr().err
+        assert f"{name} has no effect: --{bringer} runs/old brings its own" in said
+    train.parse_args([*others, "--model", "runs/old", "--preset=big"])
+    assert "--preset has no effect" in capsys.readouterr().err
+
+
+def test_a_recipe_that_repeats_a_fine_tuning_run_warns_of_nothing(folder, script, capsys):
+    train = importlib.import_module("train_translation")
+    args = train.parse_args(["--train", "a.en", "a.de", "--output", "new", "--model", "runs/old"])
+    Path("recipe.yaml").write_text(train.recipe_of(args))
+    assert "vocab-size" in Path("recipe.yaml").read_text()
+    train.parse_args(["--recipe", "recipe.yaml"])
+    assert not capsys.readouterr().err
+
+
+def test_a_model_without_model_type_is_left_to_transformers(folder):
+    AutoModelForSeq2SeqLM.from_pretrained(FROZEN).save_pretrained("model")
+    config = json.loads(Path("model/config.json").read_text())
+    del config["model_type"]
+    Path("model/config.json").write_text(json.dumps(config))
+    assert VaswaniForConditionalGeneration.from_pretrained("model").config.d_model > 0
+
+
+def test_the_pipeline_of_transformers_still_finds_this_packages_models(folder):
+    found = pipeline("translation", model=str(FROZEN), pipeline_class=VaswaniTranslationPipeline)
+    assert found("seven")[0]["translation_text"]
