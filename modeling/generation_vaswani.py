@@ -37,7 +37,14 @@ from .limits_vaswani import (
     length_limits,
 )
 from .linear_vaswani import prepared_copy
-from .search_vaswani import FILL, TokenRules, beam_search, greedy_search, length_penalty
+from .search_vaswani import (
+    FILL,
+    SearchSettings,
+    TokenRules,
+    beam_search,
+    greedy_search,
+    length_penalty,
+)
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 # Implementations of the same attention, between which our searches need not choose.
@@ -173,7 +180,7 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
                 if kind is MinLengthLogitsProcessor
                 else processor.min_new_tokens + processor.prompt_length_to_skip
             )
-            rules.least = max(rules.least, least - prompt_length)
+            rules.min_length = max(rules.min_length, least - prompt_length)
             ends = set(processor.eos_token_id.tolist())
             if rules.ends not in (set(), ends):
                 return None
@@ -184,12 +191,25 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
                 own or processor.max_length == config.max_length
             ):
                 return None
-            rules.last = int(processor.eos_token_id)
+            rules.forced_last = int(processor.eos_token_id)
         elif kind is LogitNormalization:
-            rules.anew = True  # transformers puts it behind all others
+            rules.renormalize = True  # transformers runs it after all others
         else:
             return None
-    return None if rules.last in rules.never else rules
+    return None if rules.forced_last in rules.never else rules
+
+
+def _search_settings(config: Any) -> SearchSettings:
+    """Read the prepared generation config of a call."""
+    ends = config._eos_token_tensor
+    return SearchSettings(
+        num_beams=config.num_beams,
+        num_return_sequences=config.num_return_sequences,
+        length_penalty=float(config.length_penalty),
+        length_penalty_type=getattr(config, "length_penalty_type", None),
+        early_stopping=config.early_stopping,
+        eos_token_ids=() if ends is None else tuple(ends.tolist()),
+    )
 
 
 def _forward_replaced(module: torch.nn.Module) -> bool:
@@ -456,7 +476,9 @@ class VaswaniGenerationMixin(GenerationMixin):
         decoder = IncrementalDecoder(
             self, source, None if mask is None else mask[:: config.num_beams]
         )
-        tokens, beams, scores = beam_search(decoder, prompt, limits, config, rules)
+        tokens, beams, scores = beam_search(
+            decoder, prompt, limits, _search_settings(config), rules
+        )
         fill = config._pad_token_tensor
         if fill is None and config._eos_token_tensor is not None:
             fill = config._eos_token_tensor[0]
@@ -533,7 +555,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         decoder = IncrementalDecoder(
             self, model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
         )
-        tokens = greedy_search(decoder, input_ids, limits, config, rules)
+        tokens = greedy_search(decoder, input_ids, limits, _search_settings(config), rules)
+        tokens = tokens.masked_fill(tokens == FILL, int(config._pad_token_tensor))
         sequences: Any = torch.cat((input_ids, tokens), dim=1)
         if not config.return_dict_in_generate:
             return sequences

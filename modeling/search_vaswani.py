@@ -1,23 +1,22 @@
-"""Greedy and beam search over an IncrementalDecoder, as the paper decodes (section 6.1).
+"""Greedy and beam search over a decoder, as the paper decodes (section 6.1).
 
 The results are those of transformers' searches with the same settings. The ways there differ:
-finished sentences leave the batch, and the logits are read once, not rewritten as probabilities.
+finished sentences leave the batch, and each step reads the logits once, without rewriting them as
+probabilities.
 
-Shapes: B sentences still searched, K hypotheses of each (the beam), T tokens, C candidates of a
-step, n sentences returned for each, V entries of the target vocabulary.
+Shapes: B sentences still searched, K hypotheses of each (the beam), R hypotheses with logits,
+T tokens, C candidates of a step, n sentences returned for each, V entries of the target vocabulary.
 """
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
-from .incremental_vaswani import IncrementalDecoder
-
-_OUT = -1e9  # transformers' score of what must not be chosen
 FILL = -1  # no token and no hypothesis has this number
-_BLOCK = 512  # entries of the vocabulary looked at together
+_RULED_OUT = -1e9  # transformers' score of what must not be chosen
+_BLOCK = 512  # entries of the vocabulary that are compared together
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
@@ -26,167 +25,301 @@ def length_penalty(length: Any, alpha: float, kind: str | None) -> Any:
     return ((5.0 + length) / 6.0) ** alpha if kind == "gnmt" else length**alpha
 
 
-@dataclasses.dataclass
-class TokenRules:
-    """Rules about tokens that look at nothing but the length of a sentence.
+class Decoder(Protocol):
+    """A decoder that remembers its sources and the target tokens that it has read."""
+
+    def read(self, prefix: torch.Tensor) -> torch.Tensor:
+        """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
+
+    def step(
+        self,
+        tokens: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        open_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Extend hypotheses `parents` (B, K) by `tokens` (B, K): logits of the open rows (R, V)."""
+
+    def keep(self, sentences: torch.Tensor) -> None:
+        """Forget all sentences but these, given by their numbers (B',)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSettings:
+    """Settings of a search, under the names of transformers' GenerationConfig.
 
     Args:
-        never: tokens that are not to be predicted.
-        ends: those that end a sentence.
-        least: how many tokens come before an end.
-        last: what the last token that a limit allows must be; None leaves it free.
-        anew: the probability of what is banned goes to what is left (renormalize_logits).
+        num_beams: K.
+        num_return_sequences: n.
+        length_penalty: the exponent alpha.
+        length_penalty_type: "gnmt" for lp(Y), anything else for transformers' penalty.
+        early_stopping: "never" searches until no open hypothesis can win; True stops at K finished
+            hypotheses; False stops by transformers' heuristic.
+        eos_token_ids: tokens that end a sentence.
+    """
+
+    num_beams: int = 1
+    num_return_sequences: int = 1
+    length_penalty: float = 1.0
+    length_penalty_type: str | None = None
+    early_stopping: bool | Literal["never"] = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the search goes on until nothing can win any more."""
+        return self.early_stopping == "never"
+
+    def penalty(self, length: Any) -> Any:
+        """Divisor of a hypothesis' log-probability."""
+        return length_penalty(length, self.length_penalty, self.length_penalty_type)
+
+    def ends(self, tokens: torch.Tensor, limits: torch.Tensor, length: int) -> torch.Tensor:
+        """Mark the tokens number `length` that end their sentence, by themselves or by a limit."""
+        ends = (length >= limits).expand_as(tokens)
+        for token in self.eos_token_ids:
+            ends = ends | (tokens == token)
+        return ends
+
+
+@dataclasses.dataclass
+class TokenRules:
+    """Rules about tokens that depend on nothing but the length of a sentence.
+
+    Args:
+        never: tokens that must not be predicted.
+        ends: tokens that end a sentence.
+        min_length: number of tokens before an end.
+        forced_last: the last token that a limit allows; None leaves it free.
+        renormalize: give the probability of banned tokens to the others (renormalize_logits).
     """
 
     never: set[int] = dataclasses.field(default_factory=set)
     ends: set[int] = dataclasses.field(default_factory=set)
-    least: int = 0
-    last: int | None = None
-    anew: bool = False
+    min_length: int = 0
+    forced_last: int | None = None
+    renormalize: bool = False
 
     def banned(self, length: int, logits: torch.Tensor) -> torch.Tensor | None:
-        """List which columns of the logits must not be the token number `length`, from 1."""
-        tokens = self.never | self.ends if length <= self.least else self.never
+        """List the columns of the logits that must not be token number `length`, from 1."""
+        tokens = self.never | self.ends if length <= self.min_length else self.never
         columns = [token for token in sorted(tokens) if 0 <= token < logits.shape[1]]
         return torch.tensor(columns, device=logits.device) if columns else None
 
 
 @torch.inference_mode()
 def greedy_search(
-    decoder: IncrementalDecoder,
+    decoder: Decoder,
     prompt: torch.Tensor,
     limits: torch.Tensor,
-    config: Any,
+    settings: SearchSettings,
     rules: TokenRules,
 ) -> torch.Tensor:
-    """Take the most probable token at every step: (B, T), filled up with the pad token.
+    """Take the most probable token at every step: (B, T), filled up with -1.
 
     Args:
         decoder: knows the B sources.
         prompt: (B, T) the first target tokens.
         limits: (B,) how many tokens may follow them.
-        config: the generation config of the call.
-        rules: what the tokens must not be, or must be.
+        settings: of the call.
+        rules: about tokens.
     """
-    pad = int(config._pad_token_tensor)
-    rows = torch.arange(len(prompt), device=prompt.device)  # where the decoder's sentences belong
+    rows = torch.arange(len(prompt), device=prompt.device)  # numbers of the decoder's sentences
     done = torch.zeros_like(rows, dtype=torch.bool)
     columns = []
     logits = decoder.read(prompt)
-    length = 0
-    while True:
-        length += 1
+    for length in itertools.count(1):
         if (banned := rules.banned(length, logits)) is not None:
             logits[:, banned] = -torch.inf
         tokens = logits.argmax(dim=-1)  # (B,)
-        if rules.last is not None:
-            tokens = tokens.masked_fill(limits == length, rules.last)
-        tokens = tokens.masked_fill(done, pad)
-        columns.append(prompt.new_full((len(prompt),), pad).index_copy(0, rows, tokens))
-        done = done | _ends(tokens, limits, length, config)
-        if (staying := _staying(done)) is not None:
-            if not len(staying):
-                return torch.stack(columns, dim=1)
-            decoder.keep(staying)
-            rows, done, limits, tokens = (x[staying] for x in (rows, done, limits, tokens))
-        logits = decoder.step(tokens[:, None])
+        if rules.forced_last is not None:
+            tokens = tokens.masked_fill(limits == length, rules.forced_last)
+        tokens = tokens.masked_fill(done, FILL)
+        columns.append(prompt.new_full((len(prompt),), FILL).index_copy(0, rows, tokens))
+        done = done | settings.ends(tokens, limits, length)
+        if (kept := _sentences_to_keep(done)) is not None:
+            if not len(kept):
+                break
+            decoder.keep(kept)
+            rows, done, limits, tokens = (x[kept] for x in (rows, done, limits, tokens))
+        # A sentence that is done but still in the batch reads any token.
+        logits = decoder.step(tokens.clamp(min=0)[:, None])
+    return torch.stack(columns, dim=1)
+
+
+@dataclasses.dataclass
+class _Candidates:
+    """The best continuations of each sentence's hypotheses together, best first.
+
+    Args:
+        scores: (B, C) log-probabilities.
+        parents: (B, C) numbers of the hypotheses that they continue.
+        tokens: (B, C) their next tokens.
+    """
+
+    scores: torch.Tensor
+    parents: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclasses.dataclass
+class _Beam:
+    """The state of a beam search.
+
+    Args:
+        rows: (B,) numbers of the sentences in the batch that the search began with.
+        limits: (B,) how many tokens each may have.
+        running: (B, K) log-probabilities of the open hypotheses, best first.
+        finished: (B, K) penalised scores of the best finished hypotheses, -inf where there is none:
+            a negative penalty makes any finite number too good.
+        endings: (B, K, 3) length, parent and token of the end of each finished hypothesis.
+        done: (B,) whether a sentence's search is over.
+    """
+
+    rows: torch.Tensor
+    limits: torch.Tensor
+    running: torch.Tensor
+    finished: torch.Tensor
+    endings: torch.Tensor
+    done: torch.Tensor
+
+    @classmethod
+    def start(cls, limits: torch.Tensor, beams: int, logits: torch.Tensor) -> "_Beam":
+        """Begin with one empty hypothesis for each sentence."""
+        rows = torch.arange(len(limits), device=limits.device)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return cls(
+            rows,
+            limits,
+            running=logits.new_zeros(len(rows), 1, dtype=exact),
+            finished=logits.new_full((len(rows), beams), -torch.inf, dtype=exact),
+            endings=rows.new_zeros(len(rows), beams, 3),
+            done=torch.zeros_like(rows, dtype=torch.bool),
+        )
+
+    def add_endings(
+        self, candidates: _Candidates, ends: torch.Tensor, length: int, settings: SearchSettings
+    ) -> None:
+        """Let the candidates that end, among the best K, compete with those that ended before."""
+        best = slice(0, settings.num_beams)
+        eligible = ends[:, best] & ~self.done[:, None]
+        scores = candidates.scores[:, best] / settings.penalty(length)
+        scores = scores.masked_fill(~eligible, -torch.inf)
+        self.finished, chosen = torch.cat((self.finished, scores), dim=1).topk(settings.num_beams)
+        new = (eligible * length, candidates.parents[:, best], candidates.tokens[:, best])
+        endings = torch.cat((self.endings, torch.stack(new, dim=2)), dim=1)
+        self.endings = endings.gather(1, chosen[:, :, None].expand(-1, -1, 3))
+
+    def stop(self, length: int, settings: SearchSettings) -> torch.Tensor:
+        """Mark sentences as done, and return which open hypotheses can still win: (B, K)."""
+        longest = torch.full_like(self.limits, length)
+        if settings.exact and settings.length_penalty > 0:
+            longest = self.limits
+        penalty = settings.penalty(longest.to(self.running.dtype))
+        to_beat = self.finished[:, settings.num_return_sequences - 1 if settings.exact else -1]
+        can_win = self.running / penalty[:, None] > to_beat[:, None]
+        self.done = self.done | ~can_win[:, 0] | (length >= self.limits)
+        if settings.early_stopping is True:
+            self.done = self.done | (self.endings[:, :, 0] > 0).all(dim=1)
+        return can_win
+
+    def keep(self, sentences: torch.Tensor) -> None:
+        """Forget all sentences but these."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name)[sentences])
 
 
 @torch.inference_mode()
 def beam_search(
-    decoder: IncrementalDecoder,
+    decoder: Decoder,
     prompt: torch.Tensor,
     limits: torch.Tensor,
-    config: Any,
+    settings: SearchSettings,
     rules: TokenRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Search for the n best sentences with K = num_beams hypotheses (6.1; Wu et al., 2016).
+    """Search for the n best sentences with K hypotheses (6.1; Wu et al., 2016).
 
     Args:
         decoder: knows the B sources.
         prompt: (B, T) the first target tokens.
         limits: (B,) how many tokens may follow them.
-        config: the generation config of the call.
-        rules: what the tokens must not be, or must be.
+        settings: of the call.
+        rules: about tokens.
 
     Returns:
         Tokens (B * n, T) after the prompt; the hypotheses they were predicted from, counted through
         the batch (B * n, T); both filled up with -1. Scores (B * n,), best first.
     """
-    beams, returned, stopping = config.num_beams, config.num_return_sequences, config.early_stopping
-    alpha = float(config.length_penalty)
-    kind = getattr(config, "length_penalty_type", None)
-    ends = config._eos_token_tensor
-    # As many candidates as leave K to go on with where each hypothesis could end.
-    candidates = max(2, 1 + (0 if ends is None else len(ends))) * beams
-
     logits = decoder.read(prompt)  # (B, V)
-    sentences = len(prompt)
-    running = logits.new_zeros(sentences, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    choices = logits.shape[1] - len(rules.never | rules.ends)
-    forced = rules.last is not None and bool((limits == 1).any())
-    if forced or choices < candidates:  # one hypothesis does not make so many
-        logits = logits.repeat_interleave(beams, dim=0)
-        running = torch.nn.functional.pad(running, (0, beams - 1), value=_OUT)
-
-    rows = torch.arange(sentences, device=prompt.device)  # where the decoder's sentences belong
-    done = torch.zeros_like(rows, dtype=torch.bool)
-    # The K best hypotheses that have ended: their scores, and length, parent and token of the end.
-    # -inf where there is none yet: a negative penalty makes any other number too good for that.
-    ended = running.new_full((sentences, beams), -torch.inf)
-    ending = prompt.new_zeros(sentences, beams, 3)
-    result_scores, result_endings = ended.clone(), ending.clone()
+    beam = _Beam.start(limits, settings.num_beams, logits)
+    result_scores, result_endings = beam.finished.clone(), beam.endings.clone()
     steps = []
-    open_rows = None  # the hypotheses of which there are logits; None is all
+    open_rows = None  # hypotheses with logits; None stands for all
     for length in itertools.count(1):
-        banned = rules.banned(length, logits)
-        if banned is not None and rules.anew:
-            logits[:, banned] = -torch.inf
-            banned = None
-        best = best_continuations(logits, running, candidates, open_rows, banned)
-        if rules.last is not None and bool((limits == length).any()):
-            best = _forced(best, running, limits == length, rules.last)
-        scores, parents, tokens = best
-        at_end = _ends(tokens, limits[:, None], length, config)
-
-        # The best K that do not end go on ...
-        running, chosen = (scores + at_end * _OUT).topk(beams)
-        going_parents, going_tokens = parents.gather(1, chosen), tokens.gather(1, chosen)
-        steps.append((rows, going_parents, going_tokens))
-
-        # ... and of the best K, those that end compete with the ones that ended before.
-        eligible = at_end[:, :beams] & ~done[:, None]
-        penalised = scores[:, :beams] / length_penalty(length, alpha, kind)
-        penalised = penalised.masked_fill(~eligible, -torch.inf)
-        new = torch.stack((eligible * length, parents[:, :beams], tokens[:, :beams]), dim=2)
-        ended, chosen = torch.cat((ended, penalised), dim=1).topk(beams)
-        ending = torch.cat((ending, new), dim=1).gather(1, chosen[:, :, None].expand(-1, -1, 3))
-
-        # Which open hypotheses can still beat those that would be returned?
-        exact = stopping == "never"
-        longest = limits if exact and alpha > 0 else torch.full_like(limits, length)
-        penalty = length_penalty(longest.to(running.dtype), alpha, kind)
-        can_win = running / penalty[:, None] > ended[:, returned - 1 if exact else -1, None]
-        done = done | ~can_win[:, 0] | (length >= limits)
-        if stopping is True:
-            done = done | (ending[:, :, 0] > 0).all(dim=1)
-
-        if (staying := _staying(done)) is not None:
-            result_scores[rows], result_endings[rows] = ended, ending
-            if not len(staying):
+        candidates = _candidates(logits, beam, length, settings, rules, open_rows)
+        ends = settings.ends(candidates.tokens, beam.limits[:, None], length)
+        beam.running, chosen = (candidates.scores + ends * _RULED_OUT).topk(settings.num_beams)
+        parents = candidates.parents.gather(1, chosen)
+        tokens = candidates.tokens.gather(1, chosen)
+        steps.append((beam.rows, parents, tokens))
+        beam.add_endings(candidates, ends, length, settings)
+        can_win = beam.stop(length, settings)
+        if (kept := _sentences_to_keep(beam.done)) is not None:
+            result_scores[beam.rows], result_endings[beam.rows] = beam.finished, beam.endings
+            if not len(kept):
                 break
-            decoder.keep(staying)
-            rows, done, limits, running, ended, ending, can_win = (
-                x[staying] for x in (rows, done, limits, running, ended, ending, can_win)
-            )
-            going_parents, going_tokens = going_parents[staying], going_tokens[staying]
-        # Those that cannot win stand behind those that can, and so do all that descends from them:
-        # the search may forget them.
-        open_rows = _open_rows(can_win & ~done[:, None]) if exact else None
-        logits = decoder.step(going_tokens, going_parents, open_rows)
+            decoder.keep(kept)
+            beam.keep(kept)
+            parents, tokens, can_win = parents[kept], tokens[kept], can_win[kept]
+        # Hypotheses that cannot win rank below those that can, and so do all their descendants. An
+        # exact search may forget them.
+        open_rows = _open_rows(can_win & ~beam.done[:, None]) if settings.exact else None
+        logits = decoder.step(tokens, parents, open_rows)
+    returned = settings.num_return_sequences
     sequences, indices = _traced_back(steps, result_endings[:, :returned])
     scores = result_scores[:, :returned].flatten()
-    return sequences, indices.int(), scores.masked_fill(scores == -torch.inf, _OUT)
+    return sequences, indices.int(), scores.masked_fill(scores == -torch.inf, _RULED_OUT)
+
+
+def _candidates(
+    logits: torch.Tensor,
+    beam: _Beam,
+    length: int,
+    settings: SearchSettings,
+    rules: TokenRules,
+    open_rows: torch.Tensor | None,
+) -> _Candidates:
+    """Find enough candidates to go on with K hypotheses where each could also end."""
+    count = max(2, 1 + len(settings.eos_token_ids)) * settings.num_beams
+    forced = beam.limits == length
+    any_forced = rules.forced_last is not None and bool(forced.any())
+    if beam.running.shape[1] == 1 < settings.num_beams:
+        choices = logits.shape[1] - len(rules.never | rules.ends)
+        if any_forced or choices < count:  # one hypothesis has too few continuations
+            logits = logits.repeat_interleave(settings.num_beams, dim=0)
+            missing = (0, settings.num_beams - 1)
+            beam.running = torch.nn.functional.pad(beam.running, missing, value=_RULED_OUT)
+    banned = rules.banned(length, logits)
+    if banned is not None and rules.renormalize:
+        logits[:, banned] = -torch.inf
+        banned = None
+    best = _Candidates(*best_continuations(logits, beam.running, count, open_rows, banned))
+    if any_forced:
+        _force(best, beam.running, forced, rules.forced_last)
+    return best
+
+
+def _force(
+    candidates: _Candidates, running: torch.Tensor, sentences: torch.Tensor, token: int | None
+) -> None:
+    """Let `token` follow all hypotheses of some sentences (B,), with probability 1."""
+    scores, order = running.sort(dim=1, descending=True)
+    absent = candidates.scores.shape[1] - running.shape[1]
+    scores = torch.nn.functional.pad(scores, (0, absent), value=-torch.inf)
+    order = torch.nn.functional.pad(order, (0, absent))
+    here = sentences[:, None]
+    candidates.scores = torch.where(here, scores, candidates.scores)
+    candidates.parents = torch.where(here, order, candidates.parents)
+    candidates.tokens = candidates.tokens.masked_fill(here, token)
 
 
 def best_continuations(
@@ -198,117 +331,110 @@ def best_continuations(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the best next tokens of each sentence's hypotheses together.
 
-    Each row of logits is read once for its log-sum-exp and the maxima of its blocks; the best
-    tokens then lie in the best blocks.
+    Each row of logits is read once, for its log-sum-exp and for the maxima of its blocks. The best
+    tokens lie in the blocks with the best maxima.
 
     Args:
         logits: (B * K, V), or (R, V).
         running: (B, K) the hypotheses' log-probabilities.
         count: C, how many continuations to find.
-        open_rows: (R,) those of the B * K hypotheses that have logits; the others have no
-            continuations. Where there are fewer than C, scores of -inf fill up.
-        banned: tokens that get -inf, in `logits` too, for the probability that they have: what is
-            left is not made more probable.
+        open_rows: (R,) the hypotheses that have logits, among B * K; None is all. The others have
+            no continuations. Scores of -inf fill up where there are fewer than C.
+        banned: tokens that get -inf, in `logits` too. The others do not become more probable.
 
     Returns:
         Log-probabilities, best first, numbers of the hypotheses, tokens: (B, C) each.
     """
     sentences, beams = running.shape
-    vocabulary = logits.shape[1]
-    blocks = vocabulary // _BLOCK
-    rows = torch.arange(len(logits), device=logits.device)
-    place = rows  # of a hypothesis' logits
-    if open_rows is not None:
+    if open_rows is None:
+        open_rows = place = torch.arange(len(logits), device=logits.device)
+    else:  # the row of each hypothesis, and any row for those without one
         place = torch.zeros(sentences * beams, dtype=torch.long, device=logits.device)
-        place[open_rows] = rows
-        rows = open_rows
-    missing = running.new_full((sentences * beams, 1), -torch.inf)
+        place[open_rows] = torch.arange(len(logits), device=logits.device)
+    blocks = logits.shape[1] // _BLOCK
     if beams * blocks < 2 * count:
-        scores = missing.repeat(1, vocabulary)
-        scores[rows] = logits.to(running.dtype).log_softmax(dim=-1)
-        if banned is not None:
-            scores[:, banned] = -torch.inf
-        scores, best = (
-            (scores.view(sentences, beams, -1) + running[:, :, None]).flatten(1).topk(count)
-        )
-        return scores, best // vocabulary, best % vocabulary
-
-    in_blocks = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
-    normaliser, block_maxima = _normaliser_and_maxima(logits, blocks, running.dtype)
+        return _best_of_all(logits, running, count, open_rows, banned)
+    log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
     if banned is not None:
         logits[:, banned] = -torch.inf
         changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
-        block_maxima[:, changed] = in_blocks[:, changed].amax(dim=2).to(block_maxima.dtype)
-    offset = missing[:, 0]  # (B * K,), to be added to logits
-    offset[rows] = running.flatten()[rows] - normaliser
-    maxima = missing.repeat(1, blocks)
-    maxima[rows] = block_maxima + offset[rows, None]
-    best = maxima.view(sentences, -1).topk(count, sorted=False).indices  # (B, C)
-    row = best // blocks + beams * torch.arange(sentences, device=best.device)[:, None]
-    block = best % blocks
-    inside = in_blocks[place[row], block] + offset[row][:, :, None]  # (B, C, block)
+        in_changed = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[:, changed]
+        maxima[:, changed] = in_changed.amax(dim=2).to(maxima.dtype)
+    # What turns a hypothesis' logits into log-probabilities of its continuations.
+    offset = running.new_full((sentences * beams,), -torch.inf)
+    offset[open_rows] = running.flatten()[open_rows] - log_sums
+    best = maxima[place] + offset[:, None]  # (B * K, blocks)
+    best = best.view(sentences, -1).topk(count, sorted=False).indices  # (B, C)
+    return _best_in_blocks(logits, offset, place, best, beams)
+
+
+def _best_of_all(
+    logits: torch.Tensor,
+    running: torch.Tensor,
+    count: int,
+    open_rows: torch.Tensor,
+    banned: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the best continuations among all: for small vocabularies."""
+    vocabulary = logits.shape[1]
+    scores = running.new_full((running.numel(), vocabulary), -torch.inf)
+    scores[open_rows] = logits.to(running.dtype).log_softmax(dim=-1)
+    if banned is not None:
+        scores[:, banned] = -torch.inf
+    scores = scores.view(*running.shape, -1) + running[:, :, None]
+    scores, best = scores.flatten(1).topk(count)
+    return scores, best // vocabulary, best % vocabulary
+
+
+def _best_in_blocks(
+    logits: torch.Tensor, offset: torch.Tensor, place: torch.Tensor, best: torch.Tensor, beams: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the best continuations in the blocks `best` (B, C), numbered hypothesis by hypothesis.
+
+    The last entries of the vocabulary fill no block. They are always searched.
+    """
+    sentences, count = best.shape
+    vocabulary = logits.shape[1]
+    blocks = vocabulary // _BLOCK
+    hypothesis, block = best // blocks, best % blocks
+    row = hypothesis + beams * torch.arange(sentences, device=best.device)[:, None]
+    inside = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
+    inside = inside[place[row], block] + offset[row][:, :, None]  # (B, C, block)
     columns = torch.arange(vocabulary, device=best.device)
-    places = ((best // blocks) * vocabulary + block * _BLOCK)[:, :, None] + columns[:_BLOCK]
+    numbers = (hypothesis * vocabulary + block * _BLOCK)[:, :, None] + columns[:_BLOCK]
 
-    # What is left over at the end of the vocabulary is a shorter block, which always takes part.
     rest = logits[:, blocks * _BLOCK :][place] + offset[:, None]
-    rest_places = columns[:beams, None] * vocabulary + columns[blocks * _BLOCK :]
-    scores, best = torch.cat((inside.flatten(1), rest.view(sentences, -1)), dim=1).topk(count)
-    places = torch.cat((places.flatten(1), rest_places.flatten().expand(sentences, -1)), dim=1)
-    places = places.gather(1, best)
-    return scores, places // vocabulary, places % vocabulary
+    rest_numbers = columns[:beams, None] * vocabulary + columns[blocks * _BLOCK :]
+    scores = torch.cat((inside.flatten(1), rest.view(sentences, -1)), dim=1)
+    scores, chosen = scores.topk(count)
+    rest_numbers = rest_numbers.flatten().expand(sentences, -1)
+    numbers = torch.cat((numbers.flatten(1), rest_numbers), dim=1).gather(1, chosen)
+    return scores, numbers // vocabulary, numbers % vocabulary
 
 
-def _normaliser_and_maxima(
+def _log_sums_and_maxima(
     logits: torch.Tensor, blocks: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-sum-exp of each row, (B * K,), and the maximum of each block, (B * K, blocks)."""
+    """Take the log-sum-exp of each row (R,) and the maximum of each block (R, blocks)."""
     rows, vocabulary = logits.shape
-    normaliser = logits.new_empty(rows, dtype=dtype)
+    log_sums = logits.new_empty(rows, dtype=dtype)
     maxima = logits.new_empty(rows, blocks, dtype=dtype)
-    at_a_time = max(1, _IN_CACHE // vocabulary) if logits.device.type == "cpu" else rows
-    scratch = logits.new_empty(min(at_a_time, rows), vocabulary, dtype=dtype)
-    for some in range(0, rows, at_a_time):
-        part = slice(some, some + at_a_time)
-        x = scratch[: len(logits[part])].copy_(logits[part])
-        torch.amax(x[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)), 2, out=maxima[part])
-        highest = x.amax(dim=1, keepdim=True)
-        normaliser[part] = x.sub_(highest).exp_().sum(dim=1).log_() + highest[:, 0]
-    return normaliser, maxima
+    rows_at_once = max(1, _IN_CACHE // vocabulary) if logits.device.type == "cpu" else rows
+    scratch = logits.new_empty(min(rows_at_once, rows), vocabulary, dtype=dtype)
+    for first in range(0, rows, rows_at_once):
+        part = slice(first, first + rows_at_once)
+        values = scratch[: len(logits[part])].copy_(logits[part])
+        in_blocks = values[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
+        torch.amax(in_blocks, 2, out=maxima[part])
+        highest = values.amax(dim=1, keepdim=True)
+        log_sums[part] = values.sub_(highest).exp_().sum(dim=1).log_() + highest[:, 0]
+    return log_sums, maxima
 
 
-def _forced(
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    running: torch.Tensor,
-    at_limit: torch.Tensor,
-    token: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Let `token` follow, with probability 1, all hypotheses of the sentences `at_limit` (B,)."""
-    scores, parents, tokens = best
-    forced, order = running.sort(dim=1, descending=True)
-    absent = scores.shape[1] - running.shape[1]
-    forced = torch.nn.functional.pad(forced, (0, absent), value=-torch.inf)
-    order = torch.nn.functional.pad(order, (0, absent))
-    here = at_limit[:, None]
-    return (
-        torch.where(here, forced, scores),
-        torch.where(here, order, parents),
-        tokens.masked_fill(here, token),
-    )
+def _sentences_to_keep(done: torch.Tensor) -> torch.Tensor | None:
+    """Number the sentences to go on with; None while too few are done.
 
-
-def _ends(tokens: torch.Tensor, limits: torch.Tensor, length: int, config: Any) -> torch.Tensor:
-    """Mark the tokens that end their sentence: an end token, or the last that may be."""
-    last = (length >= limits).expand_as(tokens)
-    if config._eos_token_tensor is None:
-        return last
-    return torch.isin(tokens, config._eos_token_tensor) | last
-
-
-def _staying(done: torch.Tensor) -> torch.Tensor | None:
-    """The numbers of the sentences to go on with, or None while too few would leave.
-
-    To leave costs a copy of the cache; to stay, a sentence's share of each step.
+    A sentence that leaves costs a copy of the cache. One that stays costs its share of each step.
     """
     leaving = int(done.sum())
     if leaving == 0 or (leaving < len(done) and 8 * leaving < len(done)):
@@ -317,7 +443,7 @@ def _staying(done: torch.Tensor) -> torch.Tensor | None:
 
 
 def _open_rows(can_win: torch.Tensor) -> torch.Tensor | None:
-    """The numbers of the hypotheses to go on with, or None if they are nearly all of (B, K)."""
+    """Number the hypotheses to go on with; None if they are nearly all of (B, K)."""
     rows = can_win.flatten().nonzero()[:, 0]
     return rows if 8 * len(rows) <= 7 * can_win.numel() else None
 
@@ -325,13 +451,16 @@ def _open_rows(can_win: torch.Tensor) -> torch.Tensor | None:
 def _traced_back(
     steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], endings: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collect the tokens and hypotheses that lead to `endings` (B, n, 3): (B * n, T) each."""
+    """Collect the tokens and hypotheses that lead to `endings` (B, n, 3): (B * n, T) each.
+
+    `steps` has a step's sentences (B,), with the parents and tokens of their hypotheses (B, K).
+    """
     sentences, returned = endings.shape[:2]
     lengths, parents, tokens = endings.unbind(dim=2)  # (B, n) each
     longest = int(lengths.max())
     sequences = endings.new_full((longest, sentences, returned), FILL)
     beams = sequences.clone()
-    hypothesis = parents  # those that the step at hand comes from
+    hypothesis = parents  # hypotheses that the current step comes from
     for step in range(longest - 1, -1, -1):
         rows, going_parents, going_tokens = steps[step]
         all_parents = going_parents.new_zeros(sentences, going_parents.shape[1])
@@ -346,3 +475,6 @@ def _traced_back(
     first = torch.arange(sentences, device=beams.device)[:, None] * steps[0][1].shape[1]
     beams = torch.where(beams == FILL, FILL, beams + first)
     return sequences.flatten(1).T.contiguous(), beams.flatten(1).T.contiguous()
+
+
+__all__ = ["FILL", "SearchSettings", "TokenRules", "beam_search", "greedy_search", "length_penalty"]

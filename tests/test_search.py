@@ -302,7 +302,7 @@ def test_what_our_search_does_not_cover_runs_transformers_search(
 def test_a_last_token_that_is_banned_is_left_to_transformers():
     processors = [SuppressTokensLogitsProcessor([18]), ForcedEOSTokenLogitsProcessor(60, 18)]
     config = GenerationConfig(max_length=60)
-    assert token_rules(processors[1:], 1, config).last == 18
+    assert token_rules(processors[1:], 1, config).forced_last == 18
     assert token_rules(processors, 1, config) is None
     assert token_rules([ForcedEOSTokenLogitsProcessor(61, 18)], 1, config) is None
 
