@@ -341,7 +341,7 @@ class VaswaniConfig(PreTrainedConfig):
             OSError: there is no such path, or it holds another toolkit's model.
         """
         place = pretrained_model_name_or_path
-        check_place(place, kwargs.get("subfolder"))
+        check_place(place, **kwargs)
         found, kwargs = super().get_config_dict(place, **kwargs)
         check_model_type(place, found.get("model_type"), cls.model_type)
         return found, kwargs

@@ -1,7 +1,8 @@
 """Where a model is loaded from: local paths that do not exist, and models of other toolkits.
 
-Both are found before anything is loaded: transformers would ask the Hub for a path that does not
-exist, several times, and would not name the converter of another toolkit's model.
+Both are found before anything is loaded. transformers would ask the Hub for a path that does not
+exist, and try again for a minute where there is no network. Nor would it name the converter of
+another toolkit's model.
 """
 
 import difflib
@@ -9,6 +10,10 @@ import os
 import shlex
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 
 # Words in the pickle of a toolkit's checkpoint: one of each group is enough.
 _FAIRSEQ = (b"encoder_embed_dim", b"optimizer_history")
@@ -18,43 +23,73 @@ _CHECKPOINTS = (".pt", ".pth", ".ckpt")
 _BYTES_READ = 2**26  # of a pickle: a vocabulary of 100,000 words is a few million bytes
 
 
-def check_place(place: str | os.PathLike | None, subfolder: str | None = None) -> None:
+def check_place(
+    place: str | os.PathLike | None,
+    subfolder: str | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    **kwargs: Any,
+) -> None:
     """Refuse what nothing can be loaded from; arguments are those of `from_pretrained`.
 
     Raises:
         OSError: there is no such path, or it holds another toolkit's model.
     """
     if place is not None:
-        check_path(place)
+        check_path(place, cache_dir)
         if not subfolder:
             check_toolkit(place)
 
 
-def check_path(place: str | os.PathLike) -> None:
+def check_path(place: str | os.PathLike, cache_dir: str | os.PathLike | None = None) -> None:
     """Refuse a local path that does not exist; names that may be on the Hub pass.
+
+    A name USER/NAME may be either where USER is a folder here. It passes if the Hub answers.
+
+    Args:
+        place: the path or name.
+        cache_dir: where repositories of the Hub are cached, if not in the usual place.
 
     Raises:
         FileNotFoundError: names the most similar path, if there is one.
     """
     path = Path(place)
-    if path.exists() or not _is_local(str(place)):
+    if path.exists():
         return
-    beside = [str(other) for other in path.parent.glob("*")] if path.parent.is_dir() else []
-    similar = difflib.get_close_matches(str(path), beside, n=1)
-    hint = f"; did you mean {similar[0]}?" if similar else "."
+    if not _can_only_be_a_path(str(place)):
+        is_beside_others = len(path.parts) == 2 and path.parent.is_dir()
+        if not is_beside_others or _may_be_on_hub(str(place), cache_dir):
+            return
+    beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"; did you mean {path.parent / similar[0]}?" if similar else "."
     raise FileNotFoundError(f"There is no file or folder {place}{hint}")
 
 
-def _is_local(place: str) -> bool:
-    """Whether a name can only be a path: it is no USER/NAME, or USER is a folder here."""
-    first, *others = Path(place).parts or ("",)
+def _can_only_be_a_path(place: str) -> bool:
+    """Whether no repository of the Hub can have this name."""
+    parts = Path(place).parts or ("",)
     return (
-        len(others) > 1
-        or first in (os.sep, "..", "~")
+        len(parts) > 2
+        or parts[0] in (os.sep, "..")
         or place.startswith((f".{os.sep}", "~"))
         or place.endswith((os.sep, *_CHECKPOINTS, ".npz"))
-        or (len(others) == 1 and Path(first).is_dir())
     )
+
+
+def _may_be_on_hub(name: str, cache_dir: str | os.PathLike | None) -> bool:
+    """Whether a repository was downloaded before, or the Hub can be reached.
+
+    The Hub is asked once. transformers would try again for a minute.
+    """
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache_dir), str):
+            return True
+        HfApi().model_info(name, timeout=5)
+    except HfHubHTTPError:
+        return True  # The Hub answers. What it says of the repository may depend on a token.
+    except Exception:  # There is no network, in the words of whatever HTTP library is used.
+        return False
+    return True
 
 
 def check_toolkit(place: str | os.PathLike) -> None:

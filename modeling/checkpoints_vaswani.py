@@ -31,7 +31,7 @@ class WholeCheckpoints(PreTrainedModel):
                 are another toolkit's.
         """
         place = pretrained_model_name_or_path
-        check_place(place, kwargs.get("subfolder"))
+        check_place(place, **kwargs)
         try:
             loaded: Any = super().from_pretrained(
                 place, *model_args, output_loading_info=True, **kwargs

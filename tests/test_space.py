@@ -284,7 +284,7 @@ def test_a_model_that_is_not_there_or_is_another_is_named(space, tmp_path, monke
     with pytest.raises(SystemExit, match="empty cannot be loaded: "):
         space.translator.Translator("./empty")
     MarianConfig().save_pretrained(tmp_path / "marian")
-    with pytest.raises(SystemExit, match="conversion marian ./marian OUTPUT"):
+    with pytest.raises(SystemExit, match=r"conversion marian \./marian OUTPUT"):
         space.translator.Translator("./marian")
 
 
