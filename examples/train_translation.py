@@ -37,7 +37,6 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +65,13 @@ from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import is_language, weights_sha256
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.bpe_dropout import BpeDropout
-from vaswani.training.checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
+from vaswani.training.checkpoints import (
+    flaw_of,
+    last_complete_checkpoint,
+    replaced_file,
+    replaced_files,
+    run_checkpoints,
+)
 from vaswani.training.circumstances import circumstances
 
 from vaswani import (
@@ -652,16 +657,14 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
 
 def average(args: argparse.Namespace, model: PreTrainedModel) -> list[str]:
     """Make the saved model the mean of the last checkpoints (6.1); return their names."""
-    for left_over in Path(args.output).glob(".averaged-*"):  # by a kill
-        shutil.rmtree(left_over)
     complete = [path for path in run_checkpoints(Path(args.output)) if flaw_of(path) is None]
     checkpoints = complete[-args.average :]
-    with tempfile.TemporaryDirectory(dir=args.output, prefix=".averaged-") as folder:
-        mean = average_checkpoints(checkpoints, Path(folder) / "mean")
-        model.load_state_dict(
-            AutoModelForSeq2SeqLM.from_pretrained(mean, dtype=model.dtype).state_dict()
-        )
-    model.save_pretrained(args.output)
+    with replaced_files(Path(args.output)) as folder:
+        mean = average_checkpoints(checkpoints, folder / "mean")
+        averaged = AutoModelForSeq2SeqLM.from_pretrained(mean, dtype=model.dtype)
+        model.load_state_dict(averaged.state_dict())
+        shutil.rmtree(mean)
+        model.save_pretrained(folder)
     return [path.name for path in checkpoints]
 
 
@@ -723,7 +726,7 @@ class Scores:
         results = self(pairs, self.args.beams, self.args.nbest)
         candidates, scores = results["candidates"], results["scores"]
         lines = "".join(f"{best}\n" for best, *_ in candidates)
-        (Path(self.args.output) / "test.txt").write_text(lines, encoding="utf-8")
+        write(Path(self.args.output) / "test.txt", lines)
         print(f"Test BLEU {scores['bleu']}  ({scores['signature']})")
         print(f"Exactly right {scores['exact_match']}%")
         scores["samples"] = [
@@ -735,10 +738,24 @@ class Scores:
         return scores
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file that is whole or, if that fails, as it was before."""
+    with replaced_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     """Run the command line."""
     args = parse_args()
     check_places(args)
+    try:
+        run(args)
+    except (FloatingPointError, OSError) as error:
+        sys.exit(f"train_translation.py: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, save and score."""
     checkpoint = checkpoint_to_resume(args)
     results = circumstances()
     set_seed(args.seed)
@@ -793,10 +810,7 @@ def main() -> None:
         **noam,
     )
     started = time.monotonic()
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except (FloatingPointError, OSError) as error:
-        sys.exit(f"train_translation.py: {error}")
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     results |= {
         "training_minutes": round((time.monotonic() - started) / 60, 1),
         "resumed": args.resume,
@@ -808,7 +822,8 @@ def main() -> None:
     }
     trainer.save_model()
     if target_tokenizer is not tokenizer and trainer.is_world_process_zero():
-        target_tokenizer.save_pretrained(Path(args.output) / "target_tokenizer")
+        with replaced_files(Path(args.output) / "target_tokenizer") as folder:
+            target_tokenizer.save_pretrained(folder)
     if trainer.is_world_process_zero():
         # What is scored is what was saved, whatever wrapped the model while it was trained.
         model = AutoModelForSeq2SeqLM.from_pretrained(args.output)
@@ -828,9 +843,8 @@ def main() -> None:
         results["weights_sha256"] = weights_sha256(args.output)
         results["log"] = trainer.state.log_history
         for path in filter(None, (Path(args.output) / "results.json", args.results)):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (Path(args.output) / "recipe.yaml").write_text(recipe_of(args), encoding="utf-8")
+            write(Path(path), json.dumps(results, indent=1) + "\n")
+        write(Path(args.output) / "recipe.yaml", recipe_of(args))
         write_model_card(args.output)
         if args.push_to_hub:
             model.push_to_hub(args.push_to_hub)

@@ -5,20 +5,24 @@
     python examples/translate.py runs/multi30k source.txt --nbest 4 --scores
 
 Lines are translated in windows, sorted by length inside a window so that batches hold little
-padding; memory does not grow with the file. An empty line stays empty.
+padding; memory does not grow with the file. An empty line stays empty. A file of the output's name
+stays as it is until all lines are translated.
 """
 
 import argparse
 import contextlib
 import gzip
+import os
 import signal
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import pipeline
+from vaswani.training.checkpoints import replaced_file
 
 from vaswani import VaswaniConfig, VaswaniTranslationPipeline
 
@@ -60,7 +64,11 @@ def parse_args() -> argparse.Namespace:
         help="text file, one sentence a line, plain or .gz (default: stdin)",
     )
     parser.add_argument(
-        "--output", "-o", default="-", help="where translations go (default: stdout)"
+        "--output",
+        "-o",
+        default="-",
+        help="file of the translations, written whole at the end; it may be the input "
+        "(default: stdout)",
     )
     parser.add_argument(
         "--beams", type=int, default=None, help="beam size (default: the checkpoint's own, else 4)"
@@ -110,6 +118,10 @@ def main() -> None:
     args = parse_args()
     if args.input != "-" and not Path(args.input).is_file():
         sys.exit(f"translate.py: no such input file: {args.input}")
+    if args.output != "-" and not Path(args.output).absolute().parent.is_dir():
+        sys.exit(f"translate.py: there is no folder for the output {args.output}: make it first")
+    if Path(args.output).is_dir():
+        sys.exit(f"translate.py: the output {args.output} is a folder: name a file")
     try:
         # Says what is wrong with another toolkit's model, or a path, before anything is loaded.
         VaswaniConfig.from_pretrained(args.model)
@@ -130,20 +142,54 @@ def main() -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
     settings |= {"num_beams": num_beams, "num_return_sequences": args.nbest}
 
-    sys.stdout.reconfigure(encoding="utf-8")
-    with contextlib.ExitStack() as stack:
-        target = sys.stdout
-        if args.output != "-":
-            target = stack.enter_context(open(args.output, "w", encoding="utf-8"))
-        lines = (text for _, text in read_lines(args.input))
-        for number, translations in enumerate(translator(lines, **settings)):
-            for translation in translations:
-                # One translation a line: the model may write a line break as any other character.
-                text = " ".join(translation["translation_text"].splitlines())
-                fields = [str(number), text] if args.nbest > 1 else [text]
-                if args.scores:
-                    fields.append(f"{translation['score']:.4f}")
-                print(" ||| ".join(fields), file=target)
+    translations = translator((text for _, text in read_lines(args.input)), **settings)
+    lines = formatted(translations, numbered=args.nbest > 1, scored=args.scores)
+    try:
+        write_lines(lines, args.output)
+    except OSError as error:
+        sys.exit(f"translate.py: {error}")
+
+
+def formatted(
+    translations: Iterable[list[dict[str, Any]]], numbered: bool, scored: bool
+) -> Iterator[str]:
+    """Write each translation as a line, with the number of its source and its score on request."""
+    for number, hypotheses in enumerate(translations):
+        for hypothesis in hypotheses:
+            # One translation a line: the model may write a line break as any other character.
+            text = " ".join(hypothesis["translation_text"].splitlines())
+            fields = [str(number), text] if numbered else [text]
+            if scored:
+                fields.append(f"{hypothesis['score']:.4f}")
+            yield " ||| ".join(fields)
+
+
+def write_lines(lines: Iterable[str], output: str) -> None:
+    """Write the output; a file takes its name when it is whole, so that it may be the input, too.
+
+    Where translation ends early, the lines so far are kept beside the output, which stays as it is.
+    """
+    if output == "-" or is_standard_output(output):
+        sys.stdout.reconfigure(encoding="utf-8")
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+        return
+    with replaced_file(Path(output)) as partial:
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                for line in lines:
+                    print(line, file=file)
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if partial.is_file() and partial.stat().st_size and not isinstance(error, OSError):
+                kept = partial.replace(partial.with_name(f"{Path(output).name}.partial"))
+                print(f"translate.py: the translations so far are in {kept}", file=sys.stderr)
+            raise
+
+
+def is_standard_output(path: str) -> bool:
+    """Tell whether a path such as /dev/stdout leads to where standard output goes."""
+    return os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1))
 
 
 if __name__ == "__main__":

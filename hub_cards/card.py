@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import logging
 
 from .. import __version__
+from ..training.checkpoints import replaced_file
 from .results import Results, is_language, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
 
@@ -111,7 +112,8 @@ def write_model_card(
     text = _render(model, metadata, target, repo_id)
     if target != folder:
         _copy_linked(text, folder, target)
-    card.write_text(text, encoding="utf-8")
+    with replaced_file(card) as partial:
+        partial.write_text(text, encoding="utf-8")
     return card
 
 

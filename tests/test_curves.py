@@ -5,6 +5,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from test_batching import make_trainer, training_data
+from transformers.testing_utils import CaptureLogger
+from vaswani.training import curves
 from vaswani.training.curves import LearningCurve, draw_learning_curve
 
 LOG = [
@@ -102,3 +104,15 @@ def test_a_training_run_leaves_its_picture_from_the_first_evaluation_on(drawn, t
     assert [step for step, _ in losses] == [2, 4]
     assert drawn["training (smoothed, with dropout)"] == losses
     assert (tmp_path / "learning_curve.png").exists()
+
+
+def test_a_picture_that_cannot_be_written_does_not_end_training(tmp_path, monkeypatch):
+    def no_space_left(*args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(curves, "draw_learning_curve", no_space_left)
+    trainer = make_trainer(tmp_path, callbacks=[LearningCurve()], max_steps=2)
+    with CaptureLogger(curves.logger) as log:
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert f"{tmp_path / 'learning_curve.png'} could not be written: No space left" in log.out

@@ -3,8 +3,11 @@
 import gzip
 import json
 import os
+import re
+import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from loopback_hub import LoopbackHub
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from vaswani.training import checkpoints
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
@@ -234,6 +238,35 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(
         examples(examples.train, *common[:-1], tmp_path / "absent", "--resume")
 
 
+def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
+    examples, parallel_files, tmp_path, monkeypatch
+):
+    output = tmp_path / "run"
+    arguments = [
+        examples.train, "--model", FROZEN, "--train", *parallel_files, "--test", *parallel_files,
+        "--steps", 4, "--save-steps", 2, "--average", 2, "--output", output,
+    ]  # fmt: skip
+    examples(*arguments)
+    flush = checkpoints._flush
+    for name in ("model.safetensors", "test.txt", "results.json", "README.md"):
+        before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
+
+        def full(path, name=name):
+            if name in path.name:
+                raise OSError("No space left on device")
+            flush(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_flush", full)
+            said = r"run\S* could not be saved: No space left on device \(\d+ MiB are free there"
+            with pytest.raises(SystemExit, match=rf"train_translation\.py: .*{said}"):
+                examples(*arguments, "--resume")
+        assert {path for path in output.iterdir() if path.is_file()} == set(before)
+        assert (output / name).read_bytes() == before[output / name]
+        json.loads((output / "results.json").read_text())
+    AutoModelForSeq2SeqLM.from_pretrained(output)
+
+
 def test_default_training_arguments_are_the_papers(examples):
     args = examples.train.parse_args(["--train", "x.tsv", "--output", "unused"])
     arguments = examples.train.training_arguments(args, d_model=512)
@@ -342,6 +375,105 @@ def test_translate_keeps_the_order_of_lines_and_empty_ones(examples, tmp_path, c
     assert target.read_text(encoding="utf-8").split("\n") == [*expected, ""]
 
 
+def in_words(numbers, lang="en"):
+    return "".join(f"{num2words(number, lang=lang)}\n" for number in numbers)
+
+
+def test_translate_may_write_over_its_input(examples, tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text(in_words([342, 7]))
+    path.chmod(0o640)
+    examples(examples.translate, FROZEN, path, "-o", path)
+    assert path.read_text(encoding="utf-8") == in_words([342, 7], "de")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("fault", ["a line that is not utf-8", "no such model", "a full disk"])
+def test_translate_leaves_an_existing_output_as_it_is_until_all_is_translated(
+    fault, examples, tmp_path, monkeypatch
+):
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_bytes(b"one\ntw\xff\n" if "utf-8" in fault else b"one\n" * 3)
+    target.write_text("of an earlier run")
+    model = tmp_path / "absent" if "model" in fault else FROZEN
+    if "disk" in fault:
+        monkeypatch.setattr(os, "fsync", no_space_left)
+    with pytest.raises((SystemExit, OSError)) as error:
+        examples(examples.translate, model, source, "-o", target)
+    assert target.read_text() == "of an earlier run"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.txt"}
+    if "disk" in fault:
+        said = rf"{target} could not be saved: No space left on device \(\d+ MiB are free there\)"
+        assert re.search(said, str(error.value))
+
+
+def no_space_left(*args):
+    raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("window", [2, 4096])
+def test_translate_keeps_what_was_translated_before_a_bad_line(
+    window, examples, tmp_path, monkeypatch, capsys
+):
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_bytes(in_words([342, 7]).encode() + b"tw\xff\n")
+    translate = VaswaniTranslationPipeline.__call__
+    monkeypatch.setattr(
+        VaswaniTranslationPipeline,
+        "__call__",
+        lambda self, *args, **kwargs: translate(self, *args, window=window, **kwargs),
+    )
+    with pytest.raises(SystemExit, match=r"in\.txt, line 3: not utf-8"):
+        examples(examples.translate, FROZEN, source, "-o", target)
+    assert not target.exists()
+    kept = tmp_path / "out.txt.partial"
+    assert (f"the translations so far are in {kept}" in capsys.readouterr().err) == (window == 2)
+    assert kept.exists() == (window == 2)
+    if window == 2:
+        assert kept.read_text(encoding="utf-8") == in_words([342, 7], "de")
+
+
+def test_translate_writes_through_links_to_pipes_and_to_standard_output(examples, tmp_path, capfd):
+    source, real, link = (tmp_path / name for name in ("in.txt", "real.txt", "link.txt"))
+    source.write_text(in_words([342, 7]))
+    real.write_text("of an earlier run")
+    link.symlink_to(real)
+    examples(examples.translate, FROZEN, source, "-o", link)
+    assert link.is_symlink()
+    assert real.read_text(encoding="utf-8") == in_words([342, 7], "de")
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    received = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_text(encoding="utf-8")))
+    reader.start()
+    examples(examples.translate, FROZEN, source, "-o", pipe)
+    reader.join(timeout=60)
+    assert received == [in_words([342, 7], "de")]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+    examples(examples.translate, FROZEN, source, "-o", "/dev/stdout")
+    assert capfd.readouterr().out == in_words([342, 7], "de")
+    examples(examples.translate, FROZEN, source, "-o", "/dev/null")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_translate_appends_to_a_log_that_is_standard_output(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("before\n")
+    with log.open("a") as file:
+        subprocess.run(
+            [sys.executable, ROOT / "examples" / "translate.py", FROZEN, "-o", "/dev/stdout"],
+            input=in_words([21]),
+            stdout=file,
+            text=True,
+            env=subprocess_environment(),
+            check=True,
+        )
+    assert log.read_text(encoding="utf-8") == "before\n" + in_words([21], "de")
+
+
 def test_translate_prints_n_best_with_scores_in_descending_order(examples, tmp_path, capsys):
     source = tmp_path / "in.txt"
     source.write_text(f"{num2words(342)}\n{num2words(7)}\n")
@@ -394,6 +526,8 @@ def test_translate_reads_lines_as_training_does(examples, tmp_path):
     [
         (["absent.txt"], "no such input file: absent.txt"),
         (["--nbest", "5", "--beams", "2"], "--nbest 5 needs"),
+        (["--output", "absent/x.txt"], "no folder for the output absent/x.txt"),
+        (["--output", "."], "the output . is a folder"),
     ],
 )
 def test_translate_refuses_what_it_cannot_do(examples, arguments, complaint):

@@ -481,4 +481,14 @@ class VaswaniTokenizer(TokenizersBackend):
         # A class that was itself loaded from such copies has them copied by transformers.
         if self._auto_class is None:
             file_names = file_names + save_remote_code(save_directory)
-        return super()._save_pretrained(save_directory, file_names, legacy_format, filename_prefix)
+        try:
+            return super()._save_pretrained(
+                save_directory, file_names, legacy_format, filename_prefix
+            )
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # tokenizers raises the bare class, for a full disk among others.
+            raise OSError(
+                f"The tokenizer could not be saved in {save_directory}: {error}"
+            ) from error

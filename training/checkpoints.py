@@ -24,6 +24,9 @@ _MANIFEST = "checkpoint_files.json"
 # transformers writes it last: a checkpoint without it was cut off while it was saved.
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
+# How the name of a folder begins whose files will replace others. Trainers push no such folder.
+_UNFINISHED = "_saving-"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def run_checkpoints(run: Path) -> list[Path]:
@@ -122,6 +125,25 @@ def finish_checkpoint(folder: Path) -> None:
         _flush(changed)
 
 
+def is_being_saved(folder: Path) -> bool:
+    """Tell whether a folder is a checkpoint that is not declared complete yet."""
+    manifest = folder / _MANIFEST
+    return manifest.is_file() and not manifest.stat().st_size
+
+
+def is_failed_write(error: Exception) -> bool:
+    """Tell whether an error is one that a full disk can raise."""
+    # tokenizers and torch have no class of their own for it.
+    return isinstance(error, OSError | RuntimeError | SafetensorError) or type(error) is Exception
+
+
+def failed_save(output: Path, error: BaseException) -> OSError:
+    """Say which file or folder could not be saved, why, and how much room there is."""
+    place = next(path for path in (output, *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free / 2**20
+    return OSError(f"{output} could not be saved: {error} ({free:.0f} MiB are free there).")
+
+
 def _flush(path: Path) -> None:
     """Have a file's content, or a folder's names, on the disk before going on."""
     if path.is_dir() and os.name == "nt":
@@ -183,6 +205,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `output` is there and not an empty folder, or the current one.
+        OSError: a file could not be written; says how much room there is.
     """
     refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -193,9 +216,80 @@ def new_folder(output: Path) -> Iterator[Path]:
         if output.is_dir():
             output.rmdir()
         partial.rename(output)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise failed_save(output, error) from error
         raise
+
+
+@contextlib.contextmanager
+def replaced_files(folder: Path) -> Iterator[Path]:
+    """Yield a folder whose files take the places of those in `folder` if all goes well.
+
+    Until all of them are on the disk, `folder` stays as it is. A kill can leave a hidden folder
+    there, which the next call removes.
+
+    Raises:
+        OSError: a file could not be written; says how much room there is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    partial = folder / f"{_UNFINISHED}{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir()
+        yield partial
+        _move_files(partial, folder)
+    except Exception as error:
+        if is_failed_write(error):
+            raise failed_save(folder, error) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    for path in files:
+        _flush(path)
+    names = [path.relative_to(source) for path in files]
+    for name in names:
+        (target / name.parent).mkdir(parents=True, exist_ok=True)
+        (source / name).replace(target / name)
+    if any(_WEIGHTS.fullmatch(str(name)) for name in names):
+        # Weights of an earlier save, in more or fewer files, would be loaded in place of these.
+        for path in target.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and Path(path.name) not in names:
+                path.unlink()
+    _flush(target)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a path whose file takes the place of the one at `path` if all goes well.
+
+    A link stays a link. A device or a pipe is yielded itself.
+
+    Raises:
+        OSError: the file could not be written; says how much room there is.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if target.exists():
+            shutil.copymode(target, partial)
+        _flush(partial)
+        partial.replace(target)
+    except OSError as error:
+        raise failed_save(path, error) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 __all__ = ["last_complete_checkpoint"]

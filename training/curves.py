@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
 
 from ..configuration.extras import needs
 
@@ -17,6 +18,8 @@ with needs("vaswani[train]"):
     from matplotlib.ticker import MaxNLocator
 
     from ..pictures.heat_maps import INK, LINE, write_figure
+
+logger = logging.get_logger(__name__)
 
 _PERPLEXITIES = [mark * 10**power for power in range(6) for mark in (1, 2, 5)]
 _NAMES = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match, %"}
@@ -130,7 +133,11 @@ class LearningCurve(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir or "trainer_output")
             folder.mkdir(parents=True, exist_ok=True)
-            draw_learning_curve(state.log_history, folder / "learning_curve.png", self.score)
+            path = folder / "learning_curve.png"
+            try:
+                draw_learning_curve(state.log_history, path, self.score)
+            except OSError as error:  # a picture is no reason to end training
+                logger.warning(f"{path} could not be written: {error}")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

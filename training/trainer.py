@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,17 +20,22 @@ from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
 from ..configuration.extras import needs
-from ..hub_cards.card import write_model_card
+from ..hub_cards.card import CARD, write_model_card
 from ..hub_cards.results import weights_sha256
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .batching import TokenBatchSampler
 from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
+    failed_save,
     finish_checkpoint,
     flaw_of,
+    is_being_saved,
+    is_failed_write,
     last_complete_checkpoint,
     limit_checkpoints,
+    replaced_file,
+    replaced_files,
 )
 from .circumstances import circumstances
 from .r_drop import RDropLoss, twice
@@ -287,14 +291,14 @@ class VaswaniTrainer(Seq2SeqTrainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 finish_checkpoint(folder)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except Exception as error:
             # What is left of a checkpoint fills the disk that may be full.
             with contextlib.suppress(OSError):
                 discard_checkpoint(folder)
-            free = shutil.disk_usage(run).free / 2**20 if run.exists() else 0
+            if not is_failed_write(error):
+                raise
             raise OSError(
-                f"{folder} could not be saved: {error} ({free:.0f} MiB are free there). "
-                f"{self._last_saved()} Resume when the cause is gone."
+                f"{failed_save(folder, error)} {self._last_saved()} Resume when the cause is gone."
             ) from error
         finally:
             self.args.save_total_limit = limit
@@ -305,6 +309,23 @@ class VaswaniTrainer(Seq2SeqTrainer):
             if self._has_whole_model(folder):
                 write_model_card(folder, output=run, repo_id=self.hub_model_id)
             super()._push_from_checkpoint(str(folder))
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        folder = Path(output_dir or self.args.output_dir or "trainer_output")
+        if not self.args.should_save or is_being_saved(folder):
+            super()._save(output_dir, state_dict)
+            return
+        try:
+            with replaced_files(folder) as partial:
+                if (folder / CARD).exists():
+                    shutil.copyfile(folder / CARD, partial / CARD)  # PEFT adds to a card
+                super()._save(str(partial), state_dict)
+        except OSError as error:
+            raise OSError(
+                f"{error} The files that were there are as they were. {self._last_saved()}"
+            ) from error
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing yet: this is called while the checkpoint is still being saved."""
@@ -384,8 +405,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             "arguments": self.settings(),
             "log": log,
         }
-        path = output / "training.json"
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        with replaced_file(output / "training.json") as path:
+            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         write_model_card(
             output,
             repo_id=self.hub_model_id,
