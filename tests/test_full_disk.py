@@ -58,7 +58,7 @@ def tokenizer():
 
 def test_a_tokenizer_that_cannot_be_saved_says_where(tokenizer, tmp_path, monkeypatch):
     fill_disk_in(TokenizersBackend, "_save_pretrained", monkeypatch)
-    with pytest.raises(OSError, match=f"tokenizer could not be saved in {tmp_path}: File too larg"):
+    with pytest.raises(OSError, match=f"tokenizer could not be saved in {tmp_path}: File"):
         tokenizer.save_pretrained(tmp_path)
 
 
