@@ -5,6 +5,7 @@ not. The Hub is `loopback_hub`'s; its faults are set before they start.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def with_fields(config, **fields):
 def damaged(files):
     """A sound repository's files, with one fault each."""
     weights, config = files["model.safetensors"], files["config.json"]
+    code = files["search_vaswani.py"]
+    *_, last_block = re.finditer(rb"^ +(?:if|for) .*:\n", code, re.M)
     replaced = {
         "weights cut off": {"model.safetensors": weights[: len(weights) // 2]},
         "weights empty": {"model.safetensors": b""},
@@ -74,7 +77,7 @@ def damaged(files):
         "generation config cut off": {"generation_config.json": b'{"num_beams": 4,'},
         "tokenizer cut off": {"tokenizer.json": files["tokenizer.json"][:-100]},
         "tokenizer config cut off": {"tokenizer_config.json": b'{"eos_token": "<'},
-        "code cut off": {"search_vaswani.py": files["search_vaswani.py"][:-900]},
+        "code cut off": {"search_vaswani.py": code[: last_block.end()]},
     }
     broken = {name: {**files, **change} for name, change in replaced.items()}
     for missing in ("config.json", "model.safetensors", "tokenizer.json", "search_vaswani.py"):
