@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -40,6 +41,9 @@ _LICENSE = (
     "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
     "# SPDX-License-Identifier: Apache-2.0\n\n"
 )
+# float32 counts positions exactly up to this number. Other people's scripts compare
+# max_position_embeddings with integers, so sinusoidal positions need one that limits nothing.
+NO_LONGEST_SEQUENCE = 2**24
 _IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
 _AUTO_MAP = {
     "AutoConfig": "configuration_vaswani.VaswaniConfig",
@@ -102,6 +106,30 @@ def _is_own(reference: Any) -> bool:
     return type(reference) is str
 
 
+class TasksOfFolder(dict):
+    """Pipeline tasks whose code lies in the folder, by name.
+
+    `pipeline` runs such code only with `trust_remote_code=True`. A task that is registered with
+    transformers is not `in` this mapping, so that `pipeline` takes the registered class instead.
+    """
+
+    def __contains__(self, task: object) -> bool:
+        pipelines = sys.modules.get("transformers.pipelines")
+        registered = pipelines.PIPELINE_REGISTRY.supported_tasks if pipelines else {}
+        return task not in registered and super().__contains__(task)
+
+
+def _complete_tables_of_peft(model_type: str) -> None:
+    """Give PEFT the target modules of BART for a model type, since the layers have BART's names.
+
+    PEFT looks up `target_modules` that are not given. It is not imported here.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for name, table in vars(constants).items() if constants else ():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and "bart" in table:
+            table.setdefault(model_type, table["bart"])
+
+
 @strict
 class VaswaniConfig(PreTrainedConfig):
     r"""Sizes and switches of the Transformer; the defaults are the paper's base model (Table 3).
@@ -132,7 +160,8 @@ class VaswaniConfig(PreTrainedConfig):
             the same with tensor2tensor's frequencies (fairseq, and Marian itself); "learned" is
             row (E) of Table 3.
         position_offset: number of the first position (fairseq and BART start at 2).
-        max_position_embeddings: longest sequence of "learned" positions; sinusoids have no limit.
+        max_position_embeddings: longest sequence of "learned" positions. Sinusoids have no limit:
+            None becomes 2**24, the largest count of positions that float32 tells apart.
         attention_bias: biases in W^Q, W^K, W^V and W^O; the paper has none (3.2.2).
         lm_head_bias: a bias in the pre-softmax linear map; the paper has none (3.4).
         scale_embedding: multiply embeddings by sqrt(d_model) (3.4).
@@ -214,6 +243,8 @@ class VaswaniConfig(PreTrainedConfig):
             logger.warning(f"{wrong} The value is kept as an attribute and changes nothing.")
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
+        if self.max_position_embeddings is None and self.position_encoding != "learned":
+            self.max_position_embeddings = NO_LONGEST_SEQUENCE
         self._mark_code_of_file(kwargs)
         super().__post_init__(**kwargs)
 
@@ -250,7 +281,7 @@ class VaswaniConfig(PreTrainedConfig):
     @property
     def custom_pipelines(self) -> dict[str, dict[str, Any]]:
         """Where transformers' `pipeline` finds the class of a task; a copy, for it writes there."""
-        return copy.deepcopy(vars(self)["custom_pipelines"])
+        return TasksOfFolder(copy.deepcopy(vars(self)["custom_pipelines"]))
 
     @custom_pipelines.setter
     def custom_pipelines(self, pipelines: dict[str, dict[str, Any]]) -> None:
@@ -268,10 +299,11 @@ class VaswaniConfig(PreTrainedConfig):
                     f"({heads}), or d_k and d_v must both be given."
                 )
         if self.position_encoding == "learned":
-            if self.max_position_embeddings is None:
+            if self.max_position_embeddings in (None, NO_LONGEST_SEQUENCE):
                 raise ValueError(
-                    "position_encoding='learned' needs the longest sequence it shall serve: "
-                    "set max_position_embeddings (it is None), or use a sinusoidal encoding."
+                    "position_encoding='learned' needs the length of the longest sequence: set "
+                    f"max_position_embeddings (it is {self.max_position_embeddings}), or use a "
+                    "sinusoidal encoding."
                 )
         elif self.d_model % 2 != 0:
             raise ValueError(
@@ -377,6 +409,11 @@ class VaswaniConfig(PreTrainedConfig):
             for name, (changes, numbers) in _TABLE_3.items()
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields. PEFT calls this right before it looks up the default targets."""
+        _complete_tables_of_peft(self.model_type)
+        return super().to_dict()
+
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
@@ -439,4 +476,4 @@ _TABLE_3: dict[str, tuple[dict[str, Any], tuple[int, float, float, int | None]]]
     ),
 }
 
-__all__ = ["VaswaniConfig"]
+__all__ = ["NO_LONGEST_SEQUENCE", "VaswaniConfig"]

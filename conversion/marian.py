@@ -51,7 +51,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.configuration_vaswani import NO_LONGEST_SEQUENCE, VaswaniConfig
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .checkpoints import (
@@ -476,13 +476,14 @@ def to_marian(model: PreTrainedModel) -> MarianMTModel:
             if name.endswith("_proj.weight"):
                 weights[name.replace(".weight", ".bias")] = matrix.new_zeros(len(matrix))
 
+    # MarianMTModel computes its positions once, as a table of this length.
+    table = ours.max_position_embeddings
     config = MarianConfig(
         vocab_size=ours.vocab_size,
         decoder_vocab_size=ours.decoder_vocab_size,
-        # MarianMTModel keeps a table of so many positions.
         **{name: getattr(ours, name) for name in _SAME_FIELDS.split()}
         | {
-            "max_position_embeddings": ours.max_position_embeddings or 2 * MAX_LENGTH,
+            "max_position_embeddings": 2 * MAX_LENGTH if table == NO_LONGEST_SEQUENCE else table,
             "init_std": ours.init_std or ours.d_model**-0.5,
             "forced_eos_token_id": None,
         },

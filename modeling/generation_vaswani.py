@@ -17,6 +17,7 @@ from transformers.generation import (
     ForcedEOSTokenLogitsProcessor,
     GenerateBeamEncoderDecoderOutput,
     GenerateEncoderDecoderOutput,
+    GenerationMode,
     LogitNormalization,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
@@ -243,7 +244,13 @@ class VaswaniGenerationMixin(GenerationMixin):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Generate as transformers does, each sentence limited by its own source length (6.1)."""
+        """Generate as transformers does, each sentence limited by its own source length (6.1).
+
+        Padding is masked where a call passes no `attention_mask`, as for decoders in transformers.
+        """
+        mask = self._mask_of_padding(inputs, generation_config, kwargs)
+        if mask is not None:
+            kwargs["attention_mask"] = mask
         rule = self._length_rule_of_call(generation_config, kwargs)
         if rule is not None:
             prompt = self._prompt_length(generation_config, kwargs)
@@ -270,6 +277,25 @@ class VaswaniGenerationMixin(GenerationMixin):
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
+
+    def _mask_of_padding(
+        self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Mask the padding of source ids (B, S) that come without a mask; None if nothing is padded.
+
+        Also None where the padding token ends sentences too: transformers warns of that.
+        """
+        ids = kwargs.get("input_ids") if inputs is None else inputs
+        pad = self._first_set(given, kwargs, "pad_token_id")
+        if ids is None or pad is None or kwargs.get("attention_mask") is not None:
+            return None
+        if ids.dim() != 2 or ids.is_floating_point():
+            return None
+        ends = self._first_set(given, kwargs, "eos_token_id")
+        if ends is not None and int(pad) in torch.as_tensor(ends).flatten().tolist():
+            return None
+        mask = (ids != int(pad)).long()
+        return None if mask.all() else mask
 
     def _length_rule_of_call(
         self, given: GenerationConfig | None, kwargs: dict[str, Any]
@@ -348,6 +374,19 @@ class VaswaniGenerationMixin(GenerationMixin):
         # A None in the call switches a default off (eos_token_id=None); merging has refilled it.
         prepared.update(**{name: None for name, value in kwargs.items() if value is None})
         return prepared, model_kwargs
+
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        if "streamer" in generation_mode_kwargs and generation_mode == GenerationMode.BEAM_SEARCH:
+            raise ValueError(
+                "A streamer shows each token when it is chosen, but beam search chooses them at the "
+                f"end: pass num_beams=1. Without it this call searches with num_beams="
+                f"{generation_config.num_beams}."
+            )
+        super()._validate_generation_mode(
+            generation_mode, generation_config, generation_mode_kwargs
+        )
 
     @functools.wraps(GenerationMixin.compute_transition_scores)
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """`pipeline("translation")` for this model: text in, text out, however much there is of it.
 
-transformers 5 has no such task of its own. It finds this class through `custom_pipelines` in
-config.json, or is given it as `pipeline_class`.
+transformers 5 has no such task of its own: importing the package registers this class for it.
+Without the package, transformers finds the class through `custom_pipelines` in config.json.
 """
 
 import itertools
@@ -90,6 +90,11 @@ class VaswaniTranslationPipeline(Pipeline):
             check_model_type(model.name_or_path, model.config.model_type, "vaswani")
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
+        if not hasattr(model, "target_tokenizer"):
+            raise ValueError(
+                f"{type(self).__name__} translates with a VaswaniForConditionalGeneration, not with "
+                f"{type(model).__name__}; `generate` works for both."
+            )
         super().__init__(model, tokenizer=tokenizer, **kwargs)
         self.target_tokenizer = target_tokenizer or model.target_tokenizer(self.tokenizer)
 

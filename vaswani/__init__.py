@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForTextEncoding,
     AutoTokenizer,
+    pipelines,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -40,6 +41,14 @@ AutoModel.register(VaswaniConfig, VaswaniModel)
 AutoModelForSeq2SeqLM.register(VaswaniConfig, VaswaniForConditionalGeneration)
 AutoModelForTextEncoding.register(VaswaniConfig, VaswaniEncoderModel)
 AutoTokenizer.register(VaswaniConfig, tokenizer_class=VaswaniTokenizer)
+
+# transformers 5 has no translation task, and 5.23 refuses its name even where it is registered.
+getattr(pipelines, "REMOVED_TASKS", {}).pop("translation", None)
+pipelines.PIPELINE_REGISTRY.register_pipeline(
+    "translation", VaswaniTranslationPipeline, pt_model=AutoModelForSeq2SeqLM, type="text"
+)
+# By this mark a saved pipeline would copy its code a second time, beside that of the model.
+del VaswaniTranslationPipeline._registered_impl
 
 __all__ = [
     "VaswaniConfig",
