@@ -32,6 +32,7 @@ _TRAVELLING_FILES = (
     "modeling/limits_vaswani.py",
     "modeling/linear_vaswani.py",
     "modeling/loss_vaswani.py",
+    "modeling/pickling_vaswani.py",
     "modeling/scoring_vaswani.py",
     "tokenization/tokenization_vaswani.py",
     "tokenization/pipeline_vaswani.py",

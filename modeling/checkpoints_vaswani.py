@@ -10,6 +10,38 @@ from transformers import PreTrainedModel
 from ..configuration.places_vaswani import check_place
 
 
+def place_tied_weights_together(model: PreTrainedModel, device_map: dict[str, Any]) -> None:
+    """Take tied weights off the disk in `device_map` where one of them has another place.
+
+    A file holds a tied weight under one of its names only. transformers does not find it on disk
+    under another name.
+    """
+    tied = sorted(
+        {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
+    )
+    entries = {name: _entries_above(name, device_map) for name in tied}
+    if not all(entries.values()):
+        return  # accelerate names what has no place
+    places = {name: device_map[above[-1]] for name, above in entries.items()}
+    others = [place for place in places.values() if place != "disk"]
+    if not others:
+        return
+    for name, place in places.items():
+        # accelerate mixes up a module and its parent where both have an entry.
+        while (entry := _entries_above(name, device_map)[0]) != name:
+            place_of_entry, prefix = device_map.pop(entry), f"{entry}." if entry else ""
+            for child, _ in model.get_submodule(entry).named_children():
+                device_map.setdefault(prefix + child, place_of_entry)
+        device_map[name] = others[0] if place == "disk" else place
+
+
+def _entries_above(module: str, device_map: dict[str, Any]) -> list[str]:
+    """List the entries of `device_map` that place a module: parents first, its own last."""
+    parts = module.split(".")
+    prefixes = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    return [prefix for prefix in prefixes if prefix in device_map]
+
+
 class WholeCheckpoints(PreTrainedModel):
     """A model that is not loaded by half, and not pushed with an empty card."""
 
@@ -32,6 +64,8 @@ class WholeCheckpoints(PreTrainedModel):
         """
         place = pretrained_model_name_or_path
         check_place(place, **kwargs)
+        if isinstance(kwargs.get("device_map"), dict):
+            kwargs["device_map"] = dict(kwargs["device_map"])  # ours to change, see below
         try:
             loaded: Any = super().from_pretrained(
                 place, *model_args, output_loading_info=True, **kwargs
@@ -54,6 +88,16 @@ class WholeCheckpoints(PreTrainedModel):
                     "output_loading_info=True to get the model all the same, and a list of them."
                 )
         return model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any
+    ) -> Any:
+        if load_config.device_map and "disk" in load_config.device_map.values():
+            place_tied_weights_together(model, load_config.device_map)
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args
+        )
 
     def _upload_modified_files(
         self,

@@ -281,9 +281,10 @@ class VaswaniGenerationMixin(GenerationMixin):
     def _mask_of_padding(
         self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Mask the padding of source ids (B, S) that come without a mask; None if nothing is padded.
+        """Mask the padding of source ids (B, S) that come without a mask.
 
-        Also None where the padding token ends sentences too: transformers warns of that.
+        None means that nothing is padded, or that the padding token ends sentences too: then
+        padding cannot be told from ends, and transformers warns.
         """
         ids = kwargs.get("input_ids") if inputs is None else inputs
         pad = self._first_set(given, kwargs, "pad_token_id")
@@ -380,9 +381,9 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> None:
         if "streamer" in generation_mode_kwargs and generation_mode == GenerationMode.BEAM_SEARCH:
             raise ValueError(
-                "A streamer shows each token when it is chosen, but beam search chooses them at the "
-                f"end: pass num_beams=1. Without it this call searches with num_beams="
-                f"{generation_config.num_beams}."
+                "A streamer shows each token when it is chosen, but beam search chooses them at "
+                "the end: pass num_beams=1. Without it, this call searches with "
+                f"num_beams={generation_config.num_beams}."
             )
         super()._validate_generation_mode(
             generation_mode, generation_config, generation_mode_kwargs

@@ -3,6 +3,7 @@
 Shapes: N target tokens, D = d_model, V entries of the target vocabulary, C tokens of a chunk.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,25 @@ from torch.autograd.function import once_differentiable
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Logits that fit the cache of a CPU core, for all that is done to them between the products.
 _IN_CACHE = 2**18
+
+
+def chunked_cross_entropy(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    epsilon: float,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum the loss of all `targets` (...) that are not -100, after `hidden_states` (..., D).
+
+    A compiled graph holds the loss as one operator: it could not hold a loop over chunks whose
+    number depends on the data.
+    """
+    if torch.compiler.is_compiling():
+        dtype = _product_dtype(hidden_states)
+        return _loss_operator(hidden_states, weight, targets, epsilon, bias, dtype)[0]
+    real = targets != -100
+    return ChunkedCrossEntropy.apply(hidden_states[real], weight, targets[real], epsilon, bias)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -36,48 +56,120 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
         Logits are `hidden_states` times `weight` (V, D), plus `bias` (V,) if there is one.
         """
-        device, dtype = hidden_states.device, hidden_states.dtype
-        exact = torch.promote_types(dtype, torch.float32)
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device.type)
-        total = torch.zeros((), dtype=exact, device=device)
-        hidden_gradient = torch.empty_like(hidden_states)
-        weight_gradient = torch.zeros(weight.shape, dtype=exact, device=device)
-        bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
-        with torch.autocast(device.type, enabled=False):
-            states, matrix = hidden_states.to(dtype), weight.to(dtype)  # once, not in every chunk
-            chunk_size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE
-            rows = chunk_size // (len(weight) * dtype.itemsize)
-            for chunk in _slices(len(targets), rows):
-                logits = states[chunk] @ matrix.t()  # (C, V)
-                if bias is not None:
-                    logits += bias.to(dtype)
-                total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
-                hidden_gradient[chunk] = logits @ matrix
-                if dtype == exact:
-                    weight_gradient.addmm_(logits.t(), states[chunk])
-                else:
-                    weight_gradient += logits.t() @ states[chunk]
-                if bias_gradient is not None:
-                    bias_gradient += logits.sum(dim=0, dtype=exact)
-                del logits  # before the next are made
-        if bias is not None and bias_gradient is not None:
-            bias_gradient = bias_gradient.to(bias.dtype)
-        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient)
+        total, *gradients = _loss_and_gradients(
+            hidden_states, weight, targets, epsilon, bias, _product_dtype(hidden_states)
+        )
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scale the gradients that the forward pass took."""
-        hidden_gradient, weight_gradient, bias_gradient = ctx.saved_tensors
-        return (
-            hidden_gradient * scale.to(hidden_gradient.dtype),
-            weight_gradient * scale.to(weight_gradient.dtype),
-            None,
-            None,
-            None if bias_gradient is None else bias_gradient * scale.to(bias_gradient.dtype),
-        )
+        states, weight, bias = (_scaled(gradient, scale) for gradient in ctx.saved_tensors)
+        return states, weight, None, None, bias
+
+
+def _scaled(gradient: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor | None:
+    return None if gradient is None else gradient * scale.to(gradient.dtype)
+
+
+def _product_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+    device, dtype = hidden_states.device.type, hidden_states.dtype
+    autocast = torch.is_autocast_enabled(device) and dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else dtype
+
+
+def _loss_and_gradients(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    epsilon: float,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sum the loss; return it with the gradients of hidden states, weight and bias."""
+    device, exact = hidden_states.device, torch.promote_types(hidden_states.dtype, torch.float32)
+    total = torch.zeros((), dtype=exact, device=device)
+    hidden_gradient = torch.empty_like(hidden_states)
+    weight_gradient = torch.zeros(weight.shape, dtype=exact, device=device)
+    bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
+    with torch.autocast(device.type, enabled=False):
+        states, matrix = hidden_states.to(dtype), weight.to(dtype)  # once, not in every chunk
+        chunk_size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE
+        rows = chunk_size // (len(weight) * dtype.itemsize)
+        for chunk in _slices(len(targets), rows):
+            logits = states[chunk] @ matrix.t()  # (C, V)
+            if bias is not None:
+                logits += bias.to(dtype)
+            total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
+            hidden_gradient[chunk] = logits @ matrix
+            if dtype == exact:
+                weight_gradient.addmm_(logits.t(), states[chunk])
+            else:
+                weight_gradient += logits.t() @ states[chunk]
+            if bias_gradient is not None:
+                bias_gradient += logits.sum(dim=0, dtype=exact)
+            del logits  # before the next are made
+    if bias is not None and bias_gradient is not None:
+        bias_gradient = bias_gradient.to(bias.dtype)
+    return total, hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient
+
+
+# Each copy of this file registers an operator under its own name, because a second one of the same
+# name would replace the first. CUDA graphs cannot hold it: the number of real tokens varies.
+@torch.library.custom_op(
+    f"vaswani::loss_{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}",
+    mutates_args=(),
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _loss_operator(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    epsilon: float,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the loss and its gradients; without a bias, the last has no elements."""
+    real = targets != -100
+    total, real_gradient, weight_gradient, bias_gradient = _loss_and_gradients(
+        hidden_states[real], weight, targets[real], epsilon, bias, dtype
+    )
+    hidden_gradient = torch.zeros_like(hidden_states)
+    hidden_gradient[real] = real_gradient
+    if bias_gradient is None:
+        bias_gradient = weight.new_empty(0)
+    return total, hidden_gradient, weight_gradient, bias_gradient
+
+
+@_loss_operator.register_fake
+def _shapes_of_loss_operator(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: Any,
+    epsilon: Any,
+    bias: Any,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    exact = torch.promote_types(hidden_states.dtype, torch.float32)
+    bias_gradient = weight.new_empty(0) if bias is None else torch.empty_like(bias)
+    gradients = torch.empty_like(hidden_states), torch.empty_like(weight), bias_gradient
+    return hidden_states.new_empty((), dtype=exact), *gradients
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.has_bias = inputs[4] is not None
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    states, weight, bias = (_scaled(gradient, scale) for gradient in ctx.saved_tensors)
+    return states, weight, None, None, bias if ctx.has_bias else None, None
+
+
+_loss_operator.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
 def _loss_and_gradient(

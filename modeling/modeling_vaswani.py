@@ -40,7 +40,8 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from .checkpoints_vaswani import WholeCheckpoints
 from .dropout_vaswani import drop_out
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
-from .loss_vaswani import ChunkedCrossEntropy
+from .loss_vaswani import chunked_cross_entropy
+from .pickling_vaswani import PicklableModule
 from .scoring_vaswani import VaswaniScoringMixin
 
 
@@ -122,7 +123,7 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2), weights  # (B, Q, H, d_v), (B, H, Q, K)
 
 
-class VaswaniAttention(nn.Module):
+class VaswaniAttention(PicklableModule):
     """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2).
 
     Used in the three ways of 3.2.3: encoder self-attention, masked decoder self-attention, and
@@ -210,7 +211,7 @@ class VaswaniAttention(nn.Module):
         return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
 
 
-class VaswaniLayer(GradientCheckpointingLayer):
+class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
     """What layers of both stacks have: self-attention and feed-forward network (3.1)."""
 
     def __init__(
@@ -299,7 +300,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
-class VaswaniPreTrainedModel(WholeCheckpoints):
+class VaswaniPreTrainedModel(PicklableModule, WholeCheckpoints):
     """What transformers asks of a model: abilities, initialisation, vocabulary of its own size."""
 
     config: VaswaniConfig
@@ -468,7 +469,12 @@ class VaswaniEncoder(VaswaniStack):
 class VaswaniDecoder(VaswaniStack):
     """N layers of masked self-attention, encoder-decoder attention, feed-forward network (3.1)."""
 
-    _inputs = "The target comes as labels, decoder_input_ids or decoder_inputs_embeds."
+    _inputs = (
+        "The target comes as labels, decoder_input_ids or decoder_inputs_embeds. The Trainer of "
+        "transformers takes the labels away where label_smoothing_factor is set: then use "
+        "DataCollatorForSeq2Seq(model=model), or leave the factor at 0, because the model smooths "
+        "its loss itself (config.label_smoothing)."
+    )
     _can_record_outputs: ClassVar[dict] = {
         "hidden_states": VaswaniDecoderLayer,
         "attentions": OutputRecorder(VaswaniAttention, index=1, layer_name="self_attn"),
@@ -558,7 +564,9 @@ class VaswaniModel(VaswaniPreTrainedModel):
         """Encode (B, S), unless `encoder_outputs` are given, and decode (B, T) to (B, T, D)."""
         encoded: Any = encoder_outputs
         if encoded is None:
-            encoded = self.encoder(input_ids, attention_mask, inputs_embeds, **kwargs)
+            encoded = self.encoder(
+                input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs
+            )
         elif isinstance(encoded, tuple):
             encoded = BaseModelOutput(*encoded)
         decoder_outputs = self.decoder(
@@ -569,6 +577,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
             past_key_values,
             decoder_inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         return Seq2SeqModelOutput(
@@ -669,9 +678,8 @@ class VaswaniForConditionalGeneration(
                 )
         epsilon = self.config.label_smoothing if self.training else 0.0
         if logits is None:
-            real = labels != -100
-            total = ChunkedCrossEntropy.apply(
-                hidden_states[real], self.lm_head.weight, labels[real], epsilon, self.lm_head.bias
+            total = chunked_cross_entropy(
+                hidden_states, self.lm_head.weight, labels, epsilon, self.lm_head.bias
             )
         else:
             total = F.cross_entropy(
@@ -720,7 +728,7 @@ class VaswaniForConditionalGeneration(
             logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
-                does so in training mode, unless `lm_head` is wrapped (LoRA) or being compiled.
+                does so in training mode, unless `lm_head` is wrapped (LoRA).
             **kwargs: passed on to the attention backend.
         """
         if labels is not None:
@@ -737,12 +745,12 @@ class VaswaniForConditionalGeneration(
             inputs_embeds,
             decoder_inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
         if skip_logits is None:
-            plain = type(self.lm_head) is nn.Linear and not torch.compiler.is_compiling()
-            skip_logits = self.training and plain
+            skip_logits = self.training and type(self.lm_head) is nn.Linear
         logits, loss = None, None
         if labels is None or not skip_logits:
             kept = (
@@ -772,7 +780,7 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """Encode `input_ids` (B, S) to (B, S, D)."""
-        return self.encoder(input_ids, attention_mask, inputs_embeds, **kwargs)
+        return self.encoder(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
 
 
 VaswaniForConditionalGeneration._network_classes = (

@@ -92,8 +92,8 @@ class VaswaniTranslationPipeline(Pipeline):
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
         if not hasattr(model, "target_tokenizer"):
             raise ValueError(
-                f"{type(self).__name__} translates with a VaswaniForConditionalGeneration, not with "
-                f"{type(model).__name__}; `generate` works for both."
+                f"{type(self).__name__} translates with a VaswaniForConditionalGeneration, not "
+                f"with {type(model).__name__}: call its `generate`."
             )
         super().__init__(model, tokenizer=tokenizer, **kwargs)
         self.target_tokenizer = target_tokenizer or model.target_tokenizer(self.tokenizer)

@@ -1,0 +1,38 @@
+"""Modules that pickle after a call with `output_attentions=True`."""
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+from torch import nn
+
+_RECORDING = "transformers.utils.output_capturing"
+
+
+class PicklableModule(nn.Module):
+    """A module that is pickled without the hooks by which transformers records its outputs.
+
+    These hooks are closures, which pickle refuses. Both the hooks and the mark that they are
+    installed are left out, so that the unpickled model installs them again when it needs them.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without recording hooks."""
+        state = dict(vars(self))
+        state.pop("_output_capturing_hooks_installed", None)
+        state["_forward_hooks"] = OrderedDict(
+            (number, hook)
+            for number, hook in self._forward_hooks.items()
+            if getattr(hook, "__module__", None) != _RECORDING
+        )
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PicklableModule":
+        """Copy hooks too: a layer that is copied into another place goes on recording."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        return new
+
+
+__all__ = ["PicklableModule"]
