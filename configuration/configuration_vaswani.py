@@ -248,6 +248,7 @@ class VaswaniConfig(PreTrainedConfig):
             self.max_position_embeddings = NO_LONGEST_SEQUENCE
         self._mark_code_of_file(kwargs)
         super().__post_init__(**kwargs)
+        self.architectures = self.architectures or []  # AutoModel searches it for a class
 
     def _mark_code_of_file(self, kwargs: dict[str, Any]) -> None:
         """Mark what a file says of code, so that `save_pretrained` can leave it out."""
@@ -432,6 +433,8 @@ class VaswaniConfig(PreTrainedConfig):
         # The references may name a stranger's code, which runs where this folder is trusted.
         auto_map = getattr(self, "auto_map", None) or {}
         self.auto_map = _AUTO_MAP | {name: code for name, code in auto_map.items() if _is_own(code)}
+        if self.architectures == ["VaswaniEncoderModel"]:
+            self.auto_map["AutoModel"] = _AUTO_MAP["AutoModelForTextEncoding"]
         self.custom_pipelines = _CUSTOM_PIPELINES | {
             task: pipeline
             for task, pipeline in self.custom_pipelines.items()

@@ -766,6 +766,12 @@ class VaswaniForConditionalGeneration(
 class VaswaniEncoderModel(VaswaniPreTrainedModel):
     """The encoder alone (3.1), for sentence representations or as part of another model."""
 
+    # Loading the encoder of a translation model is what this class is for.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
+        r"^(model\.)?decoder\.",
+        r"^lm_head\.",
+    ]
+
     def __init__(self, config: VaswaniConfig) -> None:
         super().__init__(config)
         self.encoder = VaswaniEncoder(config)

@@ -1,12 +1,14 @@
 """The loss that never holds the logits of a batch is plain label-smoothed cross-entropy (5.4)."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from vaswani.modeling import loss_vaswani
-from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
+from vaswani.modeling.loss_vaswani import chunked_cross_entropy
 
 
 def plain_loss(hidden_states, weight, targets, epsilon):
@@ -41,7 +43,7 @@ def _chunks(request, monkeypatch):
 def test_loss_and_gradients_equal_the_plain_ones(epsilon, dtype, tolerance):
     hidden_states, weight, targets = inputs(11, 5, 7, dtype)
     values = []
-    for loss in (plain_loss, ChunkedCrossEntropy.apply):
+    for loss in (plain_loss, chunked_cross_entropy):
         total = loss(hidden_states, weight, targets, epsilon) / 11
         values.append((total, *torch.autograd.grad(total, (hidden_states, weight))))
     for expected, value in zip(*values, strict=True):
@@ -52,7 +54,7 @@ def test_loss_and_gradients_equal_the_plain_ones(epsilon, dtype, tolerance):
 def test_gradients_are_those_of_finite_differences():
     hidden_states, weight, targets = inputs(4, 3, 5, torch.float64)
     assert torch.autograd.gradcheck(
-        lambda states, matrix: ChunkedCrossEntropy.apply(states, matrix, targets, 0.1),
+        lambda states, matrix: chunked_cross_entropy(states, matrix, targets, 0.1),
         (hidden_states, weight),
     )
 
@@ -61,7 +63,7 @@ def test_gradients_are_those_of_finite_differences():
 def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
     hidden_states, weight, targets = inputs(11, 5, 7, torch.float64)
     bias = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
-    total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1, bias)
+    total = chunked_cross_entropy(hidden_states, weight, targets, 0.1, bias)
     # A bias is one more column, times one more input that is always 1.
     widened = torch.cat([hidden_states, hidden_states.new_ones(11, 1)], dim=1)
     expected = plain_loss(widened, torch.cat([weight, bias[:, None]], dim=1), targets, 0.1)
@@ -74,7 +76,7 @@ def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
 
 def test_bfloat16_is_summed_in_float32():
     hidden_states, weight, targets = inputs(300, 8, 50, torch.bfloat16)
-    total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
+    total = chunked_cross_entropy(hidden_states, weight, targets, 0.1)
     assert total.dtype == torch.float32
     exact = plain_loss(hidden_states.double(), weight.double(), targets, 0.1)
     torch.testing.assert_close(total.double(), exact, rtol=5e-3, atol=0)
@@ -102,12 +104,82 @@ def test_training_never_holds_the_logits_of_a_batch(tiny_model, monkeypatch):
     monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", 2**16)
     model = tiny_model(vocab_size=1000, dropout=0.0).train()
     labels = torch.randint(3, 1000, (8, 30))
-    with LargestTensor() as largest:
+    largest, loss_and_gradients = LargestTensor(), loss_vaswani._loss_and_gradients
+
+    def watched(*args):
+        with largest:  # which sees an operator from outside only
+            return loss_and_gradients(*args)
+
+    monkeypatch.setattr(loss_vaswani, "_loss_and_gradients", watched)
+    with largest:
         output = model(input_ids=labels, labels=labels)
         output.loss.backward()
     assert output.logits is None
     # The vocabulary's own matrix (1000, 16) is the largest; the logits would be 240,000.
     assert largest.elements == 16_000
+
+
+def gradients_of(model, forward, **batch):
+    model.zero_grad()
+    output = forward(**batch)
+    output.loss.backward()
+    return output, {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_training_holds_no_logits_and_has_the_same_gradients(tiny_model, bias):
+    torch.compiler.reset()
+    model = tiny_model(vocab_size=1000, dropout=0.0, lm_head_bias=bias).train()
+    labels = torch.randint(3, 1000, (8, 30))
+    labels[2, 10:] = -100
+    batch = {"input_ids": labels.clamp(min=0)[:, :20], "labels": labels}
+    sizes = []
+
+    def backend(graph, inputs):
+        values = [node.meta.get("example_value") for node in graph.graph.nodes]
+        sizes.extend(math.prod(value.shape) for value in values if isinstance(value, torch.Tensor))
+        return graph.forward
+
+    plain, expected = gradients_of(model, model, **batch)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    output, gradients = gradients_of(model, compiled, **batch)
+    assert output.logits is None
+    assert max(sizes) == 16_000  # the vocabulary's matrix; the logits would be 240,000
+    torch.testing.assert_close(output.loss, plain.loss, atol=1e-12, rtol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=0)
+
+
+def test_compiled_training_under_autocast_computes_products_in_its_type(tiny_model, monkeypatch):
+    torch.compiler.reset()
+    types, loss_and_gradients = [], loss_vaswani._loss_and_gradients
+    monkeypatch.setattr(
+        loss_vaswani,
+        "_loss_and_gradients",
+        lambda *args: types.append(args[-1]) or loss_and_gradients(*args),
+    )
+    model = tiny_model(dtype=torch.float32, dropout=0.0).train()
+    labels = torch.randint(3, 19, (4, 12))
+    losses = []
+    for forward in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(forward(input_ids=labels, labels=labels).loss)
+        losses[-1].backward()
+    assert types == [torch.bfloat16] * 2
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+
+
+def test_a_second_derivative_is_refused_with_the_way_out(tiny_model):
+    model = tiny_model(dropout=0.0, attn_implementation="eager").train()
+    labels = torch.tensor([[5, 6, 7, 2]])
+    weight = model.model.decoder.layers[0].fc1.weight
+    loss = model(input_ids=labels, labels=labels).loss
+    with pytest.raises(RuntimeError, match="skip_logits=False"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+    loss = model(input_ids=labels, labels=labels, skip_logits=False).loss
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), weight)
+    assert second.abs().sum() > 0
 
 
 def test_training_and_evaluation_differ_in_logits_not_in_the_loss(tiny_model):
@@ -189,7 +261,7 @@ def test_a_batch_without_real_targets_costs_nothing_and_has_zero_gradients(tiny_
 def test_loss_of_many_tokens_equals_torchs_cross_entropy():
     hidden_states, weight, targets = inputs(3000, 16, 4000, torch.float32)
     with torch.no_grad():
-        total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
+        total = chunked_cross_entropy(hidden_states, weight, targets, 0.1)
         logits = hidden_states @ weight.t()
         expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)

@@ -22,6 +22,8 @@ _PACKAGES = (
     "datasets",
     "sacrebleu",
     "ctranslate2",
+    "torchao",
+    "bitsandbytes",
 )
 # What a CPU needs for fast products in bfloat16 and int8.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")

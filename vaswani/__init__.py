@@ -37,7 +37,8 @@ if _owner.__module__ != VaswaniConfig.__module__:
     # AutoConfig.register protects transformers' own models only.
     raise ValueError(f"model_type 'vaswani' is already registered by {_owner.__module__}.")
 AutoConfig.register("vaswani", VaswaniConfig)
-AutoModel.register(VaswaniConfig, VaswaniModel)
+# An encoder saved alone names itself in its config, by which AutoModel chooses.
+AutoModel.register(VaswaniConfig, (VaswaniModel, VaswaniEncoderModel))
 AutoModelForSeq2SeqLM.register(VaswaniConfig, VaswaniForConditionalGeneration)
 AutoModelForTextEncoding.register(VaswaniConfig, VaswaniEncoderModel)
 AutoTokenizer.register(VaswaniConfig, tokenizer_class=VaswaniTokenizer)
