@@ -50,7 +50,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 from vaswani.conversion.marian import to_marian
-from vaswani.modeling.loss_vaswani import chunked_cross_entropy
+from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
 from vaswani.training.batching import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 from vaswani.training.trainer import VaswaniTrainer
@@ -300,7 +300,7 @@ class LossContender:
 
     def _loss(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.name == "ours":
-            return chunked_cross_entropy(states, self.weight, targets, SMOOTHING)
+            return ChunkedCrossEntropy.apply(states, self.weight, targets, SMOOTHING)
         if self.name == "plain":
             logits = F.linear(states, self.weight).float()
             return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=SMOOTHING)

@@ -22,83 +22,61 @@ def chunked_cross_entropy(
     epsilon: float,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Sum the loss of all `targets` (...) that are not -100, after `hidden_states` (..., D)."""
+    if torch.compiler.is_compiling():
+        dtype = _product_dtype(hidden_states)
+        return _loss_operator(hidden_states, weight, targets, epsilon, bias, dtype)[0]
+    real = targets != -100
+    return ChunkedCrossEntropy.apply(hidden_states[real], weight, targets[real], epsilon, bias)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum over tokens of (1 - eps) * nll(target) + eps * mean over the vocabulary of nll.
 
-    Logits are `hidden_states` (..., D) times `weight` (V, D), plus `bias` (V,) if there is one;
-    positions where `targets` (...) are -100 do not count. Logits live for one chunk of tokens at a
-    time: their gradients, softmax(logits) minus the smoothed target, are taken while they are at
-    hand, and the backward pass only scales them. Products are computed in the type of autocast or
-    of the hidden states, sums at least in float32.
+    Logits live for one chunk of tokens at a time: the gradients, softmax(logits) minus the smoothed
+    target, are taken while they are at hand, so that the backward pass only scales them. Products
+    are computed in the type of autocast or of the hidden states, sums at least in float32.
     """
-    device, dtype = hidden_states.device.type, hidden_states.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    return _loss_operator(hidden_states, weight, targets, epsilon, bias, dtype)[0]
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        epsilon: float,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the loss of `targets` (N,) after `hidden_states` (N, D).
+
+        Logits are `hidden_states` times `weight` (V, D), plus `bias` (V,) if there is one.
+        """
+        total, *gradients = _loss_and_gradients(
+            hidden_states, weight, targets, epsilon, bias, _product_dtype(hidden_states)
+        )
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Scale the gradients that the forward pass took."""
+        states, weight, bias = _scaled(ctx.saved_tensors, scale)
+        return states, weight, None, None, bias
 
 
-# Compiled graphs hold the loss as one operator, because they could not hold a loop over chunks
-# whose number depends on the data. Each copy of this file has an operator of its own name, because
-# a second one of the same name would replace the first. CUDA graphs need shapes that never change.
-@torch.library.custom_op(
-    f"vaswani::loss_{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}",
-    mutates_args=(),
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-def _loss_operator(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    epsilon: float,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss and its gradients; without a bias, the last one has no elements."""
-    real = targets != -100
-    total, of_real_tokens, weight_gradient, bias_gradient = _loss_and_gradients(
-        hidden_states[real], weight, targets[real], epsilon, bias, dtype
-    )
-    hidden_gradient = torch.zeros_like(hidden_states)
-    hidden_gradient[real] = of_real_tokens
-    if bias_gradient is None:
-        bias_gradient = weight.new_empty(0)
-    return total, hidden_gradient, weight_gradient, bias_gradient
-
-
-@_loss_operator.register_fake
-def _outputs_of_loss_operator(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    targets: Any,
-    epsilon: Any,
-    bias: Any,
-    *_: Any,
-) -> tuple[torch.Tensor, ...]:
-    exact = torch.promote_types(hidden_states.dtype, torch.float32)
-    return (
-        hidden_states.new_empty((), dtype=exact),
-        torch.empty_like(hidden_states),
-        torch.empty_like(weight),
-        weight.new_empty(0) if bias is None else torch.empty_like(bias),
-    )
-
-
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.has_bias = inputs[4] is not None
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:])
-
-
-def _scale_gradients(ctx: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+def _scaled(gradients: tuple[Any, ...], scale: torch.Tensor) -> list[torch.Tensor | None]:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "The loss without logits has no second derivative (create_graph=True): pass "
             "skip_logits=False to the model."
         )
-    states, weight, bias = (gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors)
-    return states, weight, None, None, bias if ctx.has_bias else None, None
+    return [None if one is None else one * scale.to(one.dtype) for one in gradients]
 
 
-_loss_operator.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+def _product_dtype(hidden_states: torch.Tensor) -> torch.dtype:
+    device, dtype = hidden_states.device.type, hidden_states.dtype
+    autocast = torch.is_autocast_enabled(device) and dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else dtype
 
 
 def _loss_and_gradients(
@@ -135,6 +113,61 @@ def _loss_and_gradients(
     if bias is not None and bias_gradient is not None:
         bias_gradient = bias_gradient.to(bias.dtype)
     return total, hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient
+
+
+# A compiled graph holds the loss as one operator, because it could not hold a loop over chunks
+# whose number depends on the data. Each copy of this file has an operator of its own name, because
+# a second one of the same name would replace the first. CUDA graphs need shapes that never change.
+@torch.library.custom_op(
+    f"vaswani::loss_{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}",
+    mutates_args=(),
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+def _loss_operator(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    epsilon: float,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss and its gradients; without a bias, the last one has no elements."""
+    real = targets != -100
+    total, of_real_tokens, weight_gradient, bias_gradient = _loss_and_gradients(
+        hidden_states[real], weight, targets[real], epsilon, bias, dtype
+    )
+    hidden_gradient = torch.zeros_like(hidden_states)
+    hidden_gradient[real] = of_real_tokens
+    if bias_gradient is None:
+        bias_gradient = weight.new_empty(0)
+    return total, hidden_gradient, weight_gradient, bias_gradient
+
+
+@_loss_operator.register_fake
+def _outputs_of_loss_operator(
+    hidden_states: torch.Tensor, weight: torch.Tensor, targets: Any, epsilon: Any, bias: Any, _: Any
+) -> tuple[torch.Tensor, ...]:
+    exact = torch.promote_types(hidden_states.dtype, torch.float32)
+    return (
+        hidden_states.new_empty((), dtype=exact),
+        torch.empty_like(hidden_states),
+        torch.empty_like(weight),
+        weight.new_empty(0) if bias is None else torch.empty_like(bias),
+    )
+
+
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.has_bias = inputs[4] is not None
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    states, weight, bias = _scaled(ctx.saved_tensors, scale)
+    return states, weight, None, None, bias if ctx.has_bias else None, None
+
+
+_loss_operator.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
 def _loss_and_gradient(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from vaswani.modeling import loss_vaswani
-from vaswani.modeling.loss_vaswani import chunked_cross_entropy
+from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
 
 
 def plain_loss(hidden_states, weight, targets, epsilon):
@@ -43,7 +43,7 @@ def _chunks(request, monkeypatch):
 def test_loss_and_gradients_equal_the_plain_ones(epsilon, dtype, tolerance):
     hidden_states, weight, targets = inputs(11, 5, 7, dtype)
     values = []
-    for loss in (plain_loss, chunked_cross_entropy):
+    for loss in (plain_loss, ChunkedCrossEntropy.apply):
         total = loss(hidden_states, weight, targets, epsilon) / 11
         values.append((total, *torch.autograd.grad(total, (hidden_states, weight))))
     for expected, value in zip(*values, strict=True):
@@ -54,7 +54,7 @@ def test_loss_and_gradients_equal_the_plain_ones(epsilon, dtype, tolerance):
 def test_gradients_are_those_of_finite_differences():
     hidden_states, weight, targets = inputs(4, 3, 5, torch.float64)
     assert torch.autograd.gradcheck(
-        lambda states, matrix: chunked_cross_entropy(states, matrix, targets, 0.1),
+        lambda states, matrix: ChunkedCrossEntropy.apply(states, matrix, targets, 0.1),
         (hidden_states, weight),
     )
 
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_finite_differences():
 def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
     hidden_states, weight, targets = inputs(11, 5, 7, torch.float64)
     bias = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
-    total = chunked_cross_entropy(hidden_states, weight, targets, 0.1, bias)
+    total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1, bias)
     # A bias is one more column, times one more input that is always 1.
     widened = torch.cat([hidden_states, hidden_states.new_ones(11, 1)], dim=1)
     expected = plain_loss(widened, torch.cat([weight, bias[:, None]], dim=1), targets, 0.1)
@@ -76,7 +76,7 @@ def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
 
 def test_bfloat16_is_summed_in_float32():
     hidden_states, weight, targets = inputs(300, 8, 50, torch.bfloat16)
-    total = chunked_cross_entropy(hidden_states, weight, targets, 0.1)
+    total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
     assert total.dtype == torch.float32
     exact = plain_loss(hidden_states.double(), weight.double(), targets, 0.1)
     torch.testing.assert_close(total.double(), exact, rtol=5e-3, atol=0)
@@ -104,14 +104,7 @@ def test_training_never_holds_the_logits_of_a_batch(tiny_model, monkeypatch):
     monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", 2**16)
     model = tiny_model(vocab_size=1000, dropout=0.0).train()
     labels = torch.randint(3, 1000, (8, 30))
-    largest, loss_and_gradients = LargestTensor(), loss_vaswani._loss_and_gradients
-
-    def watched(*args):
-        with largest:  # which sees an operator from outside only
-            return loss_and_gradients(*args)
-
-    monkeypatch.setattr(loss_vaswani, "_loss_and_gradients", watched)
-    with largest:
+    with LargestTensor() as largest:
         output = model(input_ids=labels, labels=labels)
         output.loss.backward()
     assert output.logits is None
@@ -261,7 +254,7 @@ def test_a_batch_without_real_targets_costs_nothing_and_has_zero_gradients(tiny_
 def test_loss_of_many_tokens_equals_torchs_cross_entropy():
     hidden_states, weight, targets = inputs(3000, 16, 4000, torch.float32)
     with torch.no_grad():
-        total = chunked_cross_entropy(hidden_states, weight, targets, 0.1)
+        total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
         logits = hidden_states @ weight.t()
         expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)

@@ -87,14 +87,14 @@ class VaswaniTranslationPipeline(Pipeline):
         self, model: Any, tokenizer: Any = None, target_tokenizer: Any = None, **kwargs: Any
     ) -> None:
         if not hasattr(model, "target_tokenizer"):
-            check_model_type(model.name_or_path, model.config.model_type, "vaswani")
-        if tokenizer is None:
-            raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
-        if not hasattr(model, "target_tokenizer"):
+            if model.name_or_path:
+                check_model_type(model.name_or_path, model.config.model_type, "vaswani")
             raise ValueError(
                 f"{type(self).__name__} translates with a VaswaniForConditionalGeneration, not "
                 f"with {type(model).__name__}: call its `generate`."
             )
+        if tokenizer is None:
+            raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
         super().__init__(model, tokenizer=tokenizer, **kwargs)
         self.target_tokenizer = target_tokenizer or model.target_tokenizer(self.tokenizer)
 
