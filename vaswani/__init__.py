@@ -49,7 +49,7 @@ pipelines.PIPELINE_REGISTRY.register_pipeline(
     "translation", VaswaniTranslationPipeline, pt_model=AutoModelForSeq2SeqLM, type="text"
 )
 # By this mark a saved pipeline would copy its code a second time, beside that of the model.
-del VaswaniTranslationPipeline._registered_impl
+delattr(VaswaniTranslationPipeline, "_registered_impl")
 
 __all__ = [
     "VaswaniConfig",
