@@ -89,6 +89,20 @@ class WholeCheckpoints(PreTrainedModel):
                 )
         return model
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, or nothing where a layer has no weights to save.
+
+        Raises:
+            ValueError: `quantize_dynamic` has replaced a layer.
+        """
+        for name, module in self.named_modules():
+            if "nn.quantized" in type(module).__module__:
+                raise ValueError(
+                    f"{name} was replaced by quantize_dynamic, and its packed weights cannot be "
+                    "saved: save the model that was quantized, and quantize it after loading."
+                )
+        super().save_pretrained(*args, **kwargs)
+
     @staticmethod
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any

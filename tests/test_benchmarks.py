@@ -20,6 +20,7 @@ sys.path.append(str(BENCHMARKS))
 import base_model  # noqa: E402
 import engines  # noqa: E402
 import generation  # noqa: E402
+import quantization  # noqa: E402
 import score  # noqa: E402
 
 # By its path: `training` is also a folder of the project.
@@ -310,6 +311,26 @@ def test_training_report_is_whole(tmp_path, capsys):
     assert ours["share_of_matrix_rate"] == ours["flops_per_second"] / rate
     assert {ratio["peer"] for ratio in results["ratios"]["loss"]} >= {"plain"}
     assert "ours over" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_report_of_quantized_forms_is_whole(model, corpus, tmp_path, capsys):
+    lines = ENGLISH + GERMAN
+    tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    report = tmp_path / "report.json"
+    forms = ["bfloat16", "quantize_dynamic, int8"]
+    command = ["--model", str(tmp_path / "tiny"), "--json", str(report), "--sentences", "3"]
+    quantization.main([*command, "--rounds", "1", "--forms", *forms])
+    results = json.loads(report.read_text())
+    assert {"command", "commit", "hardware", "versions", "date"} < results.keys()
+    assert [row["form"] for row in results["forms"]] == ["float32", *forms]
+    assert results["forms"][0]["error"] == 0
+    for row in results["forms"][1:]:
+        assert 0 < row["error"] < 0.2
+        assert min(row["sentences_per_second_1"], row["sentences_per_second_4"]) > 0
+    assert capsys.readouterr().out.endswith("\n".join(quantization.table(results["forms"])) + "\n")
 
 
 def test_training_ratios_are_medians_and_aims_are_judged():

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import environment
+from documents import ROOT, Page, environment
 from huggingface_hub.errors import StrictDataclassError
 from num2words import num2words
 from torch import nn
@@ -46,6 +47,7 @@ FROZEN = Path(__file__).resolve().parent / "frozen" / "0.1"
 ENGLISH = ["seven", "nine hundred and ninety-nine"]
 GERMAN = ["sieben", "neunhundertneunundneunzig"]
 EXAMPLES = os.environ.get("TRANSFORMERS_EXAMPLES")
+PAGE = Page(ROOT / "docs" / "clients.md")
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +247,17 @@ def working_folder(tmp_path):
     return tmp_path
 
 
+def test_a_script_is_started_with_the_package_as_printed(tmp_path, monkeypatch):
+    trusted, imported = (shlex.split(line) for line in PAGE.commands("sh"))
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.found = (__name__, sys.argv)\n")
+    assert imported[:2] == ["python", "-c"]
+    monkeypatch.setattr(sys, "argv", ["-c", str(script), *imported[4:]])
+    exec(imported[2], {})
+    assert sys.found == ("__main__", [str(script), *imported[4:]])
+    assert [word for word in trusted[2:] if word != "--trust_remote_code"] == imported[4:]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not EXAMPLES, reason="TRANSFORMERS_EXAMPLES must name a checkout of transformers' repository"
@@ -258,21 +271,24 @@ def test_the_official_scripts_run_unedited(
     (script,) = Path(EXAMPLES).glob(f"**/pytorch/{task}/run_{task}.py")
     if written_by == "0.1":
         shutil.copy(FROZEN / "config.json", folder)
-    arguments = ["--model_name_or_path", str(folder), "--output_dir", "out"]
-    for option, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
-        arguments += [f"--{option}_file", f"{task}.{name}.json"]
-    if task == "translation":
-        arguments += ["--source_lang", "en", "--target_lang", "de"]
-    arguments += ["--do_train", "--do_eval", "--do_predict", "--predict_with_generate"]
-    arguments += ["--max_steps", "4", "--save_steps", "2", "--report_to", "none"]
-    if with_package:
-        start = "import runpy, sys, vaswani; sys.argv.pop(0);"
-        start += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = [sys.executable, "-c", start, str(script), *arguments]
-        extra = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], "."])}
-    else:
-        command = [sys.executable, str(script), *arguments, "--trust_remote_code"]
-        extra = {"PYTHONPATH": os.pathsep.join(["blocked", "."])}
+    trusted, imported = (shlex.split(line) for line in PAGE.commands("sh"))
+    command = imported if with_package else trusted
+    if task == "summarization":
+        languages = command.index("--source_lang")
+        del command[languages : languages + 4]
+    places = {
+        "python": sys.executable,
+        "run_translation.py": str(script),
+        "runs/quickstart": str(folder),
+        "runs/tuned": "out",
+        "train.json": f"{task}.train.json",
+        "validation.json": f"{task}.valid.json",
+    }
+    command = [places.get(word, word) for word in command]
+    command += ["--do_predict", "--test_file", f"{task}.test.json", "--max_steps", "4"]
+    command += ["--save_steps", "2", "--report_to", "none"]
+    package = environment()["PYTHONPATH"] if with_package else "blocked"
+    extra = {"PYTHONPATH": os.pathsep.join([package, "."])}
     extra |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(working_folder / "home")}
     finished = subprocess.run(
         command,
@@ -520,11 +536,16 @@ def test_importing_the_package_does_not_import_peft():
     assert finished.returncode == 0, finished.stderr[-2000:]
 
 
-def test_dynamic_quantization_translates_alike(model, translated):
+def test_dynamic_quantization_translates_alike_and_is_not_saved_by_half(
+    model, translated, tmp_path
+):
     quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     layer = quantized.model.decoder.layers[0].fc1
     assert type(layer) is torch.ao.nn.quantized.dynamic.Linear
     assert translated(quantized) == GERMAN
+    with pytest.raises(ValueError, match="quantize it after loading"):
+        quantized.save_pretrained(tmp_path / "quantized")
+    assert not (tmp_path / "quantized").exists()
 
 
 def test_torchao_translates_alike_and_is_saved(translated, tmp_path):

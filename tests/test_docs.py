@@ -73,6 +73,10 @@ def run(monkeypatch):
     def run(command, more=""):
         python, *words = shlex.split(f"{command} {more}")
         assert python == "python", command
+        if words[0] == "-c":
+            monkeypatch.setattr(sys, "argv", ["-c", *words[2:]])
+            exec(words[1], {})
+            return
         if words[0] == "-m":
             words = words[1:]
             module = importlib.import_module(words[0])
@@ -483,10 +487,14 @@ def test_rules_of_other_toolkits_are_what_converters_write_and_run_our_search(
 def test_deployment_goes_as_printed_on_ctranslate2_and_in_bfloat16(quickstart, run):
     pytest.importorskip("ctranslate2", reason="pip install 'vaswani[convert]'")
     page = DOCS["deploy"]
-    (command,) = page.commands("sh", containing="ctranslate2")
-    run(command)
+    ours, theirs = page.commands("sh", containing="ctranslate2")
+    run(ours)
+    run(theirs)
     names = run_blocks(page, without="OnnxTranslator")
-    assert names["model"].dtype == torch.bfloat16
+    for name in ("model.bin", "shared_vocabulary.json"):
+        own, written = (quickstart / folder / name for folder in ("ct2-own", "ct2"))
+        assert own.read_bytes() == written.read_bytes()
+    assert names["translator"].model.dtype == torch.bfloat16
     assert names["engine"].compute_type == "int8_float32"
 
 
@@ -498,7 +506,7 @@ def test_the_command_to_onnx_is_understood(monkeypatch):
         "runs/quickstart",
         "onnx/",
     )
-    assert len(DOCS["deploy"].commands("sh")) == 2
+    assert len(DOCS["deploy"].commands("sh")) == 3
 
 
 @pytest.mark.slow
@@ -535,6 +543,20 @@ def test_figures_come_from_their_results_file():
     assert f"{gain:.1f} times as fast as single sentences" in page.text
     bleu = {row["beams"]: row["bleu"] for row in results["speed"] if row["engine"] == "ours"}
     assert bleu[1] < bleu[4], "greedy search finds less"
+
+
+def test_quantized_forms_come_from_their_results_file_once_there_is_one(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    quantization = importlib.import_module("quantization")
+    path = ROOT / "benchmarks/results/quantization.json"
+    found = DOCS["deploy"].text.count("\n| form |")
+    if not path.exists():
+        assert found == 0
+        pytest.skip("nothing has been measured: benchmarks/quantization.py")
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    assert {"command", "commit", "hardware", "versions", "date"} <= measured.keys()
+    assert "\n".join(quantization.table(measured["forms"])) in DOCS["deploy"].text
+    assert found == 1
 
 
 # share.md

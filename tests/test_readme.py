@@ -65,7 +65,7 @@ def test_presets_are_as_printed():
 
 
 def test_scores_alignments_and_bulk_translations_are_as_printed(quickstart):
-    code, expected = python_block("VaswaniTranslationPipeline")
+    code, expected = python_block("return_scores=True")
     assert printed_by(code, "README.md") == expected
 
 
@@ -150,7 +150,7 @@ def test_every_python_block_is_run_by_a_test_above():
     run = (
         "three hundred and forty-two",
         "presets()",
-        "VaswaniTranslationPipeline",
+        "return_scores=True",
         "untie_embeddings",
         "plot_attention",
         "push_to_hub",
