@@ -37,8 +37,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from .checkpoints_vaswani import WholeCheckpoints
 from .dropout_vaswani import drop_out
+from .embeddings_vaswani import SharedEmbeddings
 from .generation_vaswani import VaswaniGenerationConfig, VaswaniGenerationMixin
 from .loss_vaswani import chunked_cross_entropy
 from .pickling_vaswani import PicklableModule
@@ -300,7 +300,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
-class VaswaniPreTrainedModel(PicklableModule, WholeCheckpoints):
+class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
     """What transformers asks of a model: abilities, initialisation, vocabulary of its own size."""
 
     config: VaswaniConfig
@@ -331,40 +331,6 @@ class VaswaniPreTrainedModel(PicklableModule, WholeCheckpoints):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return a stack's embedding; of a model with both stacks, the encoder's."""
-        base: Any = self.base_model
-        return getattr(base, "encoder", base).embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace that embedding, and the decoder's where the two are shared."""
-        base: Any = self.base_model
-        getattr(base, "encoder", base).embed_tokens = value
-        decoder = getattr(base, "decoder", None)
-        if decoder is not None and self._one_table():
-            decoder.embed_tokens = value
-
-    def _one_table(self) -> bool:
-        return self.config.share_encoder_decoder_embeddings and self.config.tie_word_embeddings
-
-    def _resize_token_embeddings(
-        self, new_num_tokens: int | None, *args: Any, **kwargs: Any
-    ) -> nn.Embedding:
-        """Resize the vocabulary: of both sides where they share one, else of the source alone."""
-        if not self.config.share_encoder_decoder_embeddings:
-            source = self._get_resized_embeddings(
-                self.get_input_embeddings(), new_num_tokens, *args, **kwargs
-            )
-            self.set_input_embeddings(source)
-            return source
-        embeddings = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        decoder = getattr(self.base_model, "decoder", None)
-        if decoder is not None and not self._one_table():
-            decoder.embed_tokens = self._get_resized_embeddings(
-                decoder.embed_tokens, embeddings.num_embeddings
-            )
-        return embeddings
 
 
 class VaswaniStack(VaswaniPreTrainedModel):
