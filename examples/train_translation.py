@@ -35,6 +35,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -87,6 +88,7 @@ with needs("vaswani[train]", SystemExit):
     from datasets import Dataset
     from vaswani.training.curves import LearningCurve
     from vaswani.training.metrics import TranslationMetric, evaluate_perplexity, nbest_accuracy
+    from vaswani.training.processes import forget_sharding
     from vaswani.training.trainer import VaswaniTrainer
 
 
@@ -562,7 +564,7 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         "max_grad_norm": 0.0,
         "bf16": args.bf16,
         # transformers believes in bfloat16 on a CPU only if told that the CPU is meant.
-        "use_cpu": not torch.accelerator.is_available(),
+        "use_cpu": not torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
         "seed": args.seed,
         "logging_steps": 100,
         "eval_strategy": evaluation,
@@ -826,6 +828,7 @@ def run(args: argparse.Namespace) -> None:
             target_tokenizer.save_pretrained(folder)
     if trainer.is_world_process_zero():
         # What is scored is what was saved, whatever wrapped the model while it was trained.
+        forget_sharding()
         model = AutoModelForSeq2SeqLM.from_pretrained(args.output)
         if args.average > 1:
             results["averaged"] = average(args, model)

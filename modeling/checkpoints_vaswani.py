@@ -4,6 +4,7 @@ import importlib
 import os
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -44,6 +45,8 @@ def _entries_above(module: str, device_map: dict[str, Any]) -> list[str]:
 
 class WholeCheckpoints(PreTrainedModel):
     """A model that is not loaded by half, and not pushed with an empty card."""
+
+    _dtype_to_save: torch.dtype | None = None
 
     @classmethod
     def from_pretrained(
@@ -89,11 +92,21 @@ class WholeCheckpoints(PreTrainedModel):
                 )
         return model
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does, or nothing where a layer has no weights to save.
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save as transformers does; a given `state_dict` has tied weights once and its own type.
+
+        Weights that were gathered from several processes are tied no more: they hold a copy of the
+        matrix under each of its names. DeepSpeed's master weights are wider than the model's.
 
         Raises:
-            ValueError: `quantize_dynamic` has replaced a layer.
+            ValueError: `quantize_dynamic` has replaced a layer, which has no weights to save.
         """
         for name, module in self.named_modules():
             if "nn.quantized" in type(module).__module__:
@@ -101,7 +114,27 @@ class WholeCheckpoints(PreTrainedModel):
                     f"{name} was replaced by quantize_dynamic, and its packed weights cannot be "
                     "saved: save the model that was quantized, and quantize it after loading."
                 )
-        super().save_pretrained(*args, **kwargs)
+        if state_dict is not None:
+            state_dict = self._with_ties(state_dict)
+            values = filter(torch.is_tensor, state_dict.values())
+            self._dtype_to_save = next((v.dtype for v in values if v.is_floating_point()), None)
+        try:
+            super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
+        finally:
+            self._dtype_to_save = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights; while others are saved in their place, the type of those."""
+        return self._dtype_to_save or super().dtype
+
+    def _with_ties(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Let names of the same matrix share a tensor again, where their values are equal."""
+        tied = dict(state_dict)
+        for target, source in self.all_tied_weights_keys.items():
+            if target in tied and source in tied and torch.equal(tied[target], tied[source]):
+                tied[target] = tied[source]
+        return tied
 
     @staticmethod
     def _load_pretrained_model(

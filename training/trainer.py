@@ -38,6 +38,7 @@ from .checkpoints import (
     replaced_files,
 )
 from .circumstances import circumstances
+from .processes import whole_weights
 from .r_drop import RDropLoss, twice
 from .schedule import noam_schedule
 
@@ -326,6 +327,16 @@ class VaswaniTrainer(Seq2SeqTrainer):
             raise OSError(
                 f"{error} The files that were there are as they were. {self._last_saved()}"
             ) from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model in float32, however its weights are spread over processes."""
+        weights = whole_weights(self.accelerator, self.model_wrapped)
+        if weights is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing yet: this is called while the checkpoint is still being saved."""
