@@ -33,18 +33,37 @@ class SharedEmbeddings(WholeCheckpoints):
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Tie the matrices, and let one embedding serve both stacks where these share it.
 
-        FSDP2 puts every user of a matrix into one group: Accelerate knows of the input embedding
+        FSDP2 needs every user of a matrix in one group: Accelerate knows of the input embedding
         and of `lm_head`, not of a third one.
         """
         super().tie_weights(*args, **kwargs)
         base: Any = self.base_model
-        if not (hasattr(base, "encoder") and hasattr(base, "decoder")):
+        if not _has_both_stacks(base):
             return
         source, target = base.encoder.embed_tokens, base.decoder.embed_tokens
         # An adapter makes two embeddings of one matrix different.
         plain = type(source) is nn.Embedding and type(target) is nn.Embedding
         if plain and source.weight is target.weight:
             base.decoder.embed_tokens = source
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the weights by name; a sharded embedding of both stacks has the encoder's alone.
+
+        torch's distributed checkpoints visit a module once, and fail at a second name.
+        """
+        weights = super().state_dict(*args, **kwargs)
+        if _has_one_sharded_embedding(self):
+            weights.pop(f"{kwargs.get('prefix', '')}decoder.embed_tokens.weight", None)
+        return weights
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if _has_one_sharded_embedding(self) and f"{prefix}encoder.embed_tokens.weight" in state_dict:
+            # A whole state_dict has the second name, with a tensor that is not sharded.
+            source = state_dict[f"{prefix}encoder.embed_tokens.weight"]
+            state_dict[f"{prefix}decoder.embed_tokens.weight"] = source
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _one_table(self) -> bool:
         return self.config.share_encoder_decoder_embeddings and self.config.tie_word_embeddings
@@ -68,12 +87,23 @@ class SharedEmbeddings(WholeCheckpoints):
         return embeddings
 
 
+def _has_both_stacks(module: Any) -> bool:
+    return hasattr(module, "encoder") and hasattr(module, "decoder")
+
+
+def _has_one_sharded_embedding(module: Any) -> bool:
+    """Whether two stacks inside `module` use one embedding whose matrix is a DTensor."""
+    if not _has_both_stacks(module):
+        return False
+    source, target = module.encoder.embed_tokens, module.decoder.embed_tokens
+    return source is target and hasattr(source.weight, "device_mesh")
+
+
 def _layers_alone_are_sharded(base: Any) -> bool:
     """Whether FSDP2 has sharded the layers of both stacks, and not yet what holds them."""
-    decoder = getattr(base, "decoder", None)
-    if decoder is None or not hasattr(base, "encoder"):
+    if not _has_both_stacks(base):
         return False
-    return _is_sharded(decoder.layers[0]) and not _is_sharded(base)
+    return _is_sharded(base.decoder.layers[0]) and not _is_sharded(base)
 
 
 def _is_sharded(module: nn.Module) -> bool:
