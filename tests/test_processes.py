@@ -1,14 +1,13 @@
 """Two processes on a CPU, which talk through gloo, train the model that one process would."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SIZES
+from launches import launch
 from num2words import num2words
 from safetensors.torch import load_file
 from test_batching import BUDGET, collator, training_data
@@ -25,27 +24,6 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["d_model=32", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=4"]
 SMALL += ["decoder_attention_heads=4", "encoder_ffn_dim=64", "decoder_ffn_dim=64"]
-
-
-def launch(processes, script, *arguments):
-    """Run a script in so many processes."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
-        # Its name for several processes; they are on CPUs where there are no GPUs.
-        command += ["--multi_gpu", "--num_processes", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    run = subprocess.run(
-        [*command, script, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def assert_equal_weights(one, two, tolerance):

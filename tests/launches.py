@@ -1,0 +1,76 @@
+"""Scripts in several processes on CPUs, which talk through gloo, with the README's launch flags."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate
+from documents import ROOT, Page
+
+# The launcher's name for several processes; they are on CPUs where there are no GPUs.
+SEVERAL = ("--multi_gpu",)
+
+
+def launch(processes, script, *arguments, flags=SEVERAL, paths=(), **variables):
+    """Run a script in so many processes and return what it prints.
+
+    `flags` are those of `accelerate launch`, `paths` come first in PYTHONPATH, and `variables` are
+    set in the environment.
+    """
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        command += [*flags, "--num_processes", str(processes)]
+    run = subprocess.run(
+        [*command, script, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(paths, **variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def environment(paths=(), **variables):
+    """The environment of a process that imports the package and the tests from this checkout."""
+    folders = (*paths, ROOT, ROOT / "tests")
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        **variables,
+    }
+
+
+def readme_flags(containing):
+    """The flags of the README's `accelerate launch` command that has one of them."""
+    (command,) = Page(ROOT / "README.md").commands("sh", containing)
+    before, script, _ = command.partition(" examples/")
+    words = shlex.split(before)
+    assert script
+    assert words[:2] == ["accelerate", "launch"]
+    number = words.index("--num_processes")
+    return [*words[2:number], *words[number + 2 :]]
+
+
+def accelerate_with_fsdp_on_cpus(folder):
+    """Copy the installed Accelerate to a folder and let it shard models on CPUs.
+
+    Accelerate takes FSDP for DDP there, without a word. The copy differs in a list of device types;
+    all that it then does is what it does on GPUs.
+    """
+    package = Path(folder) / "accelerate"
+    shutil.copytree(Path(accelerate.__file__).parent, package)
+    state = package / "state.py"
+    source = state.read_text(encoding="utf-8")
+    last_type = " " * 16 + "DistributedType.MULTI_NEURON,\n"
+    closing = " " * 12 + "]:\n"
+    assert source.count(last_type + closing) == 1
+    added = last_type.replace("MULTI_NEURON", "MULTI_CPU")
+    state.write_text(source.replace(last_type + closing, last_type + added + closing), "utf-8")
+    return folder

@@ -1,0 +1,155 @@
+"""FSDP2 through Accelerate shards, trains, saves and resumes models, however their matrices are tied.
+
+The tests run on CPUs with a copy of Accelerate that allows it there (`launches`), and with the
+launch flags that the README prints.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZES
+from launches import accelerate_with_fsdp_on_cpus, launch, readme_flags
+from safetensors.torch import load_file
+from test_batching import make_trainer, training_data
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import Seq2SeqTrainer, set_seed
+from vaswani.training.trainer import VaswaniTrainer
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+
+TIES = {
+    "paper": {},
+    "two vocabularies": {"share_encoder_decoder_embeddings": False},
+    "untied": {"tie_word_embeddings": False},
+    "all apart": {"tie_word_embeddings": False, "share_encoder_decoder_embeddings": False},
+}
+MATRICES = {
+    "paper": ["model.encoder.embed_tokens.weight"],
+    "two vocabularies": ["model.decoder.embed_tokens.weight", "model.encoder.embed_tokens.weight"],
+}
+MATRICES["untied"] = MATRICES["all apart"] = ["lm_head.weight", *MATRICES["two vocabularies"]]
+# Name of a run: ties, trainer, how Accelerate saves, whether in bfloat16.
+RUNS = {
+    **{ties: (ties, VaswaniTrainer, "FULL_STATE_DICT", False) for ties in TIES},
+    **{
+        f"{ties} in shards": (ties, VaswaniTrainer, "SHARDED_STATE_DICT", ties == "untied")
+        for ties in TIES
+    },
+    "bfloat16": ("paper", VaswaniTrainer, "FULL_STATE_DICT", True),
+    "Seq2SeqTrainer": ("paper", Seq2SeqTrainer, "FULL_STATE_DICT", False),
+    "Seq2SeqTrainer, two vocabularies": (
+        "two vocabularies",
+        Seq2SeqTrainer,
+        "FULL_STATE_DICT",
+        True,
+    ),
+}
+TRAINING = {
+    "max_steps": 6,
+    "learning_rate": 1e-4,  # Adam multiplies what differs in the last digit
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "per_device_train_batch_size": 4,
+    "predict_with_generate": True,
+    "generation_num_beams": 3,
+    "generation_max_length": 9,
+}
+pytestmark = pytest.mark.slow
+
+
+def trainer_of(name, output, processes=1):
+    ties, trainer_class, _, bf16 = RUNS[name]
+    set_seed(3)
+    # Dropout of several processes is that of one process in none of them.
+    dropout = 0.1 if bf16 else 0.0
+    model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES, **TIES[ties], dropout=dropout))
+    return make_trainer(
+        output,
+        trainer_class,
+        model=model,
+        bf16=bf16,
+        gradient_accumulation_steps=2 // processes,
+        **TRAINING,
+    )
+
+
+def train(output):
+    """Train, resume and predict everything in RUNS, in each of two processes."""
+    for name, (_, _, how_saved, _) in RUNS.items():
+        os.environ["FSDP_STATE_DICT_TYPE"] = how_saved
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        checkpoint = None
+        for run in ("whole", "resumed"):
+            folder = Path(output) / name / run
+            trainer = trainer_of(name, folder, processes=2)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            assert isinstance(trainer.model, FSDPModule)
+            assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+            trainer.save_model()
+            checkpoint = str(Path(output) / name / "whole" / "checkpoint-3")
+        # Seq2SeqTrainer keeps the rows that fill up the batch of the last process.
+        predictions = trainer.predict(training_data(8)).predictions[:8]
+        if trainer.is_world_process_zero():
+            np.save(folder / "predictions.npy", predictions)
+
+
+@pytest.fixture(scope="module")
+def accelerate_folder(tmp_path_factory):
+    return accelerate_with_fsdp_on_cpus(tmp_path_factory.mktemp("packages"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, accelerate_folder):
+    output = tmp_path_factory.mktemp("runs")
+    flags = readme_flags("--use_fsdp")
+    launch(2, __file__, output, flags=flags, paths=[accelerate_folder])
+    return output
+
+
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if not run[3]])
+def test_sharded_training_gives_the_weights_of_one_process(trained, tmp_path, name):
+    trainer = trainer_of(name, tmp_path)
+    trainer.train()
+    expected = trainer.model.state_dict()
+    saved = VaswaniForConditionalGeneration.from_pretrained(trained / name / "whole").state_dict()
+    assert saved.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(saved[key], value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_sharded_training_ends_with_the_same_bits(trained, name):
+    whole, resumed = (
+        load_file(trained / name / run / "model.safetensors") for run in ("whole", "resumed")
+    )
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_matrix_is_saved_once_and_in_float32_however_it_was_trained(trained, name):
+    for folder in ("whole", "whole/checkpoint-3"):
+        weights = load_file(trained / name / folder / "model.safetensors")
+        of_vocabulary = [key for key in sorted(weights) if "embed" in key or "lm_head" in key]
+        assert of_vocabulary == MATRICES[RUNS[name][0]]
+        assert {value.dtype for value in weights.values()} == {torch.float32}
+        model = VaswaniForConditionalGeneration.from_pretrained(trained / name / folder)
+        assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sharded_models_generate_what_the_saved_model_generates(trained, tmp_path, name):
+    trainer = trainer_of(name, tmp_path)
+    saved = VaswaniForConditionalGeneration.from_pretrained(trained / name / "resumed")
+    trainer.model.load_state_dict(saved.state_dict())
+    expected = trainer.predict(training_data(8)).predictions
+    assert np.array_equal(np.load(trained / name / "resumed" / "predictions.npy"), expected)
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])
