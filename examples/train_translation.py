@@ -857,6 +857,7 @@ def run(args: argparse.Namespace) -> None:
                 upload_folder(
                     repo_id=args.push_to_hub, folder_path=folder, path_in_repo=folder.name
                 )
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
