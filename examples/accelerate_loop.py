@@ -22,6 +22,7 @@ from tqdm import tqdm
 from transformers import DataCollatorForSeq2Seq
 from vaswani.configuration.extras import needs
 from vaswani.training.batching import TokenBatchSampler
+from vaswani.training.processes import describe_processes
 from vaswani.training.schedule import noam_schedule
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     # Unless told that the CPU is meant, Accelerate takes several processes without a GPU for one.
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if args.bf16 else "no")
+    accelerator.print(describe_processes(accelerator.state))
     set_seed(1)
 
     # 5.1 Training Data and Batching: a shared vocabulary, batches by approximate length.

@@ -26,7 +26,8 @@ after them:
     python examples/train_translation.py --recipe examples/recipes/multi30k-tiny.yaml --seed 2
 
 A run that was killed goes on from its last complete checkpoint with --resume, and ends with the
-same weights. Several processes or GPUs: put `accelerate launch` in place of `python`. The output
+same weights; with --resume auto, the command that goes on is the one that begins. Several processes
+or GPUs: put `accelerate launch` in place of `python`. The output
 folder holds the model, its tokenizer, TensorBoard logs, learning_curve.png, results.json with the
 scores, recipe.yaml, which repeats the run, and README.md, the model card.
 """
@@ -35,7 +36,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -85,10 +85,17 @@ from vaswani import (
 
 with needs("vaswani[train]", SystemExit):
     import yaml
+    from accelerate import PartialState
     from datasets import Dataset
     from vaswani.training.curves import LearningCurve
     from vaswani.training.metrics import TranslationMetric, evaluate_perplexity, nbest_accuracy
-    from vaswani.training.processes import forget_sharding
+    from vaswani.training.processes import (
+        describe_processes,
+        device_settings,
+        forget_sharding,
+        join_processes,
+        of_main_process,
+    )
     from vaswani.training.trainer import VaswaniTrainer
 
 
@@ -253,8 +260,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add(
         "--resume",
-        action="store_true",
-        help="go on from the last complete checkpoint in the output folder",
+        nargs="?",
+        const="must",
+        choices=("must", "auto"),
+        help="go on from the last complete checkpoint in the output folder, which must be there; "
+        "auto begins a new run where there is none, for launchers that restart it",
     )
     add(
         "--trainer",
@@ -473,7 +483,7 @@ def tokenized(
     kept = data.filter(
         lambda lengths: [n <= max_length for n in lengths], input_columns="length", batched=True
     )
-    if len(kept) < len(data):
+    if len(kept) < len(data) and PartialState().is_main_process:
         print(
             f"Dropped {len(data) - len(kept)} of {len(data)} pairs longer than {max_length} tokens."
         )
@@ -563,8 +573,7 @@ def training_arguments(args: argparse.Namespace, d_model: int) -> Seq2SeqTrainin
         "weight_decay": 0.0,
         "max_grad_norm": 0.0,
         "bf16": args.bf16,
-        # transformers believes in bfloat16 on a CPU only if told that the CPU is meant.
-        "use_cpu": not torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
+        **device_settings(),
         "seed": args.seed,
         "logging_steps": 100,
         "eval_strategy": evaluation,
@@ -643,14 +652,16 @@ class StopWithoutProgress(TrainerCallback):
 def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
     """The checkpoint to go on from; none for a new run, or one killed before its first."""
     output = Path(args.output)
-    if args.resume:
-        if not output.is_dir():
-            sys.exit(f"--resume: no checkpoint in {args.output}: there is no such folder")
-        checkpoint = last_complete_checkpoint(output)
-        if checkpoint is None:
-            print(f"There is no complete checkpoint in {output}: training from the start.")
+    if args.resume == "must" and not output.is_dir():
+        sys.exit(
+            f"--resume: no checkpoint in {args.output}: there is no such folder (--resume auto "
+            "begins a new run there)"
+        )
+    if args.resume and (checkpoint := last_complete_checkpoint(output)):
         return checkpoint
-    if output.is_dir() and (earlier := run_checkpoints(output)):
+    if args.resume and PartialState().is_main_process:
+        print(f"There is no complete checkpoint in {output}: training from the start.")
+    if not args.resume and output.is_dir() and (earlier := run_checkpoints(output)):
         sys.exit(f"{earlier[-1]} is from an earlier run: pass --resume or another --output")
     # Before all else, so that --resume finds it after a kill in the first seconds.
     output.mkdir(parents=True, exist_ok=True)
@@ -758,7 +769,10 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, save and score."""
-    checkpoint = checkpoint_to_resume(args)
+    processes = join_processes()
+    if processes.is_main_process:
+        print(describe_processes(processes), flush=True)
+    checkpoint = of_main_process(checkpoint_to_resume(args))
     results = circumstances()
     set_seed(args.seed)
     train_pairs = read_pairs(args.train, args.columns, "train")
@@ -766,9 +780,9 @@ def run(args: argparse.Namespace) -> None:
     test_pairs = read_pairs(args.test, args.columns, "test") if args.test else []
     model, tokenizer = build(args, train_pairs, checkpoint)
     target_tokenizer = model.target_tokenizer(tokenizer)  # another where vocabularies are separate
-    print(
-        f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {model.num_parameters():,} parameters."
-    )
+    parameters = model.num_parameters()
+    if processes.is_main_process:
+        print(f"{len(train_pairs)} pairs, {len(tokenizer)} tokens, {parameters:,} parameters.")
 
     try:
         model.generation_config.update(**{"num_beams": args.beams, **settings(args.generation)})
@@ -815,9 +829,9 @@ def run(args: argparse.Namespace) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     results |= {
         "training_minutes": round((time.monotonic() - started) / 60, 1),
-        "resumed": args.resume,
+        "resumed": checkpoint is not None,
         "steps": trainer.state.global_step,
-        "parameters": model.num_parameters(),
+        "parameters": parameters,
         "pairs": {"train": len(train_pairs), "valid": len(valid_pairs), "test": len(test_pairs)},
         "settings": vars(args),
         "arguments": trainer.settings(),

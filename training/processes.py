@@ -1,9 +1,50 @@
 """Several processes: on what they train, and the whole weights where each holds a part of them."""
 
+import os
+from typing import Any
+
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import broadcast_object_list, str_to_bool
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+
+def device_settings() -> dict[str, Any]:
+    """Return the TrainingArguments without which processes of a machine without GPUs train alone.
+
+    transformers and Accelerate start several processes on CPUs, and believe in bfloat16 there, only
+    if they are told that the CPU is meant. They then leave out DeepSpeed, which needs the name of
+    the backend instead.
+    """
+    if torch.accelerator.is_available():
+        return {}
+    deepspeed = str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
+    return {"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}
+
+
+def join_processes() -> PartialState:
+    """Connect the processes that a launcher has started, as TrainingArguments would."""
+    settings = device_settings()
+    return PartialState(cpu="use_cpu" in settings, backend=settings.get("ddp_backend"))
+
+
+def describe_processes(state: PartialState) -> str:
+    """Say how many processes train, and on what."""
+    number, kind = state.num_processes, state.device.type
+    line = f"Training with {number} process{'es' if number > 1 else ''} on {kind}"
+    if kind != "cpu":
+        return line
+    threads = torch.get_num_threads()
+    each = " each" if number > 1 else ""
+    return f"{line} ({threads} thread{'s' if threads > 1 else ''}{each})"
+
+
+def of_main_process(value: Any) -> Any:
+    """Return the main process's value in every process: disks may show them different files."""
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -43,5 +84,5 @@ def _deepspeed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def forget_sharding() -> None:
-    """Load models whole from here on, in a process of its own: ZeRO-3 would shard them, too."""
+    """Load models whole from here on, in a process of their own: ZeRO-3 would shard them, too."""
     unset_hf_deepspeed_config()
