@@ -9,6 +9,8 @@ from accelerate.utils import broadcast_object_list, str_to_bool
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from .rendezvous import renew_store
+
 
 def device_settings() -> dict[str, Any]:
     """Return the TrainingArguments without which processes of a machine without GPUs train alone.
@@ -25,6 +27,7 @@ def device_settings() -> dict[str, Any]:
 
 def join_processes() -> PartialState:
     """Connect the processes that a launcher has started, as TrainingArguments would."""
+    renew_store()
     settings = device_settings()
     return PartialState(cpu="use_cpu" in settings, backend=settings.get("ddp_backend"))
 

@@ -1,0 +1,137 @@
+"""Unattended runs: processes and machines die at random moments, and the weights are the same."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from documents import ROOT
+from launches import environment
+from safetensors.torch import load_file
+
+SCRIPT = ROOT / "examples" / "train_translation.py"
+SIZES = ["d_model=32", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=4"]
+SIZES += ["decoder_attention_heads=4", "encoder_ffn_dim=64", "decoder_ffn_dim=64"]
+RESTARTS = 10
+MINUTES = 8
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """What trains for some seconds and saves often, with dropout, but for the output folder."""
+    folder = tmp_path_factory.mktemp("data")
+    random.seed(4)
+    for side in ("source", "target"):
+        words = [random.choices("abcdefgh", k=random.randint(1, 9)) for _ in range(150)]
+        (folder / side).write_text("".join(" ".join(line) + "\n" for line in words))
+    return [
+        SCRIPT, "--train", folder / "source", folder / "target", "--vocab-size", 300,
+        "--steps", 120, "--eval-steps", 10, "--warmup", 20, "--max-source-tokens", 200,
+        "--set", *SIZES, "--resume", "auto",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    """The weights of two processes that nothing interrupts."""
+    output = tmp_path_factory.mktemp("whole")
+    run = launcher(["--standalone", "--nproc_per_node", 2], arguments, output)
+    assert run.wait(60 * MINUTES) == 0
+    return load_file(output / "model.safetensors")
+
+
+def launcher(flags, arguments, output):
+    """Start torch's launcher, in a session of its own, with its output beside the run's."""
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, *arguments]
+    with open(f"{output}.log", "ab") as log:
+        return subprocess.Popen(
+            [*map(str, command), "--output", str(output)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def workers(run):
+    """The processes that train, without those of data loading and the launcher."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [
+            child
+            for child in psutil.Process(run.pid).children()
+            if str(SCRIPT) in child.cmdline()
+        ]
+    return []
+
+
+def assert_same_weights(output, whole):
+    weights = load_file(output / "model.safetensors")
+    assert weights.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_killed_at_random_moments_change_no_weight(arguments, whole, tmp_path, seed):
+    chance, output, kills = random.Random(seed), tmp_path / "run", 0
+    flags = ["--standalone", "--nproc_per_node", 2, "--max-restarts", RESTARTS]
+    run = launcher(flags, arguments, output)
+    end = time.monotonic() + 60 * MINUTES
+    while run.poll() is None and time.monotonic() < end:
+        time.sleep(chance.uniform(0.5, 15))
+        if kills < 5 and (alive := workers(run)):
+            chance.choice(alive).kill()
+            kills += 1
+    assert run.wait(1) == 0, output.with_suffix(".log").read_text()
+    assert kills > 1
+    assert_same_weights(output, whole)
+
+
+def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, whole, tmp_path):
+    """Each machine starts its launcher again until it succeeds, as a cluster's manager does."""
+    chance, output, kills = random.Random(5), tmp_path / "run", 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", RESTARTS]
+    flags += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "run"]
+    machines = [launcher(flags, arguments, output) for _ in range(2)]
+    end, next_kill = time.monotonic() + 60 * MINUTES, time.monotonic() + 20
+    try:
+        while any(run.poll() != 0 for run in machines) and time.monotonic() < end:
+            time.sleep(0.5)
+            if kills < 3 and time.monotonic() > next_kill:
+                die(chance.choice([run for run in machines if run.poll() is None]))
+                kills += 1
+                next_kill = time.monotonic() + chance.uniform(5, 25)
+            machines = [
+                launcher(flags, arguments, output) if run.poll() not in (None, 0) else run
+                for run in machines
+            ]
+    finally:
+        for run in machines:
+            die(run)
+    assert all(run.returncode == 0 for run in machines), (tmp_path / "run.log").read_text()
+    assert kills == 3
+    assert_same_weights(output, whole)
+
+
+def die(run):
+    """Kill a launcher and all that it has started at once, as a machine's end does."""
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [*psutil.Process(run.pid).children(recursive=True)]
+    if run.poll() is None:
+        run.send_signal(signal.SIGKILL)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            os.kill(process.pid, signal.SIGKILL)
+    run.wait()

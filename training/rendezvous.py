@@ -1,0 +1,47 @@
+"""Processes that a launcher has restarted meet each other, not those that died."""
+
+import os
+import socket
+import time
+
+from torch.distributed import TCPStore
+
+_ADDRESS = "vaswani/port_of_the_store"
+# The main process keeps its store open until it ends.
+_stores: list[TCPStore] = []
+
+
+def renew_store() -> None:
+    """Let the processes that torch's launcher has started meet in a store of their own.
+
+    In torch 2.13 they meet in a store of the launcher. It outlives them, so that restarted ones
+    find the addresses of dead ones there, and fail to connect or wait for half an hour. Here the
+    main process opens a store and leaves its port in the launcher's. At a port from before a
+    restart nobody answers, and the other processes ask again.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    host = os.environ["MASTER_ADDR"]
+    launchers = TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False)
+    if os.environ["RANK"] == "0":
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        _stores.append(store)
+        port = store.port
+        launchers.set(_ADDRESS, str(port))
+    else:
+        port = _port_that_answers(host, launchers)
+    # torch.distributed reads both, whoever starts it.
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+
+
+def _port_that_answers(host: str, launchers: TCPStore) -> int:
+    end = time.monotonic() + launchers.timeout.total_seconds()
+    while time.monotonic() < end:
+        port = int(launchers.get(_ADDRESS))
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return port
+    raise TimeoutError(f"The main process opened no store on {host}: its output may say why.")
