@@ -59,7 +59,10 @@ class SharedEmbeddings(WholeCheckpoints):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if _has_one_sharded_embedding(self) and f"{prefix}encoder.embed_tokens.weight" in state_dict:
+        if (
+            _has_one_sharded_embedding(self)
+            and f"{prefix}encoder.embed_tokens.weight" in state_dict
+        ):
             # A whole state_dict has the second name, with a tensor that is not sharded.
             source = state_dict[f"{prefix}encoder.embed_tokens.weight"]
             state_dict[f"{prefix}decoder.embed_tokens.weight"] = source

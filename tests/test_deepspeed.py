@@ -41,7 +41,8 @@ TRAINING = {
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install deepspeed"
+        importlib.util.find_spec("deepspeed") is None,
+        reason="needs DeepSpeed: pip install deepspeed",
     ),
 ]
 

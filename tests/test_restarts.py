@@ -66,9 +66,7 @@ def workers(run):
     """The processes that train, without those of data loading and the launcher."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [
-            child
-            for child in psutil.Process(run.pid).children()
-            if str(SCRIPT) in child.cmdline()
+            child for child in psutil.Process(run.pid).children() if str(SCRIPT) in child.cmdline()
         ]
     return []
 
