@@ -59,12 +59,9 @@ class SharedEmbeddings(WholeCheckpoints):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if (
-            _has_one_sharded_embedding(self)
-            and f"{prefix}encoder.embed_tokens.weight" in state_dict
-        ):
+        source = state_dict.get(f"{prefix}encoder.embed_tokens.weight")
+        if _has_one_sharded_embedding(self) and source is not None:
             # A whole state_dict has the second name, with a tensor that is not sharded.
-            source = state_dict[f"{prefix}encoder.embed_tokens.weight"]
             state_dict[f"{prefix}decoder.embed_tokens.weight"] = source
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""FSDP2 through Accelerate shards, trains, saves and resumes models, however their matrices are tied.
+"""FSDP2 through Accelerate trains, saves and resumes models, however their matrices are tied.
 
 The tests run on CPUs with a copy of Accelerate that allows it there (`launches`), and with the
 launch flags that the README prints.
