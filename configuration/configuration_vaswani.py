@@ -29,6 +29,7 @@ _TRAVELLING_FILES = (
     "modeling/checkpoints_vaswani.py",
     "modeling/dropout_vaswani.py",
     "modeling/embeddings_vaswani.py",
+    "modeling/fallback_vaswani.py",
     "modeling/incremental_vaswani.py",
     "modeling/limits_vaswani.py",
     "modeling/linear_vaswani.py",

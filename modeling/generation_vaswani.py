@@ -7,7 +7,6 @@ of `generate` is transformers' own.
 import copy
 import functools
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,6 +27,7 @@ from transformers.generation import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from .fallback_vaswani import TargetSide, fallback_beam_search
 from .incremental_vaswani import IncrementalDecoder
 from .limits_vaswani import (
     ForcedEndAtOwnLimit,
@@ -38,14 +38,7 @@ from .limits_vaswani import (
     length_limits,
 )
 from .linear_vaswani import prepared_copy
-from .search_vaswani import (
-    FILL,
-    SearchSettings,
-    TokenRules,
-    beam_search,
-    greedy_search,
-    length_penalty,
-)
+from .search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 # Implementations of the same attention, between which our searches need not choose.
@@ -155,13 +148,6 @@ class VaswaniGenerationConfig(GenerationConfig):
         finally:
             for name, value in waiting.items():
                 setattr(self, name, value)
-
-
-class GnmtLengthPenalty(float):
-    """The exponent alpha: transformers computes `length ** penalty`, which becomes lp(Y) (6.1)."""
-
-    def __rpow__(self, length: int) -> float:
-        return length_penalty(length, float(self), "gnmt")
 
 
 def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:
@@ -392,7 +378,7 @@ class VaswaniGenerationMixin(GenerationMixin):
     @functools.wraps(GenerationMixin.compute_transition_scores)
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Score each generated token; transformers would count by the source's vocabulary."""
-        target: Any = SimpleNamespace(config=self.config.get_text_config(decoder=True))
+        target: Any = TargetSide(self)
         return GenerationMixin.compute_transition_scores(target, *args, **kwargs)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
@@ -507,8 +493,14 @@ class VaswaniGenerationMixin(GenerationMixin):
         logits_processor = forced_at_own_limit(logits_processor, stopping_criteria)
         fast = self._fast_search(prompt, logits_processor, stopping_criteria, config, model_kwargs)
         if synced_gpus or fast is None:
-            return self._beam_search_of_transformers(
-                input_ids, logits_processor, stopping_criteria, config, synced_gpus, **model_kwargs
+            return fallback_beam_search(
+                self,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                config,
+                synced_gpus=synced_gpus,
+                **model_kwargs,
             )
         limits, rules = fast
         mask = model_kwargs.get("attention_mask")
@@ -534,36 +526,6 @@ class VaswaniGenerationMixin(GenerationMixin):
             sequences_scores=cast(Any, scores.clone()),
             beam_indices=cast(Any, beams.clone()),
         )
-
-    def _beam_search_of_transformers(
-        self,
-        input_ids: torch.LongTensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Run transformers' beam search, its length penalty replaced by the paper's (6.1)."""
-        if getattr(generation_config, "length_penalty_type", None) == "gnmt":
-            alpha = generation_config.length_penalty
-            generation_config.length_penalty = GnmtLengthPenalty(alpha)
-        pad = generation_config._pad_token_tensor
-        if pad is not None:
-            # transformers fills finished rows with `pad or eos`, and takes a pad id of 0 for none.
-            generation_config._pad_token_tensor = torch.full_like(pad, FILL)
-        output = super()._beam_search(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus,
-            **model_kwargs,
-        )
-        if pad is not None:
-            sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            sequences.masked_fill_(sequences == FILL, int(pad))
-        return output
 
     def _sample(
         self,

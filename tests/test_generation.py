@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -296,6 +298,10 @@ def test_transition_scores_are_of_the_targets_vocabulary(two_vocabularies, sourc
         torch.testing.assert_close(scores[:, step], expected)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18"),
+    reason="transformers' prompt lookup ends at once where the start token is the end token",
+)
 @pytest.mark.parametrize("banned", [{}, {"bad_words_ids": [[5]]}])
 def test_prompt_lookup_equals_greedy_search(two_vocabularies, source, banned):
     for row in range(len(source["input_ids"])):
