@@ -1,0 +1,408 @@
+"""Private and undocumented names of other packages that this package calls or overrides.
+
+An upgrade of transformers, torch, accelerate, peft or sacrebleu may remove or change them without
+notice: a test below then fails by the name. The second half looks for names that the tables lack.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import vaswani
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("configuration", "modeling", "tokenization", "training", "conversion", "hub_cards")
+ROOMS += ("pictures", "vaswani", "examples", "benchmarks")
+PACKAGES = ("transformers", "torch", "accelerate", "peft", "sacrebleu")
+
+# Methods that are called or overridden, with their parameters.
+METHODS = {
+    "transformers.PreTrainedConfig": {
+        "_dict_from_json_file": "cls json_file",
+        "get_config_dict": "cls pretrained_model_name_or_path kwargs",
+        "validate_architecture": "self",
+    },
+    "transformers.GenerationMixin": {
+        "_beam_search": "self input_ids logits_processor stopping_criteria generation_config "
+        "synced_gpus model_kwargs",
+        "_get_candidate_generator": "self generation_config input_ids inputs_tensor "
+        "logits_processor model_kwargs assistant_model target_tokenizer assistant_tokenizer",
+        "_prepare_cache_for_generation": "self generation_config model_kwargs generation_mode "
+        "batch_size max_cache_length",
+        "_prepare_generation_config": "self generation_config kwargs",
+        "_sample": "self input_ids logits_processor stopping_criteria generation_config "
+        "synced_gpus streamer model_kwargs",
+        "adjust_generation_fn": "self generation_config from_auto_class from_pipeline "
+        "pretrained_model_name_or_path cache_dir force_download proxies local_files_only token "
+        "revision subfolder trust_remote_code kwargs",
+    },
+    "transformers.PreTrainedModel": {
+        "_get_resized_embeddings": "self old_embeddings new_num_tokens pad_to_multiple_of "
+        "mean_resizing",
+        "_get_resized_lm_head": "self old_lm_head new_num_tokens transposed mean_resizing",
+        "_init_weights": "self module",
+        "_resize_token_embeddings": "self new_num_tokens pad_to_multiple_of mean_resizing",
+        "_upload_modified_files": "self working_dir repo_id files_timestamps commit_message token "
+        "create_pr revision commit_description",
+    },
+    "transformers.Pipeline": {
+        "_forward": "self input_tensors forward_parameters",
+        "_sanitize_parameters": "self pipeline_parameters",
+    },
+    "transformers.PreTrainedTokenizerFast": {
+        "_convert_encoding": "self encoding return_token_type_ids return_attention_mask "
+        "return_overflowing_tokens return_special_tokens_mask return_offsets_mapping "
+        "return_length verbose",
+        "_decode": "self token_ids skip_special_tokens clean_up_tokenization_spaces kwargs",
+        "_from_pretrained": (
+            "cls resolved_vocab_files pretrained_model_name_or_path init_configuration "
+            "init_inputs token cache_dir local_files_only _is_local trust_remote_code kwargs",
+            # 5.17
+            "cls resolved_vocab_files pretrained_model_name_or_path init_configuration "
+            "init_inputs token cache_dir local_files_only _commit_hash _is_local "
+            "trust_remote_code kwargs",
+        ),
+        "_save_pretrained": "self save_directory file_names legacy_format filename_prefix",
+    },
+    "transformers.Seq2SeqTrainer": {
+        "_finish_current_push": "self",
+        "_get_collator_with_removed_columns": "self data_collator description",
+        "_get_eval_sampler": "self eval_dataset",
+        "_get_grad_norm": "self model grad_norm",
+        "_get_output_dir": "self trial",
+        "_load_optimizer_and_scheduler": "self checkpoint",
+        "_push_from_checkpoint": "self checkpoint_folder",
+        "_remove_unused_columns": "self dataset description",
+        "_run_epoch": "self model epoch train_dataloader steps_in_epoch "
+        "num_update_steps_per_epoch trial ignore_keys_for_eval start_time resume_from_checkpoint "
+        "epochs_trained steps_trained_in_current_epoch",
+        "_save": "self output_dir state_dict",
+        "_save_checkpoint": "self model trial",
+        "get_total_train_batch_size": "self args",
+    },
+    "torch.nn.modules.module": {"_has_any_global_hook": ""},
+    "sacrebleu.metrics.base.Metric": {
+        "_compute_score_from_stats": "self stats",
+        "_extract_corpus_statistics": "self hypotheses references",
+    },
+}
+# Attributes of classes and modules.
+ATTRIBUTES = {
+    "transformers.PreTrainedConfig": "_attn_implementation _auto_class",
+    "transformers.PreTrainedModel": """
+        _auto_class _can_compile_fullgraph _can_record_outputs _no_split_modules
+        _skip_keys_device_placement _supports_attention_backend _supports_flash_attn
+        _supports_flex_attn _supports_sdpa
+    """,
+    "transformers.Pipeline": """
+        _load_feature_extractor _load_image_processor _load_processor _load_tokenizer
+        _load_video_processor _pipeline_calls_generate
+    """,
+    "transformers.PreTrainedTokenizerFast": "_auto_class",
+    "transformers.models.auto.configuration_auto.CONFIG_MAPPING": "_extra_content",
+}
+# Operators of torch, with their schemas.
+OPERATORS = {
+    "_is_mkldnn_bf16_supported": "() -> bool",
+    "_linear_pointwise": "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
+    "str? algorithm) -> Tensor",
+    "_reorder_linear_weight": "(Tensor self, int? batch_size=None) -> Tensor",
+}
+# Attributes and keys that code of theirs sets or reads, by the function that does.
+IN_SOURCE = {
+    "transformers.GenerationMixin._prepare_special_tokens": "_eos_token_tensor _pad_token_tensor",
+    "transformers.GenerationConfig.from_model_config": "_from_model_config",
+    "transformers.Pipeline.__init__": "_batch_size _forward_params _preprocess_params",
+    "transformers.PreTrainedTokenizerFast.__init__": "_tokenizer",
+    "transformers.PreTrainedTokenizerBase.__call__": "_switch_to_input_mode _switch_to_target_mode",
+    "transformers.PreTrainedTokenizerBase.save_pretrained": "_auto_map",
+    "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
+    "torch.nn.Module.__init__": "_forward_hooks _forward_pre_hooks _modules",
+    "accelerate.Accelerator.prepare_model": "_original_forward",
+}
+# What is imported from modules below the packages' own.
+IMPORTS = {
+    "accelerate.utils": "set_seed",
+    "transformers.activations": "ACT2FN",
+    "transformers.exporters": "OnnxConfig OnnxExporter",
+    "transformers.generation": """
+        EosTokenCriteria ForcedEOSTokenLogitsProcessor GenerateBeamEncoderDecoderOutput
+        GenerateEncoderDecoderOutput LogitNormalization LogitsProcessor LogitsProcessorList
+        MaxLengthCriteria MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
+        NoBadWordsLogitsProcessor StoppingCriteria StoppingCriteriaList
+        SuppressTokensLogitsProcessor
+    """,
+    "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
+    "transformers.modeling_layers": "GradientCheckpointingLayer",
+    "transformers.modeling_outputs": """
+        BaseModelOutput BaseModelOutputWithPastAndCrossAttentions Seq2SeqLMOutput
+        Seq2SeqModelOutput
+    """,
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+    "transformers.models.auto.configuration_auto": "CONFIG_MAPPING",
+    "transformers.processing_utils": "Unpack",
+    "transformers.tokenization_utils_tokenizers": "TokenizersBackend",
+    "transformers.trainer_pt_utils": "LabelSmoother",
+    "transformers.trainer_utils": "TrainOutput has_length seed_worker",
+    "transformers.utils": """
+        GENERATION_CONFIG_NAME TransformersKwargs cached_file can_return_tuple extract_commit_hash
+        logging
+    """,
+    "transformers.utils.generic": "merge_with_config_defaults",
+    "transformers.utils.output_capturing": "OutputRecorder capture_outputs",
+}
+# What we set on objects of theirs, and read again.
+OURS = {"_cache_given", "_limited_by_source"}
+# What evaluate.Metric, whose interface these are, asks for.
+EVALUATE = {"_compute", "_info"}
+# What Python, torch and abc make in every class.
+MADE = {"_abc_impl", "_backward_cls", "_is_protocol"}
+
+
+def entries(table):
+    """Owners and single names of a table."""
+    return [
+        (owner, name)
+        for owner, names in table.items()
+        for name in (names if isinstance(names, dict) else names.split())
+    ]
+
+
+def found(path):
+    """What a dotted path names."""
+    module, names = path, []
+    while True:
+        try:
+            place = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, name = module.rpartition(".")
+            names.insert(0, name)
+    for name in names:
+        assert hasattr(place, name), f"{path} is gone: {', '.join(users(name))}"
+        place = getattr(place, name)
+    return place
+
+
+def users(name):
+    """The files of ours that hold a name."""
+    return [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))
+    ]
+
+
+def sources():
+    return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def parameters(function):
+    """The names of a function's parameters, "cls" among them."""
+    function = getattr(function, "__func__", function)
+    return " ".join(inspect.signature(function).parameters)
+
+
+# The tables hold
+
+
+@pytest.mark.parametrize(("owner", "name"), entries(METHODS))
+def test_a_method_is_there_with_its_parameters(owner, name):
+    expected = METHODS[owner][name]
+    method = inspect.getattr_static(found(owner), name, None)
+    assert method is not None, f"{owner}.{name} is gone: {', '.join(users(name))}"
+    now = parameters(method)
+    versions = expected if isinstance(expected, tuple) else (expected,)
+    assert now in versions, f"{owner}.{name} takes other parameters: {', '.join(users(name))}"
+
+
+@pytest.mark.parametrize(("owner", "name"), entries(ATTRIBUTES))
+def test_an_attribute_is_there(owner, name):
+    assert hasattr(found(owner), name), f"{owner}.{name} is gone: {', '.join(users(name))}"
+
+
+@pytest.mark.parametrize(("name", "schema"), OPERATORS.items(), ids=OPERATORS)
+def test_an_operator_of_torch_is_there_with_its_schema(name, schema):
+    operator = found(f"torch.ops.mkldnn.{name}")
+    now = re.sub(r"^[^(]+| \w+$", "", str(operator.default._schema))
+    assert now == schema, f"torch.ops.mkldnn.{name} has another schema: {', '.join(users(name))}"
+
+
+@pytest.mark.parametrize(("function", "name"), entries(IN_SOURCE))
+def test_a_function_still_speaks_of_an_attribute(function, name):
+    source = inspect.getsource(found(function))
+    message = f"{function} does not speak of {name} any more: {', '.join(users(name))}"
+    assert re.search(rf"\b{name}\b", source), message
+
+
+@pytest.mark.parametrize(("module", "name"), entries(IMPORTS))
+def test_an_import_is_there(module, name):
+    found(f"{module}.{name}")
+
+
+def test_a_name_that_an_upgrade_removes_or_changes_is_told_by_its_name(monkeypatch):
+    mixin = found("transformers.GenerationMixin")
+    monkeypatch.setattr(mixin, "_sample", lambda self, input_ids: None)
+    with pytest.raises(AssertionError, match=r"_sample takes other parameters: modeling/"):
+        test_a_method_is_there_with_its_parameters("transformers.GenerationMixin", "_sample")
+    monkeypatch.delattr(mixin, "_sample")
+    with pytest.raises(AssertionError, match=r"Mixin\._sample is gone: modeling/gen"):
+        test_a_method_is_there_with_its_parameters("transformers.GenerationMixin", "_sample")
+    with pytest.raises(AssertionError, match=r"masking_utils\.create_causal_masks is gone"):
+        found("transformers.masking_utils.create_causal_masks")
+
+
+# The tables are complete
+
+
+def overridden():
+    """Private names of foreign classes that classes of ours define: (class of theirs, name)."""
+    names = set()
+    for module in modules():
+        for cls in vars(module).values():
+            if not inspect.isclass(cls) or cls.__module__ != module.__name__:
+                continue
+            foreign = [base for base in cls.__mro__ if base.__module__.split(".")[0] in PACKAGES]
+            for name in vars(cls):
+                owner = next((base for base in foreign if name in vars(base)), None)
+                if owner and is_private(name) and name not in MADE:
+                    names.add((owner, name))
+    return names
+
+
+def modules():
+    """All modules of the package, and the one example that has classes of its own."""
+    scripts = ("examples", "benchmarks", "space", "vaswani")
+    for path in sources():
+        room = path.parent.name
+        if room not in scripts and path.stem != "__main__":
+            yield importlib.import_module(f"vaswani.{room}.{path.stem}".removesuffix(".__init__"))
+    yield vaswani
+    yield importlib.import_module("train_translation")
+
+
+def is_private(name):
+    return re.fullmatch(r"_[a-zA-Z]\w*", name) is not None
+
+
+def foreign_attributes(trees):
+    """Private names that sources use as attributes and do not define: those of other packages."""
+    own = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.arg):
+            own.add(node.arg)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    used = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            used.add(node.arg)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            used |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
+        elif isinstance(node, ast.Compare) and "vars(" in ast.unparse(node):
+            used |= {node.left.value} if isinstance(node.left, ast.Constant) else set()
+    return {name for name in used - own if is_private(name)}
+
+
+def deep_imports(trees):
+    """What sources import from modules below the packages' own, torch's documented ones aside."""
+    return {
+        (node.module, alias.name)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+        if node.module.startswith(("transformers.", "accelerate.", "peft."))
+    }
+
+
+def members_for_others(trees):
+    """Private members of classes that no source uses: code of other packages asks for them."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    members = set()
+    for member in (
+        child for node in nodes if isinstance(node, ast.ClassDef) for child in node.body
+    ):
+        if isinstance(member, ast.FunctionDef):
+            members.add(member.name)
+        elif isinstance(member, ast.Assign | ast.AnnAssign):
+            targets = member.targets if isinstance(member, ast.Assign) else [member.target]
+            members |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in members - used if is_private(name)}
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in sources()]
+
+
+def test_every_private_name_that_we_override_is_in_a_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    listed = [(found(owner), name) for owner, name in entries(METHODS) + entries(ATTRIBUTES)]
+    missing = [
+        f"{owner.__module__}.{owner.__qualname__}.{name}"
+        for owner, name in overridden()
+        if not any(
+            name == other and inspect.isclass(place) and issubclass(place, owner)
+            for place, other in listed
+        )
+    ]
+    assert not missing
+    assert "train_translation" in sys.modules
+
+
+def test_every_private_name_that_we_use_is_in_a_table(trees):
+    listed = {name for table in (METHODS, ATTRIBUTES, IN_SOURCE) for _, name in entries(table)}
+    assert foreign_attributes(trees) - listed - set(OPERATORS) - OURS == set()
+
+
+def test_every_private_member_that_other_code_asks_for_is_in_a_table(trees):
+    listed = {name for table in (METHODS, ATTRIBUTES, IN_SOURCE) for _, name in entries(table)}
+    assert members_for_others(trees) - listed - EVALUATE == set()
+
+
+def test_no_table_holds_a_name_that_nobody_uses(trees, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for table in (METHODS, ATTRIBUTES, IN_SOURCE):
+        for owner, name in entries(table):
+            assert users(name), f"{owner}.{name}"
+    assert all(users(name) for name in {*OPERATORS, *OURS})
+
+
+def test_every_import_from_a_module_below_is_in_the_table(trees):
+    assert deep_imports(trees) == set(entries(IMPORTS))
+
+
+def test_private_names_are_seen_in_every_form_of_use():
+    source = """
+import a
+class Own(Foreign):
+    def _own(self): self._kept = super()._method(_keyword=1) + self._own()
+    def run(self, other): return other._attribute, getattr(other, "_by_name", None), self._kept
+    def ask(self, module): return "_by_vars" in vars(module), a.b._function(), module.__dict__
+    def set(self, other): other._set_there = 1
+"""
+    assert foreign_attributes([ast.parse(source)]) == {
+        *("_method", "_keyword", "_attribute", "_by_name", "_by_vars", "_function", "_set_there")
+    }
+    source = (
+        "class Own(Foreign):\n  _asked: int = 1\n  def _hook(self): pass\n  def hook(self): pass"
+    )
+    assert members_for_others([ast.parse(source)]) == {"_asked", "_hook"}
+    source = "from transformers.deep.er import one, two\nfrom .own import three\nimport torch.nn"
+    assert deep_imports([ast.parse(source)]) == {
+        ("transformers.deep.er", "one"),
+        ("transformers.deep.er", "two"),
+    }
