@@ -82,7 +82,8 @@ def _may_be_on_hub(name: str, cache_dir: str | os.PathLike | None) -> bool:
     The Hub is asked once. transformers would try again for a minute.
     """
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache_dir), str):
+        cache = None if cache_dir is None else Path(cache_dir)
+        if isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache), str):
             return True
         HfApi().model_info(name, timeout=5)
     except HfHubHTTPError:

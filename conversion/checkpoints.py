@@ -79,6 +79,9 @@ def read_checkpoint(path: Path, harmless: Sequence[str] = ()) -> Any:
         ConversionError: the file is missing, damaged, or holds anything but tensors, plain data and
             these classes; names it.
     """
+    if path.is_dir():
+        files = ", ".join(sorted(file.name for file in path.glob("*.pt"))) or "no .pt file"
+        raise ConversionError(f"{path} is a folder: name a checkpoint in it ({files}).")
     allowed: list[Any] = [(type(name, (Inert,), {}), name) for name in harmless]
     try:
         if zipfile.is_zipfile(path):
@@ -288,6 +291,7 @@ def _open_tokenizer(
     if not _may_hold_tokenizer(Path(tokenizer)):
         raise ConversionError(f"{tokenizer} holds no tokenizer.")
     try:
+        check_path(tokenizer)
         return AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         raise ConversionError(f"The tokenizer of {tokenizer} cannot be loaded: {error}") from error

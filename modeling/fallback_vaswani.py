@@ -34,7 +34,7 @@ class TargetSide:
 
 
 def fallback_beam_search(
-    model: Any, input_ids: torch.Tensor, processors: Any, criteria: Any, config: Any, **kwargs: Any
+    model: Any, input_ids: Any, processors: Any, criteria: Any, config: Any, **kwargs: Any
 ) -> Any:
     """Run transformers' beam search; arguments are those of `GenerationMixin._beam_search`."""
     if getattr(config, "length_penalty_type", None) == "gnmt":

@@ -31,6 +31,7 @@ from vaswani import (
     VaswaniConfig,
     VaswaniForConditionalGeneration,
     VaswaniModel,
+    VaswaniTokenizer,
     VaswaniTranslationPipeline,
 )
 
@@ -248,7 +249,7 @@ def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, 
         Path("runs/en-de").rename("en-de")
         Path("runs/de-en").rmdir()
         Path("runs").rmdir()
-    for load in (VaswaniConfig, VaswaniForConditionalGeneration):
+    for load in (VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer):
         with pytest.raises(FileNotFoundError, match=f"There is no file or folder {place}") as error:
             load.from_pretrained(place)
         # It could be on the Hub; huggingface_hub looks up one thing more for itself.
@@ -276,9 +277,19 @@ def test_scripts_end_at_once_at_a_mistyped_path(folder, looked_up, script, argum
 
 def test_converters_end_at_once_at_a_mistyped_path(folder, looked_up):
     Path("runs").mkdir()
-    with pytest.raises(SystemExit, match="There is no file or folder runs/en-dee"):
-        main(["to-torch", "runs/en-dee", "out"])
-    assert len(looked_up) <= 2
+    for converter in ("to-torch", "to-onnx", "to-marian", "to-ctranslate2"):
+        with pytest.raises(SystemExit, match="There is no file or folder runs/en-dee"):
+            main([converter, "runs/en-dee", "out"])
+        assert len(looked_up) <= 2
+        looked_up.clear()
+
+
+def test_converters_of_files_name_those_of_a_folder(folder):
+    fairseq_model(Path("old"))
+    with pytest.raises(SystemExit) as end:
+        main(["fairseq", "old", "out"])
+    files = r"(checkpoint_best.pt, checkpoint_last.pt)"
+    assert str(end.value).endswith(f"old is a folder: name a checkpoint in it {files}.")
 
 
 def test_names_that_may_be_on_the_hub_and_paths_that_exist_pass(folder):

@@ -43,6 +43,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import extract_commit_hash
 
 from ..configuration.configuration_vaswani import save_remote_code
+from ..configuration.places_vaswani import check_path
 
 if TYPE_CHECKING:
     # Where this file is remote code, transformers copies with it what it seems to import: a folder
@@ -389,10 +390,8 @@ class VaswaniTokenizer(TokenizersBackend):
             ]
         return columns, encodings
 
-    def _decode(
-        self, token_ids: Any, skip_special_tokens: bool = False, *args: Any, **kwargs: Any
-    ) -> str:
-        decode = functools.partial(super()._decode, *args, **kwargs)
+    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        decode = functools.partial(super()._decode, **kwargs)
         if not (skip_special_tokens and self.init_kwargs.get("unknown_ends_word")):
             return decode(token_ids, skip_special_tokens=skip_special_tokens)
         ids = token_ids["input_ids"] if isinstance(token_ids, dict) else token_ids
@@ -436,6 +435,18 @@ class VaswaniTokenizer(TokenizersBackend):
         new._tokenizer = _settled(new._tokenizer)
         new._tokenizer.encode_special_tokens = new.split_special_tokens
         return new
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> Self:
+        """Load a tokenizer as in transformers; a path that does not exist is refused at once.
+
+        Raises:
+            OSError: there is no such path, or no tokenizer in it.
+        """
+        check_path(pretrained_model_name_or_path, kwargs.get("cache_dir"))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _from_pretrained(
