@@ -58,6 +58,7 @@ def test_importing_a_module_names_the_command(capfd, package, module, requiremen
 
 SCRIPTS = [
     ("datasets", "train_translation", "vaswani[train]"),
+    ("accelerate", "train_translation", "vaswani[train]"),
     ("yaml", "train_translation", "vaswani[train]"),
     ("sacrebleu", "train_translation", "vaswani[train]"),
     ("matplotlib", "train_translation", "vaswani[train]"),

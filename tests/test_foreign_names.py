@@ -37,6 +37,8 @@ METHODS = {
         "_prepare_generation_config": "self generation_config kwargs",
         "_sample": "self input_ids logits_processor stopping_criteria generation_config "
         "synced_gpus streamer model_kwargs",
+        "_validate_generation_mode": "self generation_mode generation_config "
+        "generation_mode_kwargs",
         "adjust_generation_fn": "self generation_config from_auto_class from_pipeline "
         "pretrained_model_name_or_path cache_dir force_download proxies local_files_only token "
         "revision subfolder trust_remote_code kwargs",
@@ -46,6 +48,7 @@ METHODS = {
         "mean_resizing",
         "_get_resized_lm_head": "self old_lm_head new_num_tokens transposed mean_resizing",
         "_init_weights": "self module",
+        "_load_pretrained_model": "model state_dict checkpoint_files load_config expected_keys",
         "_resize_token_embeddings": "self new_num_tokens pad_to_multiple_of mean_resizing",
         "_upload_modified_files": "self working_dir repo_id files_timestamps commit_message token "
         "create_pr revision commit_description",
@@ -85,6 +88,10 @@ METHODS = {
         "_save_checkpoint": "self model trial",
         "get_total_train_batch_size": "self args",
     },
+    "torch.nn.Module": {
+        "_load_from_state_dict": "self state_dict prefix local_metadata strict missing_keys "
+        "unexpected_keys error_msgs"
+    },
     "torch.nn.modules.module": {"_has_any_global_hook": ""},
     "sacrebleu.metrics.base.Metric": {
         "_compute_score_from_stats": "self stats",
@@ -95,7 +102,8 @@ METHODS = {
 ATTRIBUTES = {
     "transformers.PreTrainedConfig": "_attn_implementation _auto_class",
     "transformers.PreTrainedModel": """
-        _auto_class _can_compile_fullgraph _can_record_outputs _no_split_modules
+        _auto_class _can_compile_fullgraph _can_record_outputs
+        _keys_to_ignore_on_load_unexpected _no_split_modules
         _skip_keys_device_placement _supports_attention_backend _supports_flash_attn
         _supports_flex_attn _supports_sdpa
     """,
@@ -122,21 +130,23 @@ IN_SOURCE = {
     "transformers.PreTrainedTokenizerBase.__call__": "_switch_to_input_mode _switch_to_target_mode",
     "transformers.PreTrainedTokenizerBase.save_pretrained": "_auto_map",
     "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
+    "torch.distributed.fsdp.fully_shard": "_is_fsdp_managed_module",
     "torch.nn.Module.__init__": "_forward_hooks _forward_pre_hooks _modules",
     "accelerate.Accelerator.prepare_model": "_original_forward",
 }
 # What is imported from modules below the packages' own.
 IMPORTS = {
-    "accelerate.utils": "set_seed",
+    "accelerate.utils": "broadcast_object_list set_seed str_to_bool",
     "transformers.activations": "ACT2FN",
     "transformers.exporters": "OnnxConfig OnnxExporter",
     "transformers.generation": """
         EosTokenCriteria ForcedEOSTokenLogitsProcessor GenerateBeamEncoderDecoderOutput
-        GenerateEncoderDecoderOutput LogitNormalization LogitsProcessor LogitsProcessorList
-        MaxLengthCriteria MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
-        NoBadWordsLogitsProcessor StoppingCriteria StoppingCriteriaList
+        GenerateEncoderDecoderOutput GenerationMode LogitNormalization LogitsProcessor
+        LogitsProcessorList MaxLengthCriteria MinLengthLogitsProcessor
+        MinNewTokensLengthLogitsProcessor NoBadWordsLogitsProcessor StoppingCriteria StoppingCriteriaList
         SuppressTokensLogitsProcessor
     """,
+    "transformers.integrations.deepspeed": "unset_hf_deepspeed_config",
     "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_outputs": """

@@ -30,7 +30,7 @@ RECIPES = ROOT / "examples" / "recipes"
 
 @pytest.fixture
 def train(monkeypatch):
-    """examples/train_translation.py as a module; `train.run` runs it as a command line would."""
+    """examples/train_translation.py as a module; `train.command_line` runs it with arguments."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import train_translation
 
@@ -38,7 +38,7 @@ def train(monkeypatch):
         monkeypatch.setattr(sys, "argv", [train_translation.__file__, *map(str, arguments)])
         train_translation.main()
 
-    train_translation.run = run
+    monkeypatch.setattr(train_translation, "command_line", run, raising=False)
     return train_translation
 
 
@@ -232,7 +232,7 @@ def recipe(tmp_path):
 
 
 def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, tmp_path):
-    train.run("--recipe", recipe)
+    train.command_line("--recipe", recipe)
     output = tmp_path / "run"
     model, tokenizer = (
         auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
@@ -281,7 +281,7 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
 @pytest.mark.parametrize(("save", "dropout"), [(1, 0), (2, 0), (2, 0.2)])
 def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_path, save, dropout):
     options = ("--recipe", recipe, "--bpe-dropout", dropout, "--r-drop", 10 * dropout)
-    train.run(*options, "--output", tmp_path / "whole")
+    train.command_line(*options, "--output", tmp_path / "whole")
 
     def train_until_killed():
         to_json, saves = TrainerState.save_to_json, []
@@ -293,7 +293,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
             to_json(*args)
 
         TrainerState.save_to_json = deadly
-        train.run(*options)
+        train.command_line(*options)
 
     assert in_child(train_until_killed) == -signal.SIGKILL
     with CaptureLogger(checkpoints.logger) as log:
@@ -301,8 +301,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
     assert (last and last.name) == (None if save == 1 else "checkpoint-3")
     assert f"checkpoint-{3 * save} is incomplete" in log.out
     with pytest.raises(SystemExit, match="is from an earlier run: pass --resume"):
-        train.run(*options)
-    train.run(*options, "--resume")
+        train.command_line(*options)
+    train.command_line(*options, "--resume")
     whole, resumed = (
         (tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "run")
     )
@@ -344,7 +344,7 @@ def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(
 
     monkeypatch.setattr(VaswaniTrainer, "compute_loss", diverging)
     with pytest.raises(SystemExit, match=r"loss is nan in update 5.*checkpoint-3 is complete"):
-        train.run("--recipe", recipe)
+        train.command_line("--recipe", recipe)
     assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
 
 
@@ -360,13 +360,13 @@ def test_training_stops_when_the_score_no_longer_rises(train, recipe, tmp_path, 
             return dict.fromkeys(names, next(self.scores)) | dict.fromkeys(signatures, "none")
 
     arguments = ["--patience", 2, "--eval-steps", 3, "--steps", 100, "--average", 1]
-    train.run("--recipe", recipe, *arguments)
+    train.command_line("--recipe", recipe, *arguments)
     for lost in ("results.json", "checkpoint-9"):  # killed at the end, and before it stopped
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["steps"] == 9
         path = tmp_path / "run" / lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        train.run("--recipe", recipe, *arguments, "--resume")
+        train.command_line("--recipe", recipe, *arguments, "--resume")
     assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] == 9
 
 
@@ -374,12 +374,12 @@ def test_a_run_that_ends_with_its_time_is_resumed_and_averaged_to_its_last_updat
     train, recipe, tmp_path
 ):
     output, arguments = tmp_path / "run", ["--minutes", 1e-9, "--save-steps", 50]
-    train.run("--recipe", recipe, *arguments)
+    train.command_line("--recipe", recipe, *arguments)
     results = json.loads((output / "results.json").read_text())
     assert (results["steps"], results["averaged"]) == (1, ["checkpoint-1"])
     # A kill may leave one of a higher number than the run now comes to.
     checkpoints.begin_checkpoint(output / "checkpoint-50")
-    train.run("--recipe", recipe, *arguments, "--resume")
+    train.command_line("--recipe", recipe, *arguments, "--resume")
     results = json.loads((output / "results.json").read_text())
     assert (results["steps"], results["averaged"]) == (2, ["checkpoint-1", "checkpoint-2"])
 
@@ -391,7 +391,7 @@ def test_a_run_killed_while_it_reads_its_data_can_be_resumed(train, recipe, tmp_
     monkeypatch.setattr(train, "read_pairs", killed)
     for arguments in ([], ["--resume"]):
         with pytest.raises(KeyboardInterrupt):
-            train.run("--recipe", recipe, *arguments)
+            train.command_line("--recipe", recipe, *arguments)
 
 
 def test_weights_of_16_bits_are_fine_tuned_in_32(train, tmp_path):

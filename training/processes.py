@@ -4,12 +4,15 @@ import os
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.utils import broadcast_object_list, str_to_bool
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from ..configuration.extras import needs
 from .rendezvous import renew_store
+
+with needs("vaswani[train]"):
+    from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate.utils import broadcast_object_list, str_to_bool
 
 
 def device_settings() -> dict[str, Any]:
