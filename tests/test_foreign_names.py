@@ -143,8 +143,8 @@ IMPORTS = {
         EosTokenCriteria ForcedEOSTokenLogitsProcessor GenerateBeamEncoderDecoderOutput
         GenerateEncoderDecoderOutput GenerationMode LogitNormalization LogitsProcessor
         LogitsProcessorList MaxLengthCriteria MinLengthLogitsProcessor
-        MinNewTokensLengthLogitsProcessor NoBadWordsLogitsProcessor StoppingCriteria StoppingCriteriaList
-        SuppressTokensLogitsProcessor
+        MinNewTokensLengthLogitsProcessor NoBadWordsLogitsProcessor StoppingCriteria
+        StoppingCriteriaList SuppressTokensLogitsProcessor
     """,
     "transformers.integrations.deepspeed": "unset_hf_deepspeed_config",
     "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
