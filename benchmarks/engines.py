@@ -15,7 +15,7 @@ from base_model import padded
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 from vaswani.conversion.ctranslate2 import save
-from vaswani.conversion.marian import to_marian
+from vaswani.conversion.to_marian import to_marian
 from worker import Worker, timed
 
 try:

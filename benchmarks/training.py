@@ -49,7 +49,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
-from vaswani.conversion.marian import to_marian
+from vaswani.conversion.to_marian import to_marian
 from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
 from vaswani.training.batching import TokenBatchSampler
 from vaswani.training.circumstances import circumstances

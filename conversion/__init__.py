@@ -1,1 +1,14 @@
-"""Checkpoints of other toolkits in, ours out; `python -m vaswani.conversion --help`."""
+"""Models of other toolkits, converted to this package and back.
+
+    from vaswani import conversion
+
+    conversion.find("marian").convert("Helsinki-NLP/opus-mt-en-de", "out/")
+
+`SUMMARIES` lists the converters, and `find` imports one of them. `python -m vaswani.conversion
+--help` is the same on the command line.
+"""
+
+from .converter import SUMMARIES, Converter, find
+from .errors import ConversionError
+
+__all__ = ["SUMMARIES", "ConversionError", "Converter", "find"]

@@ -1,28 +1,32 @@
-"""To CTranslate2: a folder that its `Translator` reads.
+"""To CTranslate2: a folder for its `Translator`.
 
     python -m vaswani.conversion to-ctranslate2 runs/en-de out/ --quantization int8
 
-CTranslate2 takes and returns tokens. With the tokenizer of the model's folder:
+INPUT is the folder of a model of this package, or its id on the Hub. CTranslate2 takes and returns
+tokens. With the tokenizer of the model's folder:
 
     translator = ctranslate2.Translator("out/")
     source = tokenizer.convert_ids_to_tokens(tokenizer("ninety-nine").input_ids)  # with </s>
     best = translator.translate_batch([source], beam_size=4, max_decoding_length=100)[0]
     text = tokenizer.decode(tokenizer.convert_tokens_to_ids(best.hypotheses[0]))
 
-A model without a tokenizer gets the token ids, written as numbers, for tokens.
+If the model has no tokenizer, the tokens are the ids, written as numbers.
 
-Carried over are the weights, the vocabularies, a table of positions, and the start, end and unknown
-tokens. How to search is said in every call of `translate_batch`; its format has no place for it. Of
-a generation config, `num_beams` is `beam_size`, `length_penalty` with `length_penalty_type="hf"` is
-`length_penalty`, and `suppress_tokens`, which converted models have, are `suppress_sequences`; its
-stopping rule is `early_stopping=True`. It has neither the paper's penalty nor its limit for each
-sentence, source length + 50. It cuts sources after `max_input_length` (1024) tokens, and forbids an
-empty translation unless `min_decoding_length=0`.
+The output has the weights, the vocabularies, a table of positions, and the start, end and unknown
+tokens. Its format has no place for settings of the search. Pass them to `translate_batch`:
 
-CTranslate2 computes in float32 at best, to which float64 weights are rounded. Its heads have one
-width: where d_k and d_v differ, the narrower are filled up with zeros, which changes no result.
+* `num_beams` is `beam_size`.
+* `length_penalty` with `length_penalty_type="hf"` is `length_penalty`.
+* `suppress_tokens`, which converted models have, is `suppress_sequences`.
+* CTranslate2 always stops as with `early_stopping=True`. It has neither the paper's length penalty
+  nor its limit of source length + 50.
+* CTranslate2 cuts sources after `max_input_length` tokens, 1024 by default. It refuses empty
+  translations unless `min_decoding_length=0`.
 
-Once this module is imported, CTranslate2's own `TransformersConverter` reads our folders too.
+CTranslate2 computes in float32 at best, so float64 weights are rounded. All its heads have one
+width: if d_k and d_v differ, zeros fill up the narrower ones, which changes no result.
+
+After an import of this module, CTranslate2's own `TransformersConverter` reads our folders as well.
 """
 
 import argparse
@@ -33,8 +37,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .checkpoints import add_model_arguments, new_folder, open_model, open_tokenizers, refuse
-from .rules import ConversionError, Rename, Rule, Stack, Tensors, to_theirs
+from ..configuration.configuration_vaswani import VaswaniConfig
+from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..training.checkpoints import new_folder
+from .errors import ConversionError, refuse
+from .loading import TARGET_TOKENIZER, add_model_arguments, open_model, open_tokenizers
+from .rules import Rename, Rule, Stack, Tensors, to_theirs
 
 try:
     from ctranslate2.converters.transformers import ModelLoader, register_loader
@@ -46,10 +54,10 @@ else:
     _missing = None
     QUANTIZATIONS = model_spec.ACCEPTED_MODEL_TYPES
 
-# Longest sequence that a table of sinusoids is written for.
+# Longest sequence that a table of sinusoids serves.
 MAX_POSITIONS = 1024
 
-# The functions of transformers that CTranslate2 computes exactly, by its own names.
+# transformers' names of activation functions, and CTranslate2's names of the same functions.
 _ACTIVATIONS = {
     "relu": "RELU",
     "gelu": "GELU",
@@ -73,7 +81,7 @@ def _norm(theirs: str, ours: str) -> list[Rule]:
 
 
 def _rules() -> list[Rule]:
-    """CTranslate2's variables, by the path of their place in the spec."""
+    """Pair CTranslate2's variables, by their path in the specification, with our names."""
     there, ours = "{side}/layer_{i}", "model.{side}.layers.{i}"
     q, k, v = (f"{ours}.self_attn.{name}_proj.{{kind}}" for name in "qkv")
     _, cross_k, cross_v = (f"{ours}.encoder_attn.{name}_proj.{{kind}}" for name in "qkv")
@@ -95,19 +103,19 @@ def _rules() -> list[Rule]:
     ]
 
 
-def add_save_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of `save` but for the output."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `save`, all but the output."""
     add_model_arguments(parser, tokenizers=True)
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS or None,
-        help="how the weights are stored: int8, int16, float16 ...; by default as they are",
+        help="type of the stored weights: int8, int16, float16 ...; default: as they are",
     )
     parser.add_argument(
         "--max-positions",
         type=int,
-        help=f"longest sequence that the table of positions serves; by default {MAX_POSITIONS}, "
-        "or the size of a learned table",
+        help=f"longest sequence that the table of positions serves; default: {MAX_POSITIONS}, or "
+        "the size of a learned table",
     )
 
 
@@ -119,27 +127,27 @@ def save(
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     target_tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write a folder for CTranslate2; a model in memory stays as it is.
+    """Write a folder for CTranslate2.
 
     Args:
-        model: a folder of ours, a name on the Hub, or the model itself.
-        output: a folder that does not exist yet.
-        quantization: one of CTranslate2's: int8, int8_float32, int8_float16, int8_bfloat16, int16,
-            float16, bfloat16, float32; None stores the weights as they are.
-        max_positions: longest sequence that the table of positions serves; CTranslate2 refuses
+        model: a folder, an id on the Hub, or a model in memory, which stays as it is.
+        output: the folder to write.
+        quantization: int8, int8_float32, int8_float16, int8_bfloat16, int16, float16, bfloat16 or
+            float32. None stores the weights as they are.
+        max_positions: longest sequence that the table of positions serves. CTranslate2 refuses
             longer ones. None is 1024, or the size of a learned table.
-        tokenizer: gives the tokens their names. None is that of the model's folder, if any; token
-            ids are tokens otherwise.
-        target_tokenizer: likewise, of the target where its vocabulary is another.
+        tokenizer: names the tokens. None is the tokenizer in the model's folder. Without any, ids
+            are the tokens.
+        target_tokenizer: names the target's tokens, if the target has its own vocabulary.
 
     Raises:
-        ConversionError: CTranslate2 cannot compute what the model does, or is not installed.
-        FileExistsError: something is there already.
+        ConversionError: CTranslate2 cannot compute what the model computes, or is not installed.
+        FileExistsError: `output` exists already.
     """
     _require()
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ConversionError(
-            f"quantization {quantization!r} is unknown to CTranslate2: choose one of "
+            f"CTranslate2 has no quantization {quantization!r}: choose one of "
             f"{', '.join(QUANTIZATIONS)}."
         )
     tokenizers = open_tokenizers(model, tokenizer, target_tokenizer)
@@ -150,6 +158,9 @@ def save(
         spec.save(str(folder))
 
 
+convert = save
+
+
 def _require() -> None:
     if _missing is not None:
         raise ConversionError(
@@ -158,10 +169,10 @@ def _require() -> None:
 
 
 class VaswaniLoader(ModelLoader):
-    """What CTranslate2's converters ask for a model of ours: its specification, filled.
+    """Makes CTranslate2's specification of a model, for its converters.
 
     Args:
-        max_positions: as of `save`.
+        max_positions: as in `save`.
     """
 
     architecture_name = "AutoModelForSeq2SeqLM"
@@ -171,19 +182,22 @@ class VaswaniLoader(ModelLoader):
 
     def __call__(
         self,
-        model: PreTrainedModel,
+        model: VaswaniForConditionalGeneration,
         tokenizer: PreTrainedTokenizerBase | None,
         target_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Any:
-        """Build the specification with its vocabularies.
+        """Make the specification with its vocabularies.
 
         Raises:
-            ConversionError: CTranslate2 cannot compute what the model does; names all reasons.
+            ConversionError: CTranslate2 cannot compute what the model computes.
         """
-        config: Any = model.config
+        config = model.config
         problems = _problems(config, self.max_positions)
-        if tokenizer is not None and target_tokenizer is None and tokenizer.name_or_path:
-            _, target_tokenizer = open_tokenizers(tokenizer.name_or_path, tokenizer)
+        if tokenizer is not None and target_tokenizer is None:
+            # CTranslate2's own converter does not look for a second tokenizer.
+            folder = Path(tokenizer.name_or_path)
+            if (folder / TARGET_TOKENIZER).is_dir():
+                _, target_tokenizer = open_tokenizers(folder, tokenizer)
         if tokenizer is not None and target_tokenizer is None:
             target_tokenizer = tokenizer
             if config.vocab_size != config.decoder_vocab_size:
@@ -207,8 +221,8 @@ class VaswaniLoader(ModelLoader):
         return spec
 
     @torch.no_grad()
-    def get_model_spec(self, model: PreTrainedModel) -> Any:
-        """Build the specification without vocabularies."""
+    def get_model_spec(self, model: VaswaniForConditionalGeneration) -> Any:
+        """Make the specification without vocabularies."""
         weights = _weights(model)
         variables = to_theirs(_rules(), weights)
         sides = {
@@ -223,24 +237,24 @@ class VaswaniLoader(ModelLoader):
         for name, tensor in variables.items():
             place, _, attribute = name.rpartition("/")
             setattr(model_spec.index_spec(spec, place), attribute, tensor)
-        length = self.max_positions or _longest(model.config) or MAX_POSITIONS
+        length = self.max_positions or _learned_positions(model.config) or MAX_POSITIONS
         for side, (_, stack) in sides.items():
             table = stack.embed_positions(0, length, torch.device("cpu"))
             stacks[side].position_encodings.encodings = table.to(_dtype(model), copy=True)
             stacks[side].scale_embeddings = stack.embed_scale
         return spec
 
-    def _stack(self, kind: Any, side: str, config: Any, final_norm: bool) -> Any:
-        """Build the specification of one stack."""
-        d_k, d_v, own = _widths(config, side)
+    def _stack(self, kind: Any, side: str, config: VaswaniConfig, final_norm: bool) -> Any:
+        """Make the specification of one stack."""
+        d_k, d_v, default = _head_widths(config, side)
         width = max(d_k, d_v)
         spec = kind(
             getattr(config, f"{side}_layers"),
             getattr(config, f"{side}_attention_heads"),
-            # This argument makes room for the last LayerNorm, the attribute places the others.
+            # This argument adds the last LayerNorm. The attribute below places the others.
             pre_norm=final_norm,
             activation=common_spec.Activation[_ACTIVATIONS[config.activation_function]],
-            head_dim=None if width == own else width,
+            head_dim=None if width == default else width,
         )
         spec.pre_norm = config.norm_position == "pre"
         if width != d_k:
@@ -251,36 +265,35 @@ class VaswaniLoader(ModelLoader):
         return spec
 
 
-def _widths(config: Any, side: str) -> tuple[int, int, int]:
-    """The d_k and d_v of a stack, and what they are by default."""
-    own = config.d_model // getattr(config, f"{side}_attention_heads")
-    return config.d_k or own, config.d_v or own, own
+def _head_widths(config: VaswaniConfig, side: str) -> tuple[int, int, int]:
+    """Return d_k, d_v and their default for a stack."""
+    default = config.d_model // getattr(config, f"{side}_attention_heads")
+    return config.d_k or default, config.d_v or default, default
 
 
-def _longest(config: Any) -> int | None:
-    """How many positions a learned table has; sinusoids know no limit."""
+def _learned_positions(config: VaswaniConfig) -> int | None:
+    """Return the size of a table of learned positions. Sinusoids have no limit."""
     return config.max_position_embeddings if config.position_encoding == "learned" else None
 
 
-def _dtype(model: PreTrainedModel) -> torch.dtype:
+def _dtype(model: VaswaniForConditionalGeneration) -> torch.dtype:
     dtype = model.lm_head.weight.dtype
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _weights(model: PreTrainedModel) -> Tensors:
-    """Copies of the weights, which quantising may then overwrite, d_k and d_v made one width."""
+def _weights(model: VaswaniForConditionalGeneration) -> Tensors:
+    """Copy the weights, with heads of one width. Quantization overwrites the copies."""
     weights = {
         name: tensor.detach().to("cpu", _dtype(model), copy=True)
         for name, tensor in model.state_dict().items()
         if not name.endswith(".embed_positions.weight")
     }
-    config: Any = model.config
     for name, tensor in weights.items():
         attention = re.fullmatch(r"model\.(encoder|decoder)\..*_attn\.(\w+)_proj\.(\w+)", name)
         if attention is None:
             continue
         side, part, kind = attention.groups()
-        d_k, d_v, _ = _widths(config, side)
+        d_k, d_v, _ = _head_widths(model.config, side)
         old, new = (d_k if part in ("q", "k") else d_v), max(d_k, d_v)
         if part != "out":
             weights[name] = _widened(tensor, old, new)
@@ -290,7 +303,7 @@ def _weights(model: PreTrainedModel) -> Tensors:
 
 
 def _widened(tensor: torch.Tensor, old: int, new: int) -> torch.Tensor:
-    """Put `new` - `old` zeros behind the `old` rows of every head."""
+    """Add zeros to the rows of every head, from `old` rows to `new` rows."""
     if old == new:
         return tensor
     heads = tensor.unflatten(0, (-1, old))  # (H, old, ...)
@@ -299,15 +312,15 @@ def _widened(tensor: torch.Tensor, old: int, new: int) -> torch.Tensor:
     return filled.flatten(0, 1)
 
 
-def _problems(config: Any, max_positions: int | None) -> list[str]:
-    """What CTranslate2 does not compute."""
+def _problems(config: VaswaniConfig, max_positions: int | None) -> list[str]:
+    """List the settings that CTranslate2 cannot follow."""
     problems = []
     if config.activation_function not in _ACTIVATIONS:
         problems.append(
             f"activation_function {config.activation_function!r} (CTranslate2 has "
             f"{', '.join(_ACTIVATIONS)})"
         )
-    limit = _longest(config)
+    limit = _learned_positions(config)
     if max_positions is not None and max_positions < 1:
         problems.append(f"max_positions {max_positions} (at least 1)")
     elif max_positions is not None and limit is not None and max_positions > limit:
@@ -318,7 +331,7 @@ def _problems(config: Any, max_positions: int | None) -> list[str]:
 def _vocabulary(
     tokenizer: PreTrainedTokenizerBase | None, size: int, side: str, problems: list[str]
 ) -> list[str]:
-    """Name every entry of a vocabulary, by its number where there is no tokenizer."""
+    """Name every entry of a vocabulary, by its id if there is no tokenizer."""
     if tokenizer is None:
         return [str(number) for number in range(size)]
     names: dict[int, str] = {}
@@ -330,7 +343,7 @@ def _vocabulary(
     beyond = [number for number in names if number >= size]
     if beyond:
         problems.append(
-            f"the {side} tokenizer knows token {max(beyond)}, but the model only {size} tokens"
+            f"the {side} tokenizer has a token {max(beyond)}, but the model has only {size} tokens"
         )
     for number in range(size):
         if number not in names:
@@ -341,17 +354,21 @@ def _vocabulary(
 
 
 def _special_tokens(
-    model: PreTrainedModel, source: list[str], target: list[str], problems: list[str]
+    model: VaswaniForConditionalGeneration,
+    source: list[str],
+    target: list[str],
+    problems: list[str],
 ) -> dict[str, str | None]:
-    """The tokens that CTranslate2's configuration names."""
+    """Name the special tokens in CTranslate2's configuration."""
 
     def number(name: str) -> int | None:
-        values = (getattr(one, name, None) for one in (model.generation_config, model.config))
-        value: Any = next((value for value in values if value is not None), None)
+        value = getattr(model.generation_config, name, None)
+        if value is None:
+            value = getattr(model.config, name, None)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if isinstance(value, list):
-            problems.append(f"{name} {value} (CTranslate2 has one)")
+            problems.append(f"{name} {value} (CTranslate2 has only one)")
             return None
         if value is not None and not 0 <= value < len(source if name == "unk_token_id" else target):
             problems.append(f"{name} {value} is not in the vocabulary")
@@ -362,12 +379,12 @@ def _special_tokens(
     start = number("decoder_start_token_id")
     start = bos if start is None else start
     if eos is None and not any("eos_token_id" in problem for problem in problems):
-        problems.append("eos_token_id None (a translation has to end)")
+        problems.append("eos_token_id None (translations must end)")
     end = None if eos is None else target[eos]
     return {
         "eos_token": end,
         "bos_token": end if bos is None else target[bos],
-        # A token that has to exist: the strings that the vocabulary lacks become this one.
+        # CTranslate2 needs this token. Strings that the vocabulary lacks become it.
         "unk_token": end if unk is None else source[unk],
         "decoder_start_token": None if start is None else target[start],
     }
@@ -376,4 +393,4 @@ def _special_tokens(
 if _missing is None:
     register_loader("VaswaniConfig")(VaswaniLoader)
 
-__all__ = ["VaswaniLoader", "add_save_arguments", "save"]
+__all__ = ["VaswaniLoader", "add_arguments", "convert", "save"]

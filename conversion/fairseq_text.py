@@ -1,4 +1,4 @@
-"""Text of fairseq's models: its dictionaries, and the tokenizers that look words up in them."""
+"""fairseq's dictionaries, and tokenizers that give the same token ids."""
 
 import re
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 from transformers.utils import logging
 
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
-from .files import read_text
-from .rules import ConversionError
+from .errors import ConversionError
+from .reading import read_text
 from .sentencepiece import SentencePiece, piece_backend
 from .subword_nmt import Codes, pair_backend, read_codes, word_backend
 
@@ -21,13 +21,13 @@ _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
 @dataclass
 class Vocabulary:
-    """A dictionary, and what cuts text into its entries.
+    """A dictionary, and how text is split into its entries.
 
     Args:
-        symbols: the entries in their order.
+        symbols: entries, in the order of their ids.
         codes: of byte-pair encoding, if any.
-        pieces: SentencePiece's model, if any.
-        remove_bpe: join when decoding what "@@ " separates.
+        pieces: file of a SentencePiece model, if any.
+        remove_bpe: join tokens at "@@ " when decoding.
     """
 
     symbols: list[str]
@@ -39,10 +39,10 @@ class Vocabulary:
         """Make the tokenizer.
 
         Raises:
-            ConversionError: it would not always cut text as fairseq's tools do.
+            ConversionError: it could not always split text as fairseq's tools do.
         """
         last = {symbol: index for index, symbol in enumerate(self.symbols)}
-        # An entry that a later line replaces gets a name that no text has.
+        # A later line may replace an entry. The earlier one then gets a name that no text contains.
         ids = {
             symbol if last[symbol] == index else f"{symbol} {index}": index
             for index, symbol in enumerate(self.symbols)
@@ -65,13 +65,13 @@ class Vocabulary:
 def read_vocabulary(
     dictionary: str | Path, codes: str | Path | None, pieces: str | Path | None, remove_bpe: bool
 ) -> Vocabulary:
-    """A dictionary with what belongs to it.
+    """Read a dictionary and its codes, if any.
 
     Raises:
-        ConversionError: a file is missing or damaged, or there is one too many.
+        ConversionError: a file is missing or damaged, or both codes and pieces are given.
     """
     if codes and pieces:
-        raise ConversionError(f"Text is cut by {codes} or by {pieces}, not by both.")
+        raise ConversionError(f"Text is split by {codes} or by {pieces}, not by both.")
     return Vocabulary(
         read_dictionary(Path(dictionary)),
         read_codes(Path(codes)) if codes else None,
@@ -81,10 +81,11 @@ def read_vocabulary(
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """The special tokens and the entries of dict.xx.txt.
+    """Read the entries of dict.xx.txt, after the special tokens.
 
     Raises:
-        ConversionError: fairseq would not read it either, or it replaces a special token.
+        ConversionError: fairseq could not read the file either, or the file replaces a special
+            token.
     """
     symbols = list(_SPECIAL)
     known = set(symbols)
@@ -95,7 +96,9 @@ def read_dictionary(path: Path) -> list[str]:
         if replaces:
             word, _, count = word.rpartition(" ")
         if not re.fullmatch(r"[+-]?\d+", count):
-            raise ConversionError(f"{path}, line {number} is no entry with its count: {line!r}.")
+            raise ConversionError(
+                f"{path}, line {number} is not an entry with its count: {line!r}."
+            )
         if word in known and (word in _SPECIAL or not replaces):
             raise ConversionError(f"{path}, line {number}: there is an entry {word!r} already.")
         known.add(word)
@@ -104,22 +107,22 @@ def read_dictionary(path: Path) -> list[str]:
 
 
 def _piece_backend(ids: dict[str, int], path: Path) -> Tokenizer:
-    """Text cut by SentencePiece, its pieces looked up.
+    """Split text with SentencePiece, and look up the pieces.
 
-    Pieces that the dictionary lacks get numbers behind its own.
+    Pieces that the dictionary lacks get ids after its own.
     """
     model, vocabulary = SentencePiece.read(path), dict(ids)
     pieces = set(model.pieces)
-    others = [
+    other_entries = [
         entry
         for entry, index in ids.items()
         if entry not in pieces and index >= len(_SPECIAL) and "madeupword" not in entry
     ]
-    if others:
+    if other_entries:
         logger.warning(
-            f"{len(others)} entries of the dictionary are no pieces of {path}, {others[0]!r} among "
-            "them. Where several characters that SentencePiece does not know follow each other, "
-            "fairseq looks them up as one, the tokenizer one by one."
+            f"{len(other_entries)} entries of the dictionary are not pieces of {path}, such as "
+            f"{other_entries[0]!r}. fairseq looks up consecutive characters that SentencePiece "
+            "does not know as one token, the tokenizer one by one."
         )
     for piece in sorted(pieces):
         vocabulary.setdefault(piece, len(vocabulary))

@@ -1,19 +1,28 @@
-"""Marian's weights by our names: two tables of rules, and the order of d_model."""
+"""Names of weights and settings in Marian and MarianMTModel, and the order of d_model."""
 
 import numpy as np
 import torch
 
-from .rules import ConversionError, Drop, Rename, Rule, Tensors
+from .errors import ConversionError
+from .rules import Drop, Rename, Rule, Tensors
 
 SOURCE_TABLE, TARGET_TABLE, HEAD = (
     "model.encoder.embed_tokens.weight",
     "model.decoder.embed_tokens.weight",
     "lm_head.weight",
 )
+# Fields of MarianConfig that VaswaniConfig has under the same name.
+SAME_FIELDS = """
+d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads
+encoder_ffn_dim decoder_ffn_dim dropout attention_dropout activation_dropout activation_function
+init_std max_position_embeddings scale_embedding share_encoder_decoder_embeddings
+tie_word_embeddings use_cache pad_token_id eos_token_id bos_token_id decoder_start_token_id
+"""
+MAX_LENGTH = 512  # tokens of a translation, as in transformers' own conversion of OPUS-MT
 
 
 def transformers_rules() -> list[Rule]:
-    """MarianMTModel's names: ours, but for the bias of the logits."""
+    """Pair MarianMTModel's names with ours. Only the bias of the logits has another name."""
     layer = "model.{stack}.layers.{i}"
     names = [SOURCE_TABLE, TARGET_TABLE, HEAD, f"{layer}.{{part}}.{{kind}}"]
     names.append(f"{layer}.{{attention}}.{{part}}.{{kind}}")
@@ -25,7 +34,7 @@ def transformers_rules() -> list[Rule]:
 
 
 def marian_rules(norm_position: str) -> list[Rule]:
-    """Marian's own names, its layers counted from 0: matrices lie the other way round."""
+    """Pair Marian's own names, with layers numbered from 0, with ours. Matrices are transposed."""
 
     def matrix(theirs: str, ours: str) -> Rename:
         return Rename(theirs, ours, _transposed, _transposed)
@@ -74,10 +83,10 @@ def _transposed(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _check_table(name: str, table: torch.Tensor) -> None:
-    """Refuse positions other than the sinusoids that MarianMTModel makes itself.
+    """Refuse a table of positions that differs from the sinusoids of MarianMTModel.
 
     Raises:
-        ConversionError: they were learned.
+        ConversionError: the table differs.
     """
     length, width = table.shape if table.dim() == 2 else (0, 0)
     angles = np.arange(length)[:, None] / 10000.0 ** (np.arange(0, width, 2) / width)
@@ -93,22 +102,36 @@ def _check_table(name: str, table: torch.Tensor) -> None:
 
 
 def to_interleaved(width: int) -> torch.Tensor:
-    """Where each channel comes from when "all sines, all cosines" becomes "sine, cosine, ..."."""
+    """Order the channels of "all sines, all cosines" as "sine, cosine, sine, cosine, ..."."""
     return torch.arange(width).view(2, -1).T.flatten()
 
 
 def to_concatenated(width: int) -> torch.Tensor:
-    """Where each channel comes from on the way back."""
+    """Order the channels of "sine, cosine, sine, cosine, ..." as "all sines, all cosines"."""
     return torch.arange(width).view(-1, 2).T.flatten()
 
 
 def permuted(tensors: Tensors, order: torch.Tensor) -> Tensors:
-    """Give the channels of d_model another order in all weights of ours: the model is the same."""
+    """Reorder the channels of d_model in all weights. The model computes the same."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         module, kind = name.split(".")[-2:]
         if module.endswith("layer_norm") or module in ("out_proj", "fc2"):
             result[name] = tensor[order]
-        elif kind == "weight":  # tables and the maps that read d_model
+        elif kind == "weight":  # embeddings, and matrices whose input is d_model
             result[name] = tensor[:, order].contiguous()
     return result
+
+
+__all__ = [
+    "HEAD",
+    "MAX_LENGTH",
+    "SAME_FIELDS",
+    "SOURCE_TABLE",
+    "TARGET_TABLE",
+    "marian_rules",
+    "permuted",
+    "to_concatenated",
+    "to_interleaved",
+    "transformers_rules",
+]

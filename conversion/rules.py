@@ -1,8 +1,9 @@
 """Reversible renaming of weights: a converter is a table of these rules.
 
-A template is a name with placeholders, "decoder.layers.{i}.self_attn.k_proj.{kind}", that stand for
-the same text on both sides: {i} for a number, any other for letters. Tensors are named by dicts, as
-in `state_dict`. Both directions use every tensor exactly once, or say which are left over.
+A template is a name with placeholders, such as "decoder.layers.{i}.self_attn.k_proj.{kind}". A
+placeholder stands for the same text on both sides: {i} for a number, any other for word
+characters. Tensors are named by dicts, as in `state_dict`. Each direction uses every tensor exactly
+once, or names the tensors that are left over.
 """
 
 import re
@@ -11,20 +12,18 @@ from dataclasses import dataclass
 
 import torch
 
+from .errors import ConversionError
+
 Tensors = dict[str, torch.Tensor]
-
-
-class ConversionError(ValueError):
-    """A checkpoint that cannot be converted exactly; the message names all reasons at once."""
 
 
 @dataclass(frozen=True)
 class Rename:
-    """A tensor that has another name there, and perhaps another layout.
+    """A tensor with another name in the toolkit, and perhaps another layout.
 
     Args:
         theirs, ours: templates with the same placeholders.
-        to_ours, to_theirs: what is done to the tensor, inverse to each other.
+        to_ours, to_theirs: changes of the layout, inverse to each other.
     """
 
     theirs: str
@@ -33,28 +32,28 @@ class Rename:
     to_theirs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def take_theirs(self, tensors: Tensors) -> Tensors:
-        """Take what is theirs out of `tensors`, and return it as ours."""
+        """Remove the toolkit's tensors from `tensors`, and return them as ours."""
         return _renamed(tensors, self.theirs, self.ours, self.to_ours)
 
     def take_ours(self, tensors: Tensors) -> Tensors:
-        """Take what is ours out of `tensors`, and return it as theirs."""
+        """Remove our tensors from `tensors`, and return them as the toolkit's."""
         return _renamed(tensors, self.ours, self.theirs, self.to_theirs)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor there that holds several of ours of equal size, one after another.
+    """A tensor of the toolkit that concatenates several of ours, all of the same size.
 
     Args:
         theirs: a template.
-        ours: templates with the same placeholders, in the order in which theirs holds them.
+        ours: templates with the same placeholders, in the order of concatenation.
     """
 
     theirs: str
     ours: Sequence[str]
 
     def take_theirs(self, tensors: Tensors) -> Tensors:
-        """Take what is theirs out of `tensors`, and return it as ours."""
+        """Remove the toolkit's tensors from `tensors`, and return them as ours."""
         taken = {}
         for name, fields in _matches(tensors, self.theirs):
             parts = tensors.pop(name)
@@ -68,7 +67,7 @@ class Stack:
         return taken
 
     def take_ours(self, tensors: Tensors) -> Tensors:
-        """Take what is ours out of `tensors`, and return it as theirs."""
+        """Remove our tensors from `tensors`, and return them as the toolkit's."""
         taken = {}
         for first, fields in _matches(tensors, self.ours[0]):
             names = [template.format(**fields) for template in self.ours]
@@ -81,19 +80,19 @@ class Stack:
 
 @dataclass(frozen=True)
 class Drop:
-    """A tensor there that says nothing: a table of positions, a number of a version.
+    """A tensor of the toolkit that carries no information, such as a version number.
 
     Args:
         theirs: a template.
-        check: called with each tensor that is dropped; may raise ConversionError if it says
-            something after all.
+        check: called with the name and the tensor; may raise ConversionError if the tensor does
+            carry information.
     """
 
     theirs: str
     check: Callable[[str, torch.Tensor], None] | None = None
 
     def take_theirs(self, tensors: Tensors) -> Tensors:
-        """Take what is theirs out of `tensors`, and return nothing."""
+        """Remove the toolkit's tensors from `tensors`, and return nothing."""
         for name, _ in _matches(tensors, self.theirs):
             tensor = tensors.pop(name)
             if self.check is not None:
@@ -101,7 +100,7 @@ class Drop:
         return {}
 
     def take_ours(self, tensors: Tensors) -> Tensors:
-        """There is nothing of ours."""
+        """Return nothing: we have no such tensor."""
         return {}
 
 
@@ -112,7 +111,7 @@ def to_ours(rules: Iterable[Rule], theirs: Tensors) -> Tensors:
     """Rename a toolkit's tensors to ours.
 
     Raises:
-        ConversionError: tensors are left over, or two would have one name; names all.
+        ConversionError: tensors are left over, or two tensors would get the same name.
     """
     return _applied([rule.take_theirs for rule in rules], theirs)
 
@@ -121,7 +120,7 @@ def to_theirs(rules: Iterable[Rule], ours: Tensors) -> Tensors:
     """Rename our tensors to a toolkit's.
 
     Raises:
-        ConversionError: tensors are left over, or two would have one name; names all.
+        ConversionError: tensors are left over, or two tensors would get the same name.
     """
     return _applied([rule.take_ours for rule in rules], ours)
 
@@ -132,7 +131,7 @@ def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) ->
     for take in takes:
         taken = take(rest)
         if twice := sorted(renamed.keys() & taken.keys()):
-            raise ConversionError(f"Several tensors would be {', '.join(twice)}.")
+            raise ConversionError(f"Several tensors would become {', '.join(twice)}.")
         renamed |= taken
     if rest:
         names = ", ".join(sorted(map(str, rest)))
@@ -143,20 +142,23 @@ def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) ->
 def _renamed(
     tensors: Tensors,
     template: str,
-    other: str,
+    new_template: str,
     change: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> Tensors:
     renamed = {}
     for name, fields in _matches(tensors, template):
         tensor = tensors.pop(name)
-        renamed[other.format(**fields)] = tensor if change is None else change(tensor)
+        renamed[new_template.format(**fields)] = tensor if change is None else change(tensor)
     return renamed
 
 
 def _matches(tensors: Tensors, template: str) -> list[tuple[str, dict[str, str]]]:
-    """Names that fit a template, and what their placeholders stand for."""
+    """Find the names that fit a template, with the texts of its placeholders."""
     pattern = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     pattern = re.sub(r"\{i\}", r"(?P<i>\\d+)", pattern)
     pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>\\w+)", pattern)
     found = ((name, re.fullmatch(pattern, str(name))) for name in tensors)
     return [(name, match.groupdict()) for name, match in found if match]
+
+
+__all__ = ["Drop", "Rename", "Rule", "Stack", "Tensors", "to_ours", "to_theirs"]

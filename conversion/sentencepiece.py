@@ -1,11 +1,10 @@
-"""SentencePiece's models (.model, .spm): read, and made parts of tokenizers that cut text alike.
+"""SentencePiece models (.model, .spm), as parts of tokenizers that split text the same way.
 
-Models of type unigram and bpe can be had, with their table of characters, their treatment of
-spaces, symbols of the user's own (unigram) and bytes for characters that no piece has. What the
-tokenizers library cannot do is listed by its name in SentencePiece's options.
+Models of type unigram and bpe can be converted, with their character table, their treatment of
+spaces, user-defined symbols (unigram only) and byte fallback. Features that the tokenizers library
+lacks are refused under the names of SentencePiece's options.
 """
 
-import importlib
 import math
 import re
 from collections.abc import Sequence
@@ -16,39 +15,39 @@ from typing import Any, Self
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers.utils import logging
 
-from .checkpoints import refuse
-from .rules import ConversionError
+from .errors import ConversionError, refuse
 
 logger = logging.get_logger(__name__)
 
 SPACE = "▁"
-# Types of models, and of pieces.
+# SentencePiece's numbers for types of models and types of pieces.
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
-# Score of entries that SentencePiece would not choose: worse than any text of those it would.
+# Score of entries that SentencePiece never chooses: worse than that of any whole text.
 _UNREACHABLE = -1e9
 
 
 @dataclass(frozen=True)
 class SentencePiece:
-    """A model: the pieces that it cuts texts into, and how it normalises them before.
+    """A model of SentencePiece: its pieces, and how it normalises text before splitting it.
 
     Args:
         path: its file.
-        pieces: all, control symbols included, in the order of their numbers.
-        scores: of those that texts can have; the user's own symbols as the search counts them.
-        lowest: the lowest score of a usual piece, from which that of unknown characters follows.
-        bpe: byte pairs; else the most probable pieces.
-        byte_fallback: characters that no piece has become bytes.
+        pieces: all pieces, control symbols included, in the order of their ids.
+        scores: of the pieces that occur in texts. User-defined symbols have the scores that the
+            search of SentencePiece gives them.
+        lowest_score: of the normal pieces. The score of unknown characters follows from it.
+        bpe: whether the model merges byte pairs. Otherwise it finds the most probable pieces.
+        byte_fallback: whether characters outside all pieces become bytes.
         charsmap: the compiled table of characters to replace.
-        prefix, single_spaces: whether a space is put first, and spaces are united.
-        problems: what the tokenizers library does not do.
+        prefix, single_spaces: whether a space is put first, and whether runs of spaces become one.
+        problems: features that the tokenizers library lacks.
     """
 
     path: Path
     pieces: list[str]
     scores: dict[str, float]
-    lowest: float
+    lowest_score: float
     bpe: bool
     byte_fallback: bool
     charsmap: bytes
@@ -58,16 +57,16 @@ class SentencePiece:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file; what it asks for in vain is not refused but listed in `problems`.
+        """Read a file. Features without a counterpart are not refused here: see `problems`.
 
         Raises:
-            ConversionError: there is none, it is damaged, or sentencepiece is not installed.
+            ConversionError: the file is missing or damaged, or sentencepiece is not installed.
         """
-        model = _parsed(path)
+        model = _parse(path)
         normal = {piece.piece: piece.score for piece in model.pieces if piece.type == _NORMAL}
         highest = max(normal.values())
         scores = normal | {
-            # As in SentencePiece: better than any pieces that could stand for it together.
+            # SentencePiece scores these above any sequence of pieces for the same text.
             piece.piece: len(piece.piece) * highest - 0.1
             for piece in model.pieces
             if piece.type == _USER_DEFINED
@@ -76,7 +75,7 @@ class SentencePiece:
             path=path,
             pieces=[piece.piece for piece in model.pieces],
             scores=scores,
-            lowest=min(normal.values()),
+            lowest_score=min(normal.values()),
             bpe=model.trainer_spec.model_type == _BPE,
             byte_fallback=model.trainer_spec.byte_fallback,
             charsmap=model.normalizer_spec.precompiled_charsmap,
@@ -86,7 +85,7 @@ class SentencePiece:
         )
 
     def normalizers(self) -> list[normalizers.Normalizer]:
-        """What is done to a text before it is cut."""
+        """List the steps that normalise a text before it is split."""
         steps: list[normalizers.Normalizer] = []
         if self.charsmap:
             steps.append(normalizers.Precompiled(self.charsmap))
@@ -99,12 +98,12 @@ class SentencePiece:
         return steps
 
     def model(self, vocabulary: dict[str, int], unknown: str, other_score: float) -> models.Model:
-        """Cut normalised texts into ids.
+        """Make the model that splits normalised text into ids.
 
         Args:
-            vocabulary: numbers 0, 1, 2, ... of the pieces, special tokens and whatever else.
-            unknown: the token for what no piece has.
-            other_score: of entries that are no pieces of the model, where there are scores.
+            vocabulary: ids 0, 1, 2, ... of the pieces, the special tokens and any further entries.
+            unknown: the token for characters outside all pieces.
+            other_score: of entries that are not pieces. Only unigram models have scores.
         """
         if self.bpe:
             return models.BPE(
@@ -122,7 +121,7 @@ class SentencePiece:
         )
 
     def _merges(self) -> list[tuple[str, str]]:
-        """The pairs whose union is a piece, best piece first."""
+        """List the pairs of pieces that form a piece, in the order of the formed piece's score."""
         merges = [
             (score, piece[:cut], piece[cut:])
             for piece, score in self.scores.items()
@@ -132,51 +131,54 @@ class SentencePiece:
         merges.sort(key=lambda merge: -merge[0])
         return [(left, right) for _, left, right in merges]
 
-    def cut(self, special: str) -> Regex | None:
-        """Where to cut texts so that a special token, an entry of the model, is not found in them.
+    def split_inside(self, special: str) -> Regex | None:
+        """Find a place to split a special token that occurs in a text, so that it stays text.
 
-        SentencePiece takes it for text. The cut must hurt no piece, and no run of unknown
-        characters, which is one unknown token; None where every cut would.
+        SentencePiece reads it as text, although it is an entry of the vocabulary. The split must
+        not go through a piece, nor through a run of unknown characters, which is one token.
+
+        Returns:
+            The part before the split, if the rest follows. None if there is no such place.
         """
         for place in range(1, len(special)):
             before, after = special[place - 1], special[place]
             known = before in self.scores or after in self.scores
             if known and not any(before + after in piece for piece in self.scores):
-                return _between(special, place)
+                return _first_part(special, place)
         return None
 
 
 def piece_backend(
     model: SentencePiece, vocabulary: dict[str, int], special: Sequence[str]
 ) -> Tokenizer:
-    """Cut text as a model does, and look its pieces up in a vocabulary that may hold more.
+    """Split text as a model does, and look up its pieces in a vocabulary.
 
     Args:
         model: the model.
-        vocabulary: numbers 0, 1, 2, ... of its entries.
-        special: those that are text where they stand in a text, "<unk>" among them.
+        vocabulary: ids 0, 1, 2, ... of its entries. It may hold more than the pieces.
+        special: entries that count as plain text if they occur in a text, such as "<unk>".
 
     Raises:
-        ConversionError: the tokenizers library cannot do what the model asks; names all reasons.
+        ConversionError: the tokenizers library lacks features that the model uses.
     """
     problems = list(model.problems)
     missing = sorted(model.scores.keys() - vocabulary.keys())
     if missing and model.bpe:
         problems.append(
-            f"{len(missing)} pieces without an id, {missing[0]!r} among them, which merges need"
+            f"{len(missing)} pieces without an id, such as {missing[0]!r}, which merges need"
         )
     refuse(problems, str(model.path))
     if missing:
         logger.warning(
-            f"{len(missing)} pieces of {model.path} have no id in the vocabulary, "
-            f"{', '.join(map(repr, missing[:3]))} among them: they are not used."
+            f"{len(missing)} pieces of {model.path} have no id in the vocabulary and are not used, "
+            f"such as {', '.join(map(repr, missing[:3]))}."
         )
     backend = Tokenizer(model.model(vocabulary, "<unk>", _UNREACHABLE))
     backend.normalizer = normalizers.Sequence(model.normalizers())
-    if not model.bpe:  # which merges pieces alone
-        cuts = [model.cut(token) or _between(token, 1) for token in special]
+    if not model.bpe:  # merges never form a special token
+        parts = [model.split_inside(token) or _first_part(token, 1) for token in special]
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(cut, "merged_with_previous") for cut in cuts]
+            [pre_tokenizers.Split(part, "merged_with_previous") for part in parts]
         )
     backend.decoder = decoders.Sequence(
         [
@@ -189,22 +191,20 @@ def piece_backend(
     return backend
 
 
-def _between(token: str, place: int) -> Regex:
-    """The first characters of a token, where the others follow."""
+def _first_part(token: str, place: int) -> Regex:
+    """Match the characters of a token up to a place, if the others follow."""
     return Regex(f"{re.escape(token[:place])}(?={re.escape(token[place:])})")
 
 
-def _parsed(path: Path) -> Any:
-    """A model as SentencePiece stores it.
+def _parse(path: Path) -> Any:
+    """Parse the protocol buffer of a model.
 
     Raises:
         ConversionError: as `SentencePiece.read`.
     """
     try:
         from google.protobuf.message import DecodeError
-
-        # Its classes are made when it is imported: no type checker sees them.
-        stored: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+        from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise ConversionError(
             f"{path} needs sentencepiece and protobuf ({error}): pip install 'vaswani[convert]'."
@@ -212,24 +212,24 @@ def _parsed(path: Path) -> Any:
     if not path.is_file():
         raise ConversionError(f"There is no file {path}.")
     try:
-        model = stored.ModelProto.FromString(path.read_bytes())
+        model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
         scores = [piece.score for piece in model.pieces if piece.piece and piece.type == _NORMAL]
     except (DecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConversionError(f"{path} is no SentencePiece model: {error}.") from error
+        raise ConversionError(f"{path} is not a complete SentencePiece model: {error}.") from error
     try:
         if charsmap := model.normalizer_spec.precompiled_charsmap:
             normalizers.Precompiled(charsmap)
-    except Exception as error:  # the library has no class of its own for them
-        raise ConversionError(f"{path} is no SentencePiece model: {error}.") from error
-    # A file cut off between two pieces can be decoded; the options come after the pieces.
-    whole = model.HasField("trainer_spec") and model.HasField("normalizer_spec")
-    if not whole or not scores or not all(map(math.isfinite, scores)):
-        raise ConversionError(f"{path} is no SentencePiece model, or not a whole one.")
+    except Exception as error:  # the tokenizers library raises the bare class
+        raise ConversionError(f"{path} is not a complete SentencePiece model: {error}.") from error
+    # A file that ends between two pieces still parses. The options come after the pieces.
+    complete = model.HasField("trainer_spec") and model.HasField("normalizer_spec")
+    if not complete or not scores or not all(map(math.isfinite, scores)):
+        raise ConversionError(f"{path} is not a complete SentencePiece model.")
     return model
 
 
 def _problems(model: Any) -> list[str]:
-    """What the tokenizers library does not do, by SentencePiece's names."""
+    """List the features that the tokenizers library lacks, by SentencePiece's names."""
     trainer, kinds = model.trainer_spec, {piece.type for piece in model.pieces}
     problems = []
     if trainer.model_type not in (_UNIGRAM, _BPE):
@@ -243,6 +243,9 @@ def _problems(model: Any) -> list[str]:
         problems.append("denormalization_rule_tsv")
     if trainer.model_type == _BPE:
         own = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED]
-        problems += [f"user_defined_symbols of type bpe, {own[0]!r} among them"] if own else []
+        problems += [f"user_defined_symbols of type bpe, such as {own[0]!r}"] if own else []
         problems += ["unused pieces of type bpe"] if _UNUSED in kinds else []
     return problems
+
+
+__all__ = ["SPACE", "SentencePiece", "piece_backend"]

@@ -1,8 +1,8 @@
-"""Text between spaces: looked up as it stands there, or cut before by subword-nmt's codes.
+"""Tokenizers for tokens between spaces, with or without the byte-pair codes of subword-nmt.
 
-`word_backend` is for texts that other tools have cut. `read_codes` reads codes of subword-nmt or
-fastBPE, and `pair_backend` cuts words by them as `subword-nmt apply-bpe` does, which writes "@@"
-where a word goes on: "hou@@ se".
+`word_backend` looks up tokens that other tools have split. `read_codes` reads the codes of
+subword-nmt or fastBPE. `pair_backend` splits words by these codes as `subword-nmt apply-bpe` does,
+whose output has "@@" inside a word: "hou@@ se".
 """
 
 from collections.abc import Collection
@@ -12,14 +12,14 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from .checkpoints import refuse
-from .files import read_text
-from .rules import ConversionError
+from .errors import ConversionError, refuse
+from .reading import read_text
 
-# What str.split takes for a space, inside a character class; Oniguruma's \s lacks 1C to 1F.
+# The spaces of str.split, for a character class: Oniguruma's \s lacks 1C to 1F.
 SPACES = r"\s\x1c-\x1f"
 _UNKNOWN = "<unk>"
-# Ends a word of subword-nmt's oldest codes, where the end is a symbol of its own, and seals it.
+# In subword-nmt's oldest codes, the end of a word is a symbol of its own. _END stands for that
+# symbol, and _SEAL closes the word. Where a text has either character, _NEITHER replaces it.
 _END, _SEAL, _NEITHER = "\ue000", "\ue001", "\ue002"
 
 
@@ -28,8 +28,8 @@ class Codes:
     """The merges of byte-pair encoding.
 
     Args:
-        pairs: the first is merged first. A symbol at the end of a word has "</w>" behind it.
-        separate_end: that mark starts as a symbol of its own (subword-nmt until 2017).
+        pairs: in the order of merging. A symbol at the end of a word ends in "</w>".
+        separate_end: whether "</w>" starts as a symbol of its own (subword-nmt until 2017).
     """
 
     pairs: list[tuple[str, str]]
@@ -40,7 +40,7 @@ def read_codes(path: Path) -> Codes:
     """Read the codes of subword-nmt, or those of fastBPE, which have counts.
 
     Raises:
-        ConversionError: they are neither, or of an unknown version.
+        ConversionError: the file holds something else, or codes of an unknown version.
     """
     lines = read_text(path).rstrip("\n").split("\n")
     version = None
@@ -58,12 +58,12 @@ def read_codes(path: Path) -> Codes:
 
 
 def word_backend(ids: dict[str, int], special: Collection[str], remove_bpe: bool) -> Tokenizer:
-    """Look up what stands between spaces; what has no entry, or is special, is "<unk>".
+    """Look up tokens between spaces. Special tokens and unknown ones become "<unk>".
 
     Args:
         ids: the vocabulary.
-        special: its entries that no text has, "<unk>" among them.
-        remove_bpe: join when decoding what "@@ " separates.
+        special: entries that no text may stand for, such as "<unk>".
+        remove_bpe: join tokens at "@@ " when decoding.
     """
     backend = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN))
     control = "|".join(token for token in special if token != _UNKNOWN)
@@ -79,29 +79,29 @@ def word_backend(ids: dict[str, int], special: Collection[str], remove_bpe: bool
 
 
 def joined_by_spaces() -> decoders.WordPiece:
-    """Decode tokens to a text with a space between any two."""
-    # This decoder joins by a space whatever does not start with its prefix: here, every token.
+    """Make a decoder that puts a space between all tokens."""
+    # WordPiece puts a space before tokens without the prefix. No token here starts with a space.
     return decoders.WordPiece(prefix=" ", cleanup=False)
 
 
 def pair_backend(ids: dict[str, int], special: Collection[str], codes: Codes) -> Tokenizer:
-    """Cut words into characters, merge pairs, and look up what comes of it.
+    """Split words into characters, merge pairs, and look up the symbols.
 
-    Merges need symbols that the vocabulary lacks: these get numbers behind its own.
+    Merges need symbols that the vocabulary lacks. They get ids after its own.
 
     Args:
-        ids: the vocabulary, as texts are written once they are cut.
-        special: its entries that no text has, "<unk>" among them.
-        codes: what is merged.
+        ids: the vocabulary, in the notation with "@@".
+        special: entries that no text may stand for, such as "<unk>".
+        codes: the merges.
 
     Raises:
-        ConversionError: an entry stands for two symbols, or codes are in an order that training
-            does not make.
+        ConversionError: an entry stands for two symbols, or training cannot have produced the
+            codes in this order.
     """
     pairs, end = codes.pairs, "</w>"
     if codes.separate_end:
         pairs, end = _sealed(pairs, ids), _END + _SEAL
-    vocabulary = _symbols(ids, special, pairs, end)
+    vocabulary = _symbol_ids(ids, special, pairs, end)
     suffix = {} if codes.separate_end else {"end_of_word_suffix": end}
     backend = Tokenizer(models.BPE(vocabulary, pairs, unk_token=_UNKNOWN, **suffix))
     if codes.separate_end:
@@ -117,7 +117,7 @@ def pair_backend(ids: dict[str, int], special: Collection[str], codes: Codes) ->
             decoders.Replace(Regex(rf"\A{_UNKNOWN}\z"), _UNKNOWN + end),
             decoders.Replace(Regex(rf"{end}\z"), " "),
             decoders.Fuse(),
-            # decoders.Strip panics where nothing is left to strip from.
+            # decoders.Strip panics on empty text.
             decoders.Replace(Regex(r" \z"), ""),
         ]
     )
@@ -128,32 +128,30 @@ def _between_spaces() -> pre_tokenizers.Split:
     return pre_tokenizers.Split(Regex(f"[{SPACES}]+"), "removed")
 
 
-def _symbols(
+def _symbol_ids(
     ids: dict[str, int], special: Collection[str], pairs: list[tuple[str, str]], end: str
 ) -> dict[str, int]:
-    """The vocabulary as the codes write it, and behind it what else they merge."""
-    made = {left + right for left, right in pairs}
+    """Translate the vocabulary into the notation of the codes, and add the symbols it lacks."""
+    merged = {left + right for left, right in pairs}
     symbols: dict[str, int] = {}
     problems = []
     for entry, index in ids.items():
-        # Where a word goes on, the tools write "@@" and the codes nothing; where it ends, the codes
-        # write "</w>" and the tools nothing.
+        # The vocabulary marks symbols inside a word by "@@", the codes those at its end by "</w>".
         inside = entry.endswith("@@") and len(entry) > 2
         symbol = entry[:-2] if inside else entry + end
         if entry in special:
             symbol = entry
-        if symbol in symbols or (inside and entry + end in made):
+        if symbol in symbols or (inside and entry + end in merged):
             problems.append(f"the entry {entry!r} (it stands for two symbols of the codes)")
         symbols[symbol] = index
-    # The first rank at which a symbol is part of a pair.
-    used: dict[str, int] = {}
+    first_use: dict[str, int] = {}  # the first rank at which a symbol is part of a pair
     for rank, pair in enumerate(pairs):
         for symbol in pair:
-            used.setdefault(symbol, rank)
+            first_use.setdefault(symbol, rank)
     problems += [
-        f"the code {left} {right} (its result is merged by an earlier one)"
+        f"the code {left} {right} (an earlier code merges its result)"
         for rank, (left, right) in enumerate(pairs)
-        if used.get(left + right, rank) < rank
+        if first_use.get(left + right, rank) < rank
     ]
     refuse(problems, "The byte-pair encoding")
     for left, right in pairs:
@@ -163,10 +161,10 @@ def _symbols(
 
 
 def _sealed(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The pairs with _END for "</w>", and behind them those that put a seal on the end of a word.
+    """Write _END for "</w>", and add pairs that close every word with _END and _SEAL.
 
-    subword-nmt drops an end that was not merged, and the symbol before it becomes the last. Here
-    all last symbols get end and seal, when nothing else is left to merge.
+    subword-nmt drops a "</w>" that was not merged, so that the symbol before it becomes the last of
+    the word. The added pairs come last: they give all last symbols the same form.
     """
     ended = [
         (left, right.removesuffix("</w>") + _END if right.endswith("</w>") else right)
@@ -175,10 +173,13 @@ def _sealed(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[tuple[str
     symbols = dict.fromkeys(
         symbol for left, right in ended for symbol in (left, right, left + right) if symbol != _END
     )
-    # Characters that no pair has, and what is unknown.
+    # Characters outside all pairs, and the unknown token.
     symbols |= dict.fromkeys(c for entry in ids if len(c := entry.removesuffix("@@")) == 1)
     symbols[_UNKNOWN] = None
     seals = [(_END, _SEAL)]
     for symbol in symbols:
         seals.append((symbol, _SEAL) if symbol.endswith(_END) else (symbol, _END + _SEAL))
     return ended + seals
+
+
+__all__ = ["SPACES", "Codes", "joined_by_spaces", "pair_backend", "read_codes", "word_backend"]

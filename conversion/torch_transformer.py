@@ -1,11 +1,10 @@
-"""From and to torch.nn.Transformer: a state dict, and a description of what lies around it.
+"""From torch.nn.Transformer: a state dict, and a description of the parts around it.
 
     python -m vaswani.conversion torch model.pt out/ --description model.yaml
-    python -m vaswani.conversion to-torch runs/en-de out/
 
-nn.Transformer has neither embeddings nor positions nor a map to the vocabulary, and its state dict
-does not say how many heads it has. The description does, as YAML or JSON; for the model of
-PyTorch's translation tutorial:
+nn.Transformer has no embeddings, no positions and no output projection, and its state dict does not
+tell the number of heads. The description does, in YAML or JSON. For the model of PyTorch's
+translation tutorial:
 
     nhead: 8
     prefix: transformer.
@@ -20,63 +19,51 @@ PyTorch's translation tutorial:
     decoder_start_token_id: 2
     eos_token_id: 3
 
-Only `nhead`, the two embeddings and the generator have no default. Tensors that are equal, or one
-by name, are tied. The arguments of nn.Transformer have its own names and defaults: `activation`,
-`norm_first`, `layer_norm_eps`, `dropout`. The rest are fields of VaswaniConfig: `scale_embedding`,
-`position_encoding`, `position_offset`, `label_smoothing` and the token ids. A table of positions
-among the tensors is named by `source_positions` and `target_positions`: that of "learned" positions
-is taken over, that of sinusoids is checked. `ignore` lists tensors that the model does not need.
+`nhead`, the two embeddings and the generator are required. All other fields have defaults:
 
-Out come `model.pt`, the state dict of an nn.Module with a `transformer`, two embeddings, a
-`generator` and learned positions, and `description.yaml`, which says so; `new_transformer` makes
-an nn.Transformer of them. Where no bias differs from zero, it has bias=False. Neither way carries
-tokenizers or how to search: nn.Transformer knows neither.
+* Arguments of nn.Transformer have its names and defaults: `activation`, `norm_first`,
+  `layer_norm_eps`, `dropout`.
+* Fields of VaswaniConfig have its names: `scale_embedding`, `position_encoding`, `position_offset`,
+  `label_smoothing`, and the token ids.
+* `source_positions` and `target_positions` name tables of positions among the tensors. Tables of
+  "learned" positions are carried over. Tables of sinusoids are checked.
+* `ignore` lists tensors that the model does not need.
+
+Embeddings and generator are tied if they are the same tensor or have equal values. nn.Transformer
+has no tokenizer and no search, so none is carried over.
 """
 
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import SinusoidalPositions
-from .checkpoints import (
-    Converted,
-    add_model_arguments,
-    build_model,
-    new_folder,
-    open_model,
-    read_checkpoint,
-    refuse,
-)
-from .files import holds_tensors, parse_yaml, read_text
-from .rules import ConversionError, Rename, Rule, Stack, Tensors, to_ours, to_theirs
+from .errors import ConversionError, refuse, refusing
+from .loading import Converted, build_model
+from .reading import is_state_dict, parse_yaml, read_checkpoint, read_text
+from .rules import Rename, Rule, Stack, Tensors, to_ours
 
-logger = logging.get_logger(__name__)
-
-_SOURCE, _TARGET, _HEAD = (
+SOURCE, TARGET, HEAD = (
     "model.encoder.embed_tokens.weight",
     "model.decoder.embed_tokens.weight",
     "lm_head.weight",
 )
-_POSITIONS = {stack: f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")}
-# nn.Transformer's two functions, both written as transformers does.
-_ACTIVATIONS = ("relu", "gelu")
-# Fields of the description that are VaswaniConfig's by the same name.
-_SAME_FIELDS = """
+POSITIONS = {stack: f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")}
+# The two functions that nn.Transformer knows by name.
+ACTIVATIONS = ("relu", "gelu")
+# Fields of the description that VaswaniConfig has under the same name.
+SAME_FIELDS = """
 layer_norm_eps dropout label_smoothing scale_embedding position_encoding position_offset
 pad_token_id unk_token_id bos_token_id eos_token_id decoder_start_token_id
 """
-# Fields that name tensors outside of nn.Transformer.
-_PLACES = (
+# Fields of the description that name tensors outside nn.Transformer.
+_OUTSIDE = (
     "source_embedding",
     "target_embedding",
     "generator",
@@ -88,10 +75,10 @@ _PLACES = (
 
 @dataclass
 class Description:
-    """What a state dict of nn.Transformer does not say; see the module.
+    """What a state dict of nn.Transformer does not tell. The module explains the fields.
 
     Raises:
-        TypeError: a field has no default and is missing, or there is no such field.
+        TypeError: a required field is missing, or there is no such field.
     """
 
     nhead: int
@@ -118,12 +105,12 @@ class Description:
     ignore: list[str] = field(default_factory=list)
 
 
-def _rules() -> list[Rule]:
-    """nn.Transformer's names; the order of the parts of in_proj is that of its own forward."""
+def torch_rules() -> list[Rule]:
+    """Pair nn.Transformer's names with ours. Its in_proj holds query, key and value, in order."""
     there, here = "{stack}.layers.{i}", "model.{stack}.layers.{i}"
     rules: list[Rule] = []
     for theirs, ours in (("self_attn", "self_attn"), ("multihead_attn", "encoder_attn")):
-        projections = [f"{here}.{ours}.{x}_proj.{{kind}}" for x in "qkv"]
+        projections = [f"{here}.{ours}.{part}_proj.{{kind}}" for part in "qkv"]
         rules.append(Stack(f"{there}.{theirs}.in_proj_{{kind}}", projections))
         rules.append(
             Rename(f"{there}.{theirs}.out_proj.{{kind}}", f"{here}.{ours}.out_proj.{{kind}}")
@@ -147,10 +134,13 @@ def _rules() -> list[Rule]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the arguments of `convert` but for the output."""
-    parser.add_argument("checkpoint", metavar="INPUT", help="state dict, by torch.save")
+    """Declare the arguments of `convert`, all but the output."""
+    parser.add_argument("checkpoint", metavar="INPUT", help="state dict, saved by torch.save")
     parser.add_argument(
-        "--description", required=True, help="YAML or JSON file, as described above"
+        "--description",
+        metavar="FILE",
+        required=True,
+        help="YAML or JSON file of the fields described above",
     )
 
 
@@ -159,11 +149,11 @@ def convert(
     output: str | Path,
     description: str | Path | Mapping[str, Any] | Description,
 ) -> None:
-    """Write a folder that `from_pretrained` reads; for the arguments see `load`.
+    """Write a folder for `from_pretrained`; the arguments are those of `load`.
 
     Raises:
         ConversionError: the model cannot be converted exactly.
-        FileExistsError: something is at `output` already.
+        FileExistsError: `output` exists already.
     """
     load(checkpoint, description).save(Path(output))
 
@@ -176,20 +166,19 @@ def load(
 
     Args:
         checkpoint: a state dict, or the file that holds it.
-        description: what it does not say: a Description, its fields, or a file of them.
+        description: a Description, a mapping of its fields, or a file with them.
 
     Raises:
-        ConversionError: the model cannot be converted exactly; names all reasons.
+        ConversionError: the model cannot be converted exactly.
     """
-    about = _described(description)
-    tensors = _state_dict(checkpoint)
+    about = _read_description(description)
+    tensors = _read_state_dict(checkpoint)
     refuse(_problems(about, tensors), "The model")
-    outside, tensors = _taken_apart(about, tensors)
-    tensors = to_ours(_rules(), tensors)
-    config = _config(about, outside, tensors)
-    _check_tables(about, outside, config)
-    tensors |= _outside_as_ours(about, outside, config)
-    tensors |= _missing_biases(tensors, config)
+    outside, inside = _split(about, tensors)
+    inside = to_ours(torch_rules(), inside)
+    config = _config(about, outside, inside)
+    _check_sinusoids(about, outside, config)
+    tensors = inside | _renamed(outside, config) | _missing_biases(inside, config)
     dtypes = {tensor.dtype for tensor in tensors.values()}
     model = build_model(config, tensors)
     if len(dtypes) == 1:
@@ -197,32 +186,38 @@ def load(
     return Converted(model)
 
 
-def _described(description: str | Path | Mapping[str, Any] | Description) -> Description:
+def _read_description(description: str | Path | Mapping[str, Any] | Description) -> Description:
+    """Make a Description of its fields.
+
+    Raises:
+        ConversionError: fields are missing, unknown or of the wrong type.
+    """
     if isinstance(description, Description):
         return description
-    given: Any = description
-    if not isinstance(description, Mapping):
-        given = _read(Path(description))
-    known = {one.name: one for one in fields(Description)}
-    problems = [f"{name} is no field of it" for name in given if name not in known]
-    needed = ("nhead", "source_embedding", "target_embedding", "generator")
-    problems += [f"{name} is missing" for name in needed if name not in given]
-    texts: dict[str, Any] = {name: one.type for name, one in known.items()}
+    given = description
+    if not isinstance(given, Mapping):
+        given = _read_fields(Path(given))
+    kinds = {one.name: one.type for one in fields(Description)}
+    problems = [f"there is no field {name}" for name in given if name not in kinds]
+    required = ("nhead", "source_embedding", "target_embedding", "generator")
+    problems += [f"{name} is missing" for name in required if name not in given]
     problems += [
-        f"{name} {given[name]!r} is no text"
-        for name, kind in texts.items()
-        if kind in (str, str | None) and not isinstance(given.get(name, ""), kind)
+        f"{name} {value!r} is not a string"
+        for name, value in given.items()
+        if kinds.get(name) in (str, str | None)
+        and not (isinstance(value, str) or (value is None and kinds[name] is not str))
     ]
     if not isinstance(given.get("ignore", []), list):
-        problems.append(f"ignore {given['ignore']!r} is no list")
+        problems.append(f"ignore {given['ignore']!r} is not a list")
     if problems:
         raise ConversionError(
-            f"The description cannot be used: {'; '.join(problems)}. It has {', '.join(known)}."
+            f"The description cannot be used: {'; '.join(problems)}. Its fields are "
+            f"{', '.join(kinds)}."
         )
     return Description(**given)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_fields(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         found = json.loads(text)
@@ -233,27 +228,27 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _state_dict(given: str | Path | Mapping[str, torch.Tensor]) -> Tensors:
+def _read_state_dict(given: str | Path | Mapping[str, torch.Tensor]) -> Tensors:
     place, loaded = "The state dict", given
     if not isinstance(given, Mapping):
         place, loaded = str(given), read_checkpoint(Path(given))
-    if not holds_tensors(loaded):
+    if not is_state_dict(loaded):
         raise ConversionError(
-            f"{place} is not a dict of tensors: save module.state_dict(), not what holds it."
+            f"{place} is not a dict of tensors: save module.state_dict(), not the module."
         )
     return {name: tensor.detach() for name, tensor in loaded.items()}
 
 
-def _places(about: Description) -> dict[str, str]:
-    """Which tensors lie outside nn.Transformer, by the field that names them."""
-    names = {field_name: getattr(about, field_name) for field_name in _PLACES}
+def _outside_names(about: Description) -> dict[str, str]:
+    """Name the tensors outside nn.Transformer, by their fields in the description."""
+    names = {field_name: getattr(about, field_name) for field_name in _OUTSIDE}
     return {field_name: name for field_name, name in names.items() if name is not None}
 
 
 def _problems(about: Description, tensors: Tensors) -> list[str]:
-    """What this model does not have, and what the description and the tensors do not agree on."""
+    """List what this model does not have, and where description and tensors disagree."""
     problems = []
-    if about.activation not in _ACTIVATIONS:
+    if about.activation not in ACTIVATIONS:
         problems.append(f"activation {about.activation!r} (nn.Transformer has relu and gelu)")
     kinds = ("sinusoidal", "sinusoidal_concat", "sinusoidal_t2t", "learned")
     if about.position_encoding not in kinds:
@@ -264,7 +259,7 @@ def _problems(about: Description, tensors: Tensors) -> list[str]:
             for name in ("source_positions", "target_positions")
             if getattr(about, name) is None
         ]
-    for field_name, name in _places(about).items():
+    for field_name, name in _outside_names(about).items():
         if name not in tensors:
             problems.append(f"{field_name} {name!r} (there is no such tensor)")
     problems += [
@@ -276,10 +271,10 @@ def _problems(about: Description, tensors: Tensors) -> list[str]:
         if about.prefix + name in tensors
     ]
     if len(norms) == 1:
-        problems.append(f"{norms[0]} alone (both stacks end with a LayerNorm, or none)")
+        problems.append(f"only {norms[0]} (a LayerNorm ends both stacks or none)")
     for name in {about.source_embedding, about.target_embedding, about.generator} & {*tensors}:
         if tensors[name].dim() != 2:
-            problems.append(f"{name} with the shape {tuple(tensors[name].shape)} (no matrix)")
+            problems.append(f"{name} with the shape {tuple(tensors[name].shape)} (not a matrix)")
     if not isinstance(about.nhead, int) or about.nhead < 1:
         problems.append(f"nhead {about.nhead!r}")
     source = tensors.get(about.source_embedding)
@@ -292,103 +287,102 @@ def _problems(about: Description, tensors: Tensors) -> list[str]:
     return problems
 
 
-def _taken_apart(about: Description, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """What lies outside nn.Transformer, by field, and what lies in it, without the prefix.
+def _split(about: Description, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Split the tensors into those outside nn.Transformer, by field, and those inside.
 
     Raises:
-        ConversionError: tensors are in neither; names all.
+        ConversionError: tensors are neither outside nor inside.
     """
-    places = _places(about)
-    outside = {field_name: tensors[name] for field_name, name in places.items()}
-    aside = {*places.values(), *about.ignore}
+    names = _outside_names(about)
+    outside = {field_name: tensors[name] for field_name, name in names.items()}
+    aside = {*names.values(), *about.ignore}
     rest = {name: tensor for name, tensor in tensors.items() if name not in aside}
     strangers = sorted(name for name in rest if not name.startswith(about.prefix))
     if strangers:
         raise ConversionError(
             f"No rule knows {len(strangers)} of {len(tensors)} tensors: {', '.join(strangers)}. "
-            "A description can name them, or say `ignore`."
+            "The description can name them, or list them under `ignore`."
         )
     return outside, {name.removeprefix(about.prefix): tensor for name, tensor in rest.items()}
 
 
-def _config(about: Description, outside: Tensors, tensors: Tensors) -> VaswaniConfig:
-    """Read the sizes off the tensors.
+def _config(about: Description, outside: Tensors, inside: Tensors) -> VaswaniConfig:
+    """Make the configuration; the tensors tell the sizes.
 
     Raises:
-        ConversionError: a stack has no layers, or a field of the description has no such values.
+        ConversionError: a stack has no layers, or a field of the description has a wrong value.
     """
-
-    def layers(stack: str) -> int:
-        start = f"model.{stack}.layers."
-        found = {int(n.removeprefix(start).split(".")[0]) for n in tensors if n.startswith(start)}
-        if not found:
-            raise ConversionError(f"There is no {about.prefix}{stack}.layers.0 among the tensors.")
-        return max(found) + 1
-
-    def inner(stack: str) -> int:
-        name = f"model.{stack}.layers.0.fc1.weight"
-        if name not in tensors:
-            raise ConversionError(f"There is no {about.prefix}{stack}.layers.0.linear1.weight.")
-        return len(tensors[name])
-
     source, target = outside["source_embedding"], outside["target_embedding"]
-    one_table = torch.equal(source, target)
-    tie = torch.equal(target, outside["generator"])
-    learned = about.position_encoding == "learned"
-    positions = (
-        [len(_flat(outside[f"{side}_positions"])) for side in ("source", "target")]
-        if learned
-        else []
-    )
-    if len(set(positions)) > 1:
-        raise ConversionError(
-            f"The tables of positions have {positions[0]} and {positions[1]} rows: source and "
-            "target have to have one length."
-        )
     settings: dict[str, Any] = {
         "vocab_size": len(source),
         "decoder_vocab_size": len(target),
         "d_model": source.shape[1],
-        "encoder_layers": layers("encoder"),
-        "decoder_layers": layers("decoder"),
+        "encoder_layers": _layers(about, inside, "encoder"),
+        "decoder_layers": _layers(about, inside, "decoder"),
         "encoder_attention_heads": about.nhead,
         "decoder_attention_heads": about.nhead,
-        "encoder_ffn_dim": inner("encoder"),
-        "decoder_ffn_dim": inner("decoder"),
+        "encoder_ffn_dim": _inner_width(about, inside, "encoder"),
+        "decoder_ffn_dim": _inner_width(about, inside, "decoder"),
         "attention_dropout": about.dropout,
         "activation_dropout": about.dropout,
         "activation_function": about.activation,
         "norm_position": "pre" if about.norm_first else "post",
-        "final_layer_norm": "model.encoder.layer_norm.weight" in tensors,
-        "max_position_embeddings": positions[0] - about.position_offset if learned else None,
-        "attention_bias": any(name.endswith("q_proj.bias") for name in tensors),
+        "final_layer_norm": "model.encoder.layer_norm.weight" in inside,
+        "max_position_embeddings": _longest(about, outside),
+        "attention_bias": any(name.endswith("q_proj.bias") for name in inside),
         "lm_head_bias": "generator_bias" in outside,
-        "share_encoder_decoder_embeddings": one_table,
-        "tie_word_embeddings": tie,
+        "share_encoder_decoder_embeddings": torch.equal(source, target),
+        "tie_word_embeddings": torch.equal(target, outside["generator"]),
     }
-    settings |= {name: getattr(about, name) for name in _SAME_FIELDS.split()}
-    try:
+    settings |= {name: getattr(about, name) for name in SAME_FIELDS.split()}
+    with refusing("The description cannot be used"):
         # PyYAML reads 1e-5 as a string.
         settings["layer_norm_eps"] = float(about.layer_norm_eps)
         return VaswaniConfig(**settings)
-    except (StrictDataclassError, TypeError, ValueError) as error:
+
+
+def _layers(about: Description, inside: Tensors, stack: str) -> int:
+    start = f"model.{stack}.layers."
+    found = {int(n.removeprefix(start).split(".")[0]) for n in inside if n.startswith(start)}
+    if not found:
+        raise ConversionError(f"There is no {about.prefix}{stack}.layers.0 among the tensors.")
+    return max(found) + 1
+
+
+def _inner_width(about: Description, inside: Tensors, stack: str) -> int:
+    name = f"model.{stack}.layers.0.fc1.weight"
+    if name not in inside:
+        raise ConversionError(f"There is no {about.prefix}{stack}.layers.0.linear1.weight.")
+    return len(inside[name])
+
+
+def _longest(about: Description, outside: Tensors) -> int | None:
+    """Tell the longest sequence that learned positions serve. None for sinusoids."""
+    if about.position_encoding != "learned":
+        return None
+    source, target = (
+        len(_without_batch(outside[f"{side}_positions"])) for side in ("source", "target")
+    )
+    if source != target:
         raise ConversionError(
-            f"The description cannot be used: {error.__cause__ or error}"
-        ) from error
+            f"The tables of positions have {source} and {target} rows: source and target must have "
+            "the same length."
+        )
+    return source - about.position_offset
 
 
-def _flat(table: torch.Tensor) -> torch.Tensor:
-    """A table of positions as (T, D): some modules keep a dimension of 1 for the batch."""
+def _without_batch(table: torch.Tensor) -> torch.Tensor:
+    """Return a table of positions as (T, D). Some modules keep a batch dimension of size 1."""
     if table.dim() == 3 and 1 in table.shape[:2]:
         return table.squeeze(0 if table.shape[0] == 1 else 1)
     return table
 
 
-def _check_tables(about: Description, outside: Tensors, config: VaswaniConfig) -> None:
-    """Refuse a table of sinusoids that is not the one the description says.
+def _check_sinusoids(about: Description, outside: Tensors, config: VaswaniConfig) -> None:
+    """Refuse tables of sinusoids that differ from those in the description.
 
     Raises:
-        ConversionError: it differs from that by more than rounding.
+        ConversionError: a table differs by more than rounding.
     """
     if config.position_encoding == "learned":
         return
@@ -396,8 +390,8 @@ def _check_tables(about: Description, outside: Tensors, config: VaswaniConfig) -
         name = f"{side}_positions"
         if name not in outside:
             continue
-        table = _flat(outside[name])
-        # The table of the whole module: a row for position 0 even where sentences start later.
+        table = _without_batch(outside[name])
+        # The module's table has a row for position 0, even if sentences start at a later position.
         start = -config.position_offset
         expected = SinusoidalPositions(config)(start, len(table), table.device)
         tolerance = max(1e-6 * len(table), 1e-5)
@@ -412,25 +406,26 @@ def _check_tables(about: Description, outside: Tensors, config: VaswaniConfig) -
             )
 
 
-def _outside_as_ours(about: Description, outside: Tensors, config: VaswaniConfig) -> Tensors:
+def _renamed(outside: Tensors, config: VaswaniConfig) -> Tensors:
+    """Give the tensors outside nn.Transformer our names."""
     named = {
-        _SOURCE: outside["source_embedding"],
-        _TARGET: outside["target_embedding"],
-        _HEAD: outside["generator"],
+        SOURCE: outside["source_embedding"],
+        TARGET: outside["target_embedding"],
+        HEAD: outside["generator"],
     }
     if "generator_bias" in outside:
         named["lm_head.bias"] = outside["generator_bias"]
     if config.position_encoding == "learned":
         for side, stack in (("source", "encoder"), ("target", "decoder")):
-            named[_POSITIONS[stack]] = _flat(outside[f"{side}_positions"])
+            named[POSITIONS[stack]] = _without_batch(outside[f"{side}_positions"])
     return named
 
 
 def _missing_biases(tensors: Tensors, config: VaswaniConfig) -> Tensors:
-    """Zeros for the biases that nn.Transformer(bias=False) lacks and this model always has.
+    """Make zeros for biases that nn.Transformer(bias=False) lacks and this model always has.
 
     Raises:
-        ConversionError: some have biases, some have not.
+        ConversionError: only some parts have biases.
     """
     lacking = {
         name.removesuffix("weight") + "bias": matrix
@@ -446,153 +441,4 @@ def _missing_biases(tensors: Tensors, config: VaswaniConfig) -> Tensors:
     return {name: matrix.new_zeros(len(matrix)) for name, matrix in lacking.items()}
 
 
-# From us to torch.nn.Transformer
-
-
-add_save_arguments = add_model_arguments
-
-
-def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
-    """Write model.pt and description.yaml into a folder; a model in memory stays as it is.
-
-    Raises:
-        ConversionError: nn.Transformer cannot compute what the model does; names all reasons.
-        FileExistsError: something is at `output` already.
-    """
-    tensors, about = to_torch(open_model(model))
-    with new_folder(Path(output)) as folder:
-        try:
-            torch.save(tensors, folder / "model.pt")
-        except RuntimeError as error:  # so torch reports a full disk
-            raise OSError(f"model.pt cannot be written; is the disk full? {error}") from error
-        # JSON is YAML too, and needs no package to write.
-        text = json.dumps(asdict(about), indent=2)
-        (folder / "description.yaml").write_text(text + "\n", encoding="utf-8")
-
-
-def to_torch(model: PreTrainedModel) -> tuple[Tensors, Description]:
-    """Convert a model in memory; it stays as it is.
-
-    Returns a state dict, in which "transformer." is that of nn.Transformer(..., bias=False if there
-    is no "transformer.encoder.layers.0.linear1.bias"), and its description.
-
-    Raises:
-        ConversionError: nn.Transformer cannot compute what the model does; names all reasons.
-    """
-    ours: Any = model.config
-    refuse(_problems_for_torch(ours), "The model")
-    for name in ("attention_dropout", "activation_dropout"):
-        if getattr(ours, name) != ours.dropout:
-            logger.warning(f"{name} {getattr(ours, name)} becomes dropout {ours.dropout} there.")
-    weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    outside = {
-        "src_embedding.weight": weights.pop(_SOURCE),
-        "tgt_embedding.weight": weights.pop(_TARGET),
-        "generator.weight": weights.pop(_HEAD),
-    }
-    if "lm_head.bias" in weights:
-        outside["generator.bias"] = weights.pop("lm_head.bias")
-    learned = ours.position_encoding == "learned"
-    if learned:
-        outside["src_positions.weight"] = weights.pop(_POSITIONS["encoder"])
-        outside["tgt_positions.weight"] = weights.pop(_POSITIONS["decoder"])
-    if not ours.attention_bias:
-        weights = _with_one_kind_of_bias(weights)
-    inside = to_theirs(_rules(), weights)
-    about = Description(
-        nhead=ours.encoder_attention_heads,
-        source_embedding="src_embedding.weight",
-        target_embedding="tgt_embedding.weight",
-        generator="generator.weight",
-        generator_bias="generator.bias" if "generator.bias" in outside else None,
-        source_positions="src_positions.weight" if learned else None,
-        target_positions="tgt_positions.weight" if learned else None,
-        prefix="transformer.",
-        activation=ours.activation_function,
-        norm_first=ours.norm_position == "pre",
-        **{name: getattr(ours, name) for name in _SAME_FIELDS.split()},
-    )
-    return outside | {f"transformer.{name}": tensor for name, tensor in inside.items()}, about
-
-
-def new_transformer(tensors: Tensors, about: Description) -> nn.Transformer:
-    """Make the nn.Transformer of a state dict and its description; batches come first in it."""
-    start = about.prefix
-    inside = {
-        name.removeprefix(start): tensor
-        for name, tensor in tensors.items()
-        if name.startswith((f"{start}encoder.", f"{start}decoder."))
-    }
-
-    def layers(stack: str) -> int:
-        return sum(name.startswith(f"{stack}.layers.") for name in inside if "norm1.w" in name)
-
-    first = inside["encoder.layers.0.linear1.weight"]
-    transformer = nn.Transformer(
-        d_model=first.shape[1],
-        nhead=about.nhead,
-        num_encoder_layers=layers("encoder"),
-        num_decoder_layers=layers("decoder"),
-        dim_feedforward=first.shape[0],
-        dropout=about.dropout,
-        activation=about.activation,
-        layer_norm_eps=about.layer_norm_eps,
-        batch_first=True,
-        norm_first=about.norm_first,
-        bias="encoder.layers.0.linear1.bias" in inside,
-        dtype=first.dtype,
-    )
-    if "encoder.norm.weight" not in inside:
-        transformer.encoder.norm = transformer.decoder.norm = None
-    transformer.load_state_dict(inside)
-    return transformer.eval()
-
-
-def _with_one_kind_of_bias(weights: Tensors) -> Tensors:
-    """nn.Transformer has all biases or none: leave zeros out everywhere, or else fill them in."""
-    biases = [name for name in weights if name.endswith(".bias")]
-    if not any(weights[name].any() for name in biases):
-        return {name: tensor for name, tensor in weights.items() if name not in biases}
-    added = {
-        name.removesuffix("weight") + "bias": matrix.new_zeros(len(matrix))
-        for name, matrix in weights.items()
-        if name.endswith("_proj.weight")
-    }
-    return weights | added
-
-
-def _problems_for_torch(config: Any) -> list[str]:
-    """What nn.Transformer does not compute."""
-    problems = []
-    if config.activation_function not in _ACTIVATIONS:
-        problems.append(f"activation_function {config.activation_function!r}")
-    heads = {config.encoder_attention_heads, config.decoder_attention_heads}
-    if len(heads) > 1:
-        problems.append(
-            f"encoder_attention_heads {config.encoder_attention_heads}, decoder_attention_heads "
-            f"{config.decoder_attention_heads} (one nhead)"
-        )
-    if config.encoder_ffn_dim != config.decoder_ffn_dim:
-        problems.append(
-            f"encoder_ffn_dim {config.encoder_ffn_dim}, decoder_ffn_dim {config.decoder_ffn_dim} "
-            "(one dim_feedforward)"
-        )
-    own = config.d_model / max(heads)
-    problems += [
-        f"{name} {getattr(config, name)} (d_model / nhead is {own:g})"
-        for name in ("d_k", "d_v")
-        if getattr(config, name) not in (None, own)
-    ]
-    return problems
-
-
-__all__ = [
-    "Description",
-    "add_arguments",
-    "add_save_arguments",
-    "convert",
-    "load",
-    "new_transformer",
-    "save",
-    "to_torch",
-]
+__all__ = ["Description", "add_arguments", "convert", "load", "torch_rules"]

@@ -135,18 +135,17 @@ def converter_call(command, monkeypatch):
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "vaswani.conversion"]
     toolkit = words[3]
-    conversion = importlib.import_module("vaswani.conversion.__main__")
-    module = importlib.import_module(f"vaswani.conversion.{conversion.CONVERTERS[toolkit]}")
-    function = "save" if toolkit.startswith("to-") else "convert"
+    command_line = importlib.import_module("vaswani.conversion.__main__")
+    converter = command_line.find(toolkit)
     known = {
         keyword
-        for name in {function, "load"} & set(dir(module))
-        for keyword in inspect.signature(getattr(module, name)).parameters
+        for name in {"convert", "load"} & set(dir(converter))
+        for keyword in inspect.signature(getattr(converter, name)).parameters
     }
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(module, function, lambda **arguments: calls.append(arguments))
-        conversion.main(words[3:])
+        patch.setattr(converter, "convert", lambda **arguments: calls.append(arguments))
+        command_line.main(words[3:])
     (arguments,) = calls
     assert arguments.keys() <= known
     return toolkit, arguments

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.conversion import fairseq, fairseq_text, subword_nmt
+from vaswani.conversion import fairseq, fairseq_options, fairseq_text, subword_nmt
 from vaswani.conversion.__main__ import main
-from vaswani.conversion.rules import ConversionError, to_theirs
+from vaswani.conversion.errors import ConversionError
+from vaswani.conversion.rules import to_theirs
 
 PAD, EOS, UNK = 1, 2, 3
 SOURCE, TARGET = 24, 30  # entries of the dictionaries
@@ -399,14 +400,17 @@ def test_an_architecture_says_what_options_do_not():
         "transformer_wmt_en_de_big_t2t": (1024, 4096, 16, 6, True, 0.3, 0.1, 0.1),
     }
     for name, numbers in expected.items():
-        options = fairseq._complete({"arch": name})
+        options = fairseq_options._with_defaults({"arch": name})
         for stack in ("encoder", "decoder"):
             names = ("embed_dim", "ffn_embed_dim", "attention_heads", "layers", "normalize_before")
             assert tuple(options.get(f"{stack}_{n}", False) for n in names) == numbers[:5]
         names = ("dropout", "attention_dropout", "activation_dropout")
         assert tuple(options.get(n, 0) for n in names) == numbers[5:]
     assert (
-        fairseq._complete({"arch": "transformer", "encoder_embed_dim": 8})["decoder_embed_dim"] == 8
+        fairseq_options._with_defaults({"arch": "transformer", "encoder_embed_dim": 8})[
+            "decoder_embed_dim"
+        ]
+        == 8
     )
 
 
@@ -514,7 +518,7 @@ def test_the_oldest_pre_norm_models_end_without_a_norm(tmp_path):
     converted = fairseq.load(checkpoint(tmp_path / "a.pt", network, model=model)).model
     assert_same_logits(network, converted)
     model["encoder.version"] += 2
-    with pytest.raises(ConversionError, match="after one stack alone"):
+    with pytest.raises(ConversionError, match="after only one stack"):
         fairseq.load(checkpoint(tmp_path / "b.pt", network, model=model))
 
 
@@ -699,7 +703,7 @@ def test_max_len_a_and_b_limit_each_sentence_where_fairseq_ends_it_alone(tmp_pat
 
 def test_options_of_the_search_without_a_counterpart_are_named(tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr(fairseq.logger, "warning", warnings.append)
+    monkeypatch.setattr(fairseq_options.logger, "warning", warnings.append)
     network = Fairseq(OPTIONS)
     off = {"temperature": 1.0, "sampling": False, "diverse_beam_groups": -1, "constraints": None}
     cfg = config(grouped(OPTIONS)) | a_search(**off)
@@ -709,7 +713,7 @@ def test_options_of_the_search_without_a_counterpart_are_named(tmp_path, monkeyp
     assert model.generation_config.to_dict() == usual.generation_config.to_dict()
     cfg |= a_search(temperature=0.7, no_repeat_ngram_size=3)
     fairseq.load(checkpoint(tmp_path / "a.pt", network, cfg=cfg))
-    assert "no_repeat_ngram_size 3, temperature 0.7 cannot be carried over" in warnings[0]
+    assert "not carried over: no_repeat_ngram_size 3, temperature 0.7" in warnings[0]
 
 
 @pytest.mark.parametrize("longest", [9, 1024])
@@ -894,7 +898,7 @@ def test_a_later_line_may_replace_an_earlier_entry(tmp_path):
     [
         ("one 5\n", r"line 3: there is an entry 'one'"),
         ("</s> 5 #fairseq:overwrite\n", "line 3: there is an entry '</s>'"),
-        ("word\n", r"line 3 is no entry with its count: 'word'"),
+        ("word\n", r"line 3 is not an entry with its count: 'word'"),
         ("word five\n", "line 3"),
         ("\n", "line 3"),
     ],

@@ -21,8 +21,9 @@ import yaml
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.conversion.__main__ import main
+from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.joeynmt import RULES, convert, load
-from vaswani.conversion.rules import ConversionError, to_theirs
+from vaswani.conversion.rules import to_theirs
 
 SPECIALS = ["<unk>", "<pad>", "<s>", "</s>"]
 SOURCE_WORDS = ["a", "b", "c", "dé", "Σ", "▁"]
@@ -363,7 +364,7 @@ REFUSALS = {
     "data.src.tokenizer_cfg": ({"pretokenizer": "moses"}, "pretokenizer: moses"),
     "data.trg.stemming": (True, "data.trg.stemming is unknown"),
     "data.special_symbols.unk_id": (3, "data.special_symbols.unk_id: 3"),
-    "data.special_symbols.lang_tags": ("<de>", "lang_tags: '<de>' is no list"),
+    "data.special_symbols.lang_tags": ("<de>", "lang_tags: '<de>' is not a list"),
     "model.tied_softmax": ("yes", "model.tied_softmax: 'yes' is not of type bool"),
     "testing.beam_size": (2.5, "testing.beam_size: 2.5 is not of type int"),
     "testing.repetition_penalty": (2, "testing.repetition_penalty"),
@@ -488,7 +489,7 @@ def test_damaged_hostile_and_foreign_files_leave_nothing_behind(save, tmp_path, 
         assert sorted(path.name for path in tmp_path.iterdir()) == ["joey"]
 
     (folder / "10.ckpt").write_bytes(whole[: len(whole) // 2])
-    refused("no complete checkpoint")
+    refused("not a complete checkpoint")
     torch.save({"model_state": {}, "stats_state": Hostile()}, folder / "10.ckpt")
     refused("posix.mkdir")
     torch.save({"model": {}}, folder / "10.ckpt")
@@ -497,11 +498,11 @@ def test_damaged_hostile_and_foreign_files_leave_nothing_behind(save, tmp_path, 
     refused("no model_state")
     (folder / "10.ckpt").write_bytes(whole)
     (folder / "config.yaml").write_text("a: [")
-    refused("config.yaml is no YAML")
+    refused("config.yaml is not YAML")
     (folder / "config.yaml").write_text("architecture: transformer\n")
-    refused("no config of JoeyNMT")
+    refused("not a config of JoeyNMT")
     (folder / "config.yaml").write_text("model: 3\ndata: {src: 5}\n")
-    refused("model is no section")
+    refused("model is not a section")
 
 
 TEXTS = [
@@ -643,7 +644,9 @@ def test_sentencepiece_models_that_cannot_be_had_are_refused(save, tmp_path):
     model = (folder / "sp.model").read_bytes()
     for content in (model[:50], b"", b"not a model", b"\x0a\xff\xff\xff"):
         (folder / "sp.model").write_bytes(content)
-        with pytest.raises(ConversionError, match=r"no SentencePiece model.* --pretokenized"):
+        with pytest.raises(
+            ConversionError, match=r"not a complete SentencePiece model.* --pretokenized"
+        ):
             load(folder)
     (folder / "sp.model").unlink()
     with pytest.raises(ConversionError, match=r"There is no file .*sp.model \(tokenize"):

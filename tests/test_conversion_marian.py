@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
 from transformers import MarianTokenizer as TheirTokenizer
-from vaswani.conversion import marian, marian_npz
+from vaswani.conversion import marian, marian_folder, marian_vocabulary, to_marian
 from vaswani.conversion import sentencepiece as converted_pieces
 from vaswani.conversion.__main__ import main
-from vaswani.conversion.rules import ConversionError
+from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -268,7 +268,7 @@ def test_there_and_back_is_bit_identical(write, tmp_path, settings, dtype):
         write(their_model(**settings).to(dtype), with_tokenizer=False), no_tokenizer=True
     )
     one.save(tmp_path / "ours")
-    marian.save(tmp_path / "ours", tmp_path / "again")
+    to_marian.save(tmp_path / "ours", tmp_path / "again")
     again = marian.load(tmp_path / "again", no_tokenizer=True)
     assert_same(one.model, again.model)
     theirs = MarianMTModel.from_pretrained(tmp_path / "again").state_dict()
@@ -305,7 +305,7 @@ def test_models_of_ours_leave_for_marianmt(
         tie_word_embeddings=tie,
     )
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    marian.save(ours, tmp_path / "out")
+    to_marian.save(ours, tmp_path / "out")
     theirs, report = MarianMTModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["unexpected_keys"]
     source, mask = padded_batch([9, 5, 2], seed=1)
@@ -320,13 +320,13 @@ def test_models_of_ours_leave_for_marianmt(
 @pytest.fixture
 def warnings_of(monkeypatch):
     found = []
-    for module in (marian, marian_npz, converted_pieces):
+    for module in (marian, marian_folder, to_marian, converted_pieces):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
 
 def test_what_marianmt_has_no_place_for_is_named(tiny_model, tmp_path, warnings_of):
-    marian.save(tiny_model(), tmp_path / "out")
+    to_marian.save(tiny_model(), tmp_path / "out")
     assert len(warnings_of) == 1
     assert "gnmt" in warnings_of[0]
     assert "max_length_offset 50 (max_length 512 instead)" in warnings_of[0]
@@ -336,7 +336,7 @@ def test_what_marianmt_has_no_place_for_is_named(tiny_model, tmp_path, warnings_
 def test_refusals_name_every_reason(tiny_model, tmp_path):
     model = tiny_model(norm_position="pre", position_offset=2, layer_norm_eps=1e-6, d_k=8)
     with pytest.raises(ConversionError) as caught:
-        marian.save(model, tmp_path / "out")
+        to_marian.save(model, tmp_path / "out")
     for reason in (
         "norm_position 'pre'",
         "final_layer_norm",
@@ -373,8 +373,8 @@ def test_fields_of_other_models_are_refused_at_once(write, tmp_path):
         marian.convert(folder, tmp_path / "out")
     with pytest.raises(ConversionError, match=r"neither config.json"):
         marian.convert(tmp_path, tmp_path / "out")
-    with pytest.raises(ConversionError, match=r"no folder Helsinki-NLP.* downloaded first"):
-        marian.convert("Helsinki-NLP/opus-mt-en-de", tmp_path / "out")
+    with pytest.raises(ConversionError, match=r"no file or folder .*opus-mt-en-de"):
+        marian.convert(tmp_path / "opus-mt-en-de", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -432,13 +432,13 @@ def test_damaged_files_are_named_and_nothing_is_left(write, tmp_path):
     folder = write(their_model())
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConversionError, match=r"model.safetensors is no complete"):
+    with pytest.raises(ConversionError, match=r"model.safetensors is not a complete"):
         marian.convert(folder, tmp_path / "out")
     weights.unlink()
     with pytest.raises(ConversionError, match=r"neither model.safetensors nor pytorch_model.bin"):
         marian.convert(folder, tmp_path / "out")
     (folder / "config.json").write_text("{")
-    with pytest.raises(ConversionError, match=r"config.json is no JSON"):
+    with pytest.raises(ConversionError, match=r"config.json is not JSON"):
         marian.convert(folder, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
@@ -481,7 +481,7 @@ def both_tokenizers(spms, vocabulary, tmp_path_factory):
         (folder / f"{side}.spm").write_bytes(spm)
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     theirs = TheirTokenizer.from_pretrained(folder)
-    source, target = marian._tokenizers_of_transformers(folder)
+    source, target = marian._their_tokenizers(folder)
     source.save_pretrained(folder / "out")
     return AutoTokenizer.from_pretrained(folder / "out"), target, theirs
 
@@ -529,7 +529,7 @@ def test_byte_pairs_of_sentencepiece_are_cut_alike(tmp_path):
         (tmp_path / f"{side}.spm").write_bytes(spm)
     vocabulary = {name: number for number, name in enumerate(names)}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    ours, _ = marian._tokenizers_of_transformers(tmp_path)
+    ours, _ = marian._their_tokenizers(tmp_path)
     theirs = TheirTokenizer.from_pretrained(tmp_path)
     for line in [*SOURCE_LINES[:6], "catcat matdog vexingly"]:
         assert ours(line).input_ids == theirs(line).input_ids
@@ -551,7 +551,7 @@ def test_what_the_tokenizers_library_cannot_do_is_named_at_once(tmp_path):
         "treat_whitespace_as_suffix",
         "escape_whitespaces",
         "denormalization_rule_tsv",
-        f"user_defined_symbols of type bpe, {model.pieces[40].piece!r}",
+        f"user_defined_symbols of type bpe, such as {model.pieces[40].piece!r}",
         "unused pieces of type bpe",
         "pieces without an id",
     ):
@@ -601,7 +601,7 @@ def test_other_tokenizers_are_refused(write, tmp_path):
     wrong = (b"\xff\xff nothing", b"", whole[:200])
     for content in (*wrong, *(one.SerializeToString() for one in (model, broken, table))):
         (folder / "source.spm").write_bytes(content)
-        with pytest.raises(ConversionError, match="no SentencePiece model"):
+        with pytest.raises(ConversionError, match="not a complete SentencePiece model"):
             marian.load(folder)
     (folder / "source.spm").unlink()
     with pytest.raises(ConversionError, match=r"source.spm.*no_tokenizer"):
@@ -892,7 +892,7 @@ def test_as_transformers_leaves_for_marianmt_and_comes_back(write_marian, batch,
     folder, weights, options = write_marian()
     one = marian.load(folder, as_transformers=True)
     one.save(tmp_path / "ours")
-    marian.save(tmp_path / "ours", tmp_path / "theirs")
+    to_marian.save(tmp_path / "ours", tmp_path / "theirs")
     theirs = MarianMTModel.from_pretrained(tmp_path / "theirs")
     twin = transformers_twin(weights, options)
     for name, tensor in twin.state_dict().items():
@@ -903,7 +903,7 @@ def test_as_transformers_leaves_for_marianmt_and_comes_back(write_marian, batch,
         assert torch.equal(tensor, again.state_dict()[name]), name
     exact = marian.load(folder).model
     with pytest.raises(ConversionError, match=r"sinusoidal_t2t'; layer_norm_eps 1e-06"):
-        marian.save(exact, tmp_path / "exact")
+        to_marian.save(exact, tmp_path / "exact")
 
 
 def test_as_transformers_scores_as_ctranslate2_does(write_marian, tmp_path):
@@ -1029,19 +1029,21 @@ def test_odd_tokens_of_a_vocabulary_are_read(tmp_path):
     )
     names = ["</s>", "<unk>", '"', "\\", "'", "▁long", "\x85", ":", "true", "~", "▁a\u2028b"]
     names += ["1.0", "▁x:y", "#"]
-    assert marian_npz.read_vocabulary(path) == {name: number for number, name in enumerate(names)}
+    assert marian_vocabulary.read_vocabulary(path) == {
+        name: number for number, name in enumerate(names)
+    }
     path.write_text("</s>: 0\n<unk>: 1\na: 3\n")
     with pytest.raises(ConversionError, match="not 0 to 2"):
-        marian_npz.read_vocabulary(path)
+        marian_vocabulary.read_vocabulary(path)
     path.write_text('</s>: 0\n<unk>: 1\n"\\ud800": 2\n')
-    with pytest.raises(ConversionError, match="a token that is no text"):
-        marian_npz.read_vocabulary(path)
+    with pytest.raises(ConversionError, match="a token that is not valid text"):
+        marian_vocabulary.read_vocabulary(path)
     (tmp_path / "words.json").write_text('{"</s>": 0, "<unk>": "1"}')
     with pytest.raises(ConversionError, match="not 0 to 1"):
-        marian_npz.read_vocabulary(tmp_path / "words.json")
+        marian_vocabulary.read_vocabulary(tmp_path / "words.json")
     path.write_text("</s>: 0\n<unk>: 1\nsomething\n")
     with pytest.raises(ConversionError, match="line 3"):
-        marian_npz.read_vocabulary(path)
+        marian_vocabulary.read_vocabulary(path)
 
 
 REFUSED = {
@@ -1094,7 +1096,9 @@ def test_other_decoders_and_several_sources_are_refused(write_marian):
     for normalize, beams in (("yes", [2]), (math.nan, 2.5), (math.inf, -1)):
         name = f"words-{normalize}"
         folder, _, _ = write_marian(name, decoder={"normalize": normalize, "beam-size": beams})
-        message = f"beam-size {beams!r} (no number of beams); normalize {normalize!r} (no number)"
+        message = (
+            f"beam-size {beams!r} (not a number of beams); normalize {normalize!r} (not a number)"
+        )
         with pytest.raises(ConversionError, match=re.escape(message)):
             marian.load(folder)
 
@@ -1110,19 +1114,19 @@ def test_damaged_marian_files_are_named_and_nothing_is_left(write_marian, tmp_pa
     path = folder / "opus.npz"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConversionError, match=r"no complete .npz"):
+    with pytest.raises(ConversionError, match=r"not a complete .npz"):
         marian.convert(folder, tmp_path / "out")
     np.savez(path, **weights)
     with pytest.raises(ConversionError, match=r"special:model.yml"):
         marian.convert(folder, tmp_path / "out")
     np.savez(path, **{**weights, "special:model.yml": np.array([{}], dtype=object)})
-    with pytest.raises(ConversionError, match=r"no complete .npz"):
+    with pytest.raises(ConversionError, match=r"not a complete .npz"):
         marian.convert(folder, tmp_path / "out")
     with zipfile.ZipFile(path, "w") as archive:
         header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**59},)}}\n".encode()
         start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
         archive.writestr("encoder_Wemb.npy", start + header)
-    with pytest.raises(ConversionError, match=r"no complete .npz"):
+    with pytest.raises(ConversionError, match=r"not a complete .npz"):
         marian.convert(folder, tmp_path / "out")
     text = np.frombuffer(b"type: transformer", dtype=np.int8)
     odd = {"whole": np.ones((2, 2), np.int64), "cube": np.ones((2, 2, 2), np.float32)}

@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.conversion.__main__ import main
+from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.opennmt import convert, load, rules
-from vaswani.conversion.rules import ConversionError, to_theirs
+from vaswani.conversion.rules import to_theirs
 
 SPECIALS = ["<unk>", "<blank>", "<s>", "</s>"]
 SOURCE = [*SPECIALS, "a", "b", "c", "dé", "averyunlikelytoken0"]
@@ -499,7 +500,7 @@ REFUSED = [
     (3, {"lora_layers": ["linear_values"]}, "lora_layers"),
     (3, {"lora_embedding": True}, "lora_embedding True"),
     (3, {"quant_layers": ["w_1"]}, "quant_layers"),
-    (3, {"deep_norm": 0.81}, r"deep_norm 0.81 \(not known here\)"),
+    (3, {"deep_norm": 0.81}, r"deep_norm 0.81 \(unknown option\)"),
 ]
 
 
@@ -562,22 +563,22 @@ def put(part, name, value):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (without("opt"), "no checkpoint of OpenNMT-py"),
-        (without("vocab"), "no checkpoint of OpenNMT-py"),
+        (without("opt"), "not a checkpoint of OpenNMT-py"),
+        (without("vocab"), "not a checkpoint of OpenNMT-py"),
         (put("vocab", "src", None), "neither that of OpenNMT-py 2"),
         (put("vocab", "src", [1, 2]), "no list of tokens for src"),
         (put("vocab", "src", [*SOURCE[:-1], "\ud800"]), "no list of tokens for src"),
         (put("vocab", "tgt", [*TARGET[:-1], "x"]), "tgt vocabulary, which has x more than once"),
         (put("vocab", "tgt", ["<unk>", "<pad>", "<s>", "</s>", *TARGET[4:]]), "'<blank>'"),
-        (put("vocab", "tgt", ["<blank>", "<unk>", *TARGET[2:]]), "different numbers"),
+        (put("vocab", "tgt", ["<blank>", "<unk>", *TARGET[2:]]), "different ids"),
         (put("vocab", "tgt", [*TARGET, "more"]), "lm_head.weight has the shape"),
         (put("vocab", "decoder_start_token", "<none>"), "<none>"),
         (put("vocab", "data_task", "lm"), "data_task lm"),
         (put("model", "decoder.gate.weight", torch.ones(1)), "No rule knows 1 .*gate"),
         (put("model", "encoder.layer_norm.bias", "text"), "encoder.layer_norm.bias"),
         (put("model", "encoder.layer_norm.bias", torch.ones(WIDTH).long()), "floating-point"),
-        (put("model", "encoder.layer_norm.bias", torch.ones(WIDTH).to_sparse()), "no dense tensor"),
-        (put("model", 7, torch.ones(WIDTH)), "is no dict of weights"),
+        (put("model", "encoder.layer_norm.bias", torch.ones(WIDTH).to_sparse()), "a dense tensor"),
+        (put("model", 7, torch.ones(WIDTH)), "is not a dict of weights"),
         (
             put("model", "encoder.transformer.1.feed_forward.w_2.weight", torch.ones(())),
             "fc2.weight has the shape",
@@ -632,7 +633,7 @@ def test_a_file_cut_off_is_refused(save, tmp_path, kept):
     path = save(3, options, some_weights(options))
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content)) if kept < 1 else kept])
-    with pytest.raises(ConversionError, match="is no complete checkpoint"):
+    with pytest.raises(ConversionError, match="is not a complete checkpoint"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

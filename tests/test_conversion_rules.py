@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import importlib
 import inspect
 import io
 import os
@@ -14,18 +13,13 @@ from argparse import Namespace
 import pytest
 import torch
 from hostile import Hostile
-from vaswani.conversion import fairseq
-from vaswani.conversion.__main__ import CONVERTERS, main
-from vaswani.conversion.checkpoints import (
-    Converted,
-    Inert,
-    build_model,
-    new_folder,
-    read_checkpoint,
-    refuse,
-)
-from vaswani.conversion.files import parse_yaml, read_json
-from vaswani.conversion.rules import ConversionError, Drop, Rename, Stack, to_ours, to_theirs
+from vaswani.conversion import SUMMARIES, fairseq, find
+from vaswani.conversion.__main__ import main
+from vaswani.conversion.errors import ConversionError, refuse
+from vaswani.conversion.loading import Converted, build_model
+from vaswani.conversion.reading import Inert, parse_yaml, read_checkpoint, read_json
+from vaswani.conversion.rules import Drop, Rename, Stack, to_ours, to_theirs
+from vaswani.training.checkpoints import new_folder
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -79,7 +73,7 @@ def test_all_leftover_tensors_are_named_in_both_directions(convert):
 
 def test_two_tensors_for_one_place_are_an_error():
     rules = [*RULES, Rename("old.head", "head.weight")]
-    with pytest.raises(ConversionError, match=r"Several tensors would be head\.weight"):
+    with pytest.raises(ConversionError, match=r"Several tensors would become head\.weight"):
         to_ours(rules, numbered("head.kernel", "old.head"))
     same(
         to_theirs(rules, to_ours(rules, numbered("old.head"))),
@@ -194,7 +188,7 @@ def test_a_changed_byte_of_a_weight_is_noticed(tmp_path):
     data = bytearray(path.read_bytes())
     data[record.header_offset + len(data) // 3] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConversionError, match=r"a\.pt is no complete checkpoint.*damaged"):
+    with pytest.raises(ConversionError, match=r"a\.pt is not a complete checkpoint.*damaged"):
         read_checkpoint(path)
 
 
@@ -288,7 +282,7 @@ def test_missing_leftover_misshapen_and_disagreeing_tensors_are_named_together(t
 def test_what_is_no_dense_tensor_of_real_numbers_is_named(tiny_model, strange):
     model = tiny_model(dtype=torch.float32)
     name = "model.encoder.layers.0.fc1.bias"
-    with pytest.raises(ConversionError, match=f"{name} is no dense tensor of floating-point"):
+    with pytest.raises(ConversionError, match=f"{name} is not a dense tensor of floating-point"):
         build_model(model.config, weights(model) | {name: strange})
 
 
@@ -327,14 +321,21 @@ def test_all_problems_are_refused_at_once():
 # Arguments
 
 
-@pytest.mark.parametrize("toolkit", CONVERTERS)
-def test_command_line_and_function_take_the_same_arguments(toolkit):
-    module = importlib.import_module(f"vaswani.conversion.{CONVERTERS[toolkit]}")
-    outgoing, parser = toolkit.startswith("to-"), argparse.ArgumentParser()
-    (module.add_save_arguments if outgoing else module.add_arguments)(parser)
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_every_converter_has_the_same_interface(name):
+    """The command line takes the arguments of the function, and prints the module's manual."""
+    converter, parser = find(name), argparse.ArgumentParser()
+    converter.add_arguments(parser)
     given = {action.dest for action in parser._actions} - {"help"}
-    taken = inspect.signature(module.save if outgoing else module.load).parameters
-    assert given == set(taken) - {"output"}
+    function = converter.convert if name.startswith("to-") else converter.load
+    assert given == set(inspect.signature(function).parameters) - {"output"}
+    assert {"output"} <= set(inspect.signature(converter.convert).parameters)
+    assert f"    python -m vaswani.conversion {name} " in converter.__doc__
+
+
+def test_an_unknown_converter_is_named_with_the_known_ones():
+    with pytest.raises(KeyError, match=r"no converter 'nematus': choose one of fairseq, opennmt"):
+        find("nematus")
 
 
 # Text
@@ -355,7 +356,7 @@ def test_command_line_and_function_take_the_same_arguments(toolkit):
 )
 def test_what_is_no_yaml_of_plain_values_is_named(text):
     pytest.importorskip("yaml", reason="PyYAML is not installed")
-    with pytest.raises(ConversionError, match=r"options\.yml is no YAML"):
+    with pytest.raises(ConversionError, match=r"options\.yml is not YAML"):
         parse_yaml(text, "options.yml")
 
 
@@ -363,7 +364,7 @@ def test_what_is_no_yaml_of_plain_values_is_named(text):
 def test_what_is_no_json_object_is_named(tmp_path, text):
     path = tmp_path / "options.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConversionError, match=r"options\.json (is no|cannot)"):
+    with pytest.raises(ConversionError, match=r"options\.json (is not|cannot)"):
         read_json(path)
 
 

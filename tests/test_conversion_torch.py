@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM
-from vaswani.conversion import torch_transformer
+from vaswani.conversion import to_torch, torch_transformer
 from vaswani.conversion.__main__ import main
-from vaswani.conversion.rules import ConversionError
+from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -222,8 +222,8 @@ def test_models_of_ours_leave_for_nn_transformer(
 ):
     ours = tiny_model(dtype=torch.float32, attention_bias=attention_bias, **settings)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
-    tensors, about = torch_transformer.to_torch(ours)
-    theirs = torch_transformer.new_transformer(tensors, about)
+    tensors, about = to_torch.to_torch(ours)
+    theirs = to_torch.new_transformer(tensors, about)
     source, mask = padded_batch([9, 5, 2], seed=1)
     target = source[:, :6]
 
@@ -250,7 +250,7 @@ def test_what_nn_transformer_lacks_is_refused_at_once(tiny_model, tmp_path):
         encoder_attention_heads=2, encoder_ffn_dim=32, activation_function="silu", d_k=5, d_v=4
     )
     with pytest.raises(ConversionError) as caught:
-        torch_transformer.save(model, tmp_path / "out")
+        to_torch.save(model, tmp_path / "out")
     for reason in ("encoder_attention_heads 2", "encoder_ffn_dim 32", "'silu'", "d_k 5"):
         assert reason in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -258,7 +258,7 @@ def test_what_nn_transformer_lacks_is_refused_at_once(tiny_model, tmp_path):
 
 def test_descriptions_that_do_not_fit_are_refused_at_once(tmp_path):
     tensors = Translator().state_dict()
-    with pytest.raises(ConversionError, match=r"heads is no field.*nhead is missing"):
+    with pytest.raises(ConversionError, match=r"no field heads.*nhead is missing"):
         torch_transformer.load(tensors, {"heads": 4})
     changes = {"nhead": 0, "activation": "silu", "position_encoding": "rope", "ignore": ["there"]}
     changes["generator"] = "output.weight"
@@ -267,7 +267,7 @@ def test_descriptions_that_do_not_fit_are_refused_at_once(tmp_path):
     for reason in ("nhead 0", "'silu'", "'rope'", "'there'", "generator 'output.weight'"):
         assert reason in str(caught.value)
     with pytest.raises(
-        ConversionError, match=r"generator \['a'\] is no text.*ignore 'b' is no list"
+        ConversionError, match=r"generator \['a'\] is not a string.*ignore 'b' is not a list"
     ):
         torch_transformer.load(tensors, {**NAMES, "generator": ["a"], "ignore": "b"})
     with pytest.raises(ConversionError, match="nhead 5"):
@@ -286,7 +286,7 @@ def test_descriptions_that_do_not_fit_are_refused_at_once(tmp_path):
     [
         (lambda t: t.pop("transformer.encoder.layers.1.linear1.bias"), "1.fc1.bias are missing"),
         (lambda t: t.pop("transformer.decoder.layers.0.norm3.weight"), "final_layer_norm.weight"),
-        (lambda t: t.pop("transformer.encoder.norm.weight"), "decoder.norm.weight alone"),
+        (lambda t: t.pop("transformer.encoder.norm.weight"), "only decoder.norm.weight"),
         (lambda t: t.update(extra=torch.ones(1)), "extra"),
         (lambda t: t.update({f"{LAYER}.self_attn.bias_k": torch.ones(1)}), "bias_k"),
         (
@@ -327,7 +327,7 @@ def test_files_that_are_no_state_dict_are_refused(tmp_path):
     with pytest.raises(ConversionError, match="Translator"):
         torch_transformer.convert(path, tmp_path / "out", NAMES)
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ConversionError, match="no complete checkpoint"):
+    with pytest.raises(ConversionError, match="not a complete checkpoint"):
         torch_transformer.convert(path, tmp_path / "out", NAMES)
     (tmp_path / "about.yaml").write_text("[1, 2]")
     with pytest.raises(ConversionError, match="does not hold fields"):

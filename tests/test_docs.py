@@ -40,7 +40,7 @@ from test_conversion_fairseq import (
 )
 from test_search import FALLBACKS
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.conversion import fairseq, opennmt
+from vaswani.conversion import fairseq, opennmt_options
 from vaswani.modeling import generation_vaswani
 
 from vaswani import VaswaniConfig
@@ -467,7 +467,7 @@ def test_rules_of_other_toolkits_are_what_converters_write_and_run_our_search(
         assert getattr(from_fairseq, name) == value
     assert from_fairseq.suppress_tokens == [1]
     assert from_fairseq.forced_eos_token_id == 2
-    for version, written in opennmt._GENERATION.items():
+    for version, written in opennmt_options._SEARCH.items():
         listed = rules[f"OpenNMT-py {version}"]
         assert listed == {"num_beams": 5, "length_penalty_type": "hf", **written}
 

@@ -1,15 +1,13 @@
-"""Marian's own folders, as OPUS-MT publishes them: what their files hold, checked.
+"""Marian's own folders, as OPUS-MT publishes them.
 
-decoder.yml says how to search, and names the weights (.npz) and two vocabularies. Among the weights
-lie the options that they were trained with, special:model.yml. source.spm and target.spm beside
-them cut text. Marian has no token for padding: one is put behind its vocabularies, as transformers
-does.
+decoder.yml has the settings of the search, and names the weights (.npz) and two vocabularies. The
+.npz also has the options of the training, as special:model.yml. source.spm and target.spm split
+text. Marian has no padding token. One is added after its vocabularies, as transformers does.
 """
 
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,19 +18,18 @@ from torch.nn.functional import pad
 from transformers.utils import logging
 
 from ..modeling.generation_vaswani import VaswaniGenerationConfig
-from .checkpoints import refuse
-from .files import is_text, parse_yaml, read_json, read_text
-from .rules import ConversionError, Tensors
-from .sentencepiece import SentencePiece
+from .errors import ConversionError, refuse
+from .marian_names import MAX_LENGTH
+from .marian_vocabulary import is_sentencepiece, read_vocabulary
+from .reading import parse_yaml, read_text
+from .rules import Tensors
 
 logger = logging.get_logger(__name__)
 
-MAX_LENGTH = 512  # tokens of a translation, as transformers' own conversion of OPUS-MT sets it
-
-# Logit of the padding, which Marian does not have: its probability is 0 even in float16.
+# Logit of the added padding token: low enough for a probability of 0, even in float16.
 _NEVER = -1e4
 
-# Options that are read here or by the converter, or that change nothing in a trained transformer.
+# Options that this package reads.
 _READ = """
 dec-depth dim-emb dim-vocabs enc-depth input-types output-omit-bias tied-embeddings
 tied-embeddings-all tied-embeddings-src transformer-decoder-autoreg transformer-decoder-dim-ffn
@@ -40,6 +37,7 @@ transformer-decoder-ffn-depth transformer-dim-ffn transformer-ffn-activation tra
 transformer-heads transformer-postprocess transformer-postprocess-emb transformer-postprocess-top
 transformer-preprocess type
 """
+# Options that change nothing in a trained Transformer.
 _HARMLESS = """
 bert-train-type-embeddings bert-type-vocab-size dec-cell dec-cell-base-depth dec-cell-high-depth
 dim-rnn enc-cell enc-cell-depth enc-type layer-normalization separator-symbol skip
@@ -48,7 +46,7 @@ transformer-dim-aan transformer-dropout transformer-dropout-attention transforme
 transformer-guided-alignment-layer ulr-dim-emb ulr-dropout ulr-softmax-temperature
 ulr-trainable-transformation version
 """
-# Options of decoder.yml that are read here, or that change no translation.
+# Options of decoder.yml that this package reads, and those that change no translation.
 _READ_OF_DECODER = "allow-unk beam-size models normalize vocabs"
 _HARMLESS_TO_DECODE = """
 alignment check-nan cpu-threads data-threads devices input interpolate-env-vars log log-level
@@ -56,7 +54,7 @@ log-time-zone maxi-batch maxi-batch-sort mini-batch mini-batch-words model-mmap 
 output quiet quiet-translation relative-paths seed sigterm stat-freq tsv tsv-fields version
 word-scores workspace
 """
-# Values other than an empty one that leave an option off.
+# Values that switch an option off, besides empty ones.
 _OFF = {
     "factors-combine": "sum",
     "gemm-type": "float32",
@@ -66,14 +64,14 @@ _OFF = {
 
 _SIZES = ("dim-emb", "enc-depth", "dec-depth", "transformer-heads", "transformer-dim-ffn")
 
-# Marian's functions, and what transformers takes them for.
+# Marian's functions: what Marian computes, and what transformers computes instead.
 ACTIVATIONS = {
     "relu": ("relu", "relu"),
     "swish": ("swish", "swish"),
     "gelu": ("quick_gelu", "gelu"),
 }
 
-# Preprocess, postprocess and postprocess-top, but for dropout: norm_position, final_layer_norm.
+# Preprocess, postprocess and postprocess-top without dropout: norm_position, final_layer_norm.
 PLACEMENTS = {
     ("", "an", ""): ("post", False),
     ("", "an", "n"): ("post", True),
@@ -82,7 +80,7 @@ PLACEMENTS = {
 }
 
 _FLOATS = (np.float16, np.float32, np.float64)
-# What NumPy raises for files that are no .npz, or not a whole one.
+# Errors that NumPy raises for a damaged .npz.
 _DAMAGE = (
     *(OSError, ValueError, TypeError, EOFError, KeyError, MemoryError),
     *(zipfile.BadZipFile, zlib.error),
@@ -91,13 +89,13 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class MarianFolder:
-    """A folder of Marian's.
+    """A folder of Marian.
 
     Args:
         path: the folder.
         decoder: the options of decoder.yml.
-        options: those of special:model.yml.
-        weights: by Marian's names and in its layout.
+        options: the options of special:model.yml.
+        weights: in Marian's names and layout.
     """
 
     path: Path
@@ -107,11 +105,11 @@ class MarianFolder:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read decoder.yml and the weights; the vocabularies are read by `vocabularies`.
+        """Read decoder.yml and the weights. `vocabularies` reads the vocabularies.
 
         Raises:
-            ConversionError: files are missing or damaged, or this is no single model with a source
-                and a target.
+            ConversionError: files are missing or damaged, or the folder does not hold one model
+                with one source and one target.
         """
         decoder = _options(read_text(path / "decoder.yml"), f"{path / 'decoder.yml'}")
         names, vocabularies = decoder.get("models"), decoder.get("vocabs")
@@ -121,32 +119,44 @@ class MarianFolder:
         if not isinstance(vocabularies, list) or len(vocabularies) != 2:
             problems.append(f"vocabs {vocabularies} (one of the source and one of the target)")
         refuse(problems, str(path))
-        weights, options = _read_npz(_beside(path, decoder["models"][0]))
+        weights, options = _read_npz(_file(path, decoder["models"][0]))
         return cls(path, decoder, options, weights)
 
     @property
     def shares(self) -> bool:
-        """Whether source and target have one table."""
+        """Whether source and target share one table of embeddings."""
         return any(self.options.get(f"tied-embeddings-{kind}") for kind in ("all", "src"))
 
     @property
     def ties(self) -> bool:
-        """Whether the target's table is the map to the vocabulary."""
+        """Whether the target's table is also the output projection."""
         return any(self.options.get(f"tied-embeddings{kind}") for kind in ("-all", ""))
 
     @property
     def placement(self) -> tuple[str, str, str]:
-        """Where LayerNorms stand, in Marian's letters; one of `PLACEMENTS`, else a problem."""
+        """Places of the LayerNorms in Marian's letters: a key of `PLACEMENTS`, or a problem."""
 
         def letters(part: str, default: str) -> str:
-            # Dropout is nothing once a model is trained.
+            # "d" is dropout, which does nothing in a trained model.
             return str(self.options.get(f"transformer-{part}", default) or "").replace("d", "")
 
         before, after = letters("preprocess", ""), letters("postprocess", "dan")
         return before, after, letters("postprocess-top", "")
 
     def problems(self) -> list[str]:
-        """Options that this package does not have, in Marian's spelling."""
+        """List the options without a counterpart here, in Marian's spelling."""
+        problems = [*self._network_problems(), *self._size_problems()]
+        beams, exponent = (self.decoder.get(name) for name in ("beam-size", "normalize"))
+        if not isinstance(beams, int | None) or (beams or 0) < 0:
+            problems.append(f"beam-size {beams!r} (not a number of beams)")
+        if not isinstance(exponent, int | float | None) or not math.isfinite(exponent or 0):
+            problems.append(f"normalize {exponent!r} (not a number)")
+        for name in sorted(self.options.keys() - {*_READ.split(), *_HARMLESS.split()}, key=str):
+            if self.options[name] and self.options[name] != _OFF.get(name):
+                problems.append(f"{name} {self.options[name]!r}")
+        return problems
+
+    def _network_problems(self) -> list[str]:
         options = self.options
         problems = []
 
@@ -170,6 +180,11 @@ class MarianFolder:
                 f"transformer-{part} {options.get(f'transformer-{part}', '')!r}"
                 for part in ("preprocess", "postprocess", "postprocess-top")
             ]
+        return problems
+
+    def _size_problems(self) -> list[str]:
+        options = self.options
+        problems = []
         types = options.get("input-types") or []
         if not isinstance(types, list) or any(kind != "sequence" for kind in types):
             problems.append(f"input-types {types}")
@@ -183,24 +198,18 @@ class MarianFolder:
                 problems.append(f"{name} {options.get(name)}")
         if isinstance(options.get("dim-emb"), int) and options["dim-emb"] % 2:
             problems.append(f"dim-emb {options['dim-emb']} (odd)")
-        beams, exponent = (self.decoder.get(name) for name in ("beam-size", "normalize"))
-        if not isinstance(beams, int | None) or (beams or 0) < 0:
-            problems.append(f"beam-size {beams!r} (no number of beams)")
-        if not isinstance(exponent, int | float | None) or not math.isfinite(exponent or 0):
-            problems.append(f"normalize {exponent!r} (no number)")
-        for name in sorted(options.keys() - {*_READ.split(), *_HARMLESS.split()}, key=str):
-            if options[name] and options[name] != _OFF.get(name):
-                problems.append(f"{name} {options[name]!r}")
         return problems
 
     def tensors(self, as_transformers: bool) -> Tensors:
-        """The weights with layers counted from 0 and one name for each part, whatever is tied.
+        """Return the weights with layers numbered from 0, and with the same names however tied.
 
-        The padding's vector is zeros, which is also Marian's first decoder input. Its logit is 0 if
-        computed `as_transformers`, else it is never chosen.
+        The embedding of the padding token is zeros, which is also Marian's first decoder input.
+
+        Args:
+            as_transformers: give the padding token the logit 0. Otherwise it is never chosen.
 
         Raises:
-            ConversionError: tables are one, but not by the options.
+            ConversionError: there is one table of embeddings, but the options tie none.
         """
         named: Tensors = {}
         for name, tensor in self.weights.items():
@@ -208,11 +217,11 @@ class MarianFolder:
             number, _, part = rest.partition("_")
             if found and number.isdecimal():
                 name = f"{stack}_l{int(number) - 1}_{part}"
-            # Vectors are rows, but for a Marian of the first days.
+            # Marian stores vectors as rows. Its first versions did not.
             named[name] = tensor[None] if tensor.dim() == 1 else tensor
         if "Wemb" in named:
             if not self.shares:
-                raise ConversionError("There is one table (Wemb), but its options tie none.")
+                raise ConversionError("There is one table (Wemb), but the options tie none.")
             named["encoder_Wemb"] = named.pop("Wemb")
         if "decoder_ff_logit_out_W" in named:
             named["decoder_ff_logit_out_Wt"] = named.pop("decoder_ff_logit_out_W").T.contiguous()
@@ -228,12 +237,13 @@ class MarianFolder:
         return named
 
     def vocabularies(self) -> list[dict[str, int]]:
-        """Tokens and their ids, "<pad>" last, of the source and of the target.
+        """Read the tokens and ids of the source and of the target, and add "<pad>" to each.
 
         Raises:
-            ConversionError: one cannot be read, or does not fit the options and the padding.
+            ConversionError: a vocabulary cannot be read, has another size than in the options, or
+                has a "<pad>" already.
         """
-        found = [read_vocabulary(_beside(self.path, name)) for name in self.decoder["vocabs"]]
+        found = [read_vocabulary(_file(self.path, name)) for name in self.decoder["vocabs"]]
         sizes = self.options["dim-vocabs"]
         for vocabulary, size, name in zip(found, sizes, self.decoder["vocabs"], strict=True):
             if len(vocabulary) != size:
@@ -241,22 +251,25 @@ class MarianFolder:
                     f"{name} has {len(vocabulary)} entries, dim-vocabs says {size}."
                 )
             if "<pad>" in vocabulary:
-                raise ConversionError(f"{name} has an entry '<pad>', the padding's name here.")
+                raise ConversionError(
+                    f"{name} has an entry '<pad>', which is the name of the padding token here."
+                )
             vocabulary["<pad>"] = size
         return found
 
     def sentencepiece_models(self) -> list[Path]:
-        """What cuts the source and the target: Marian's vocabulary may be a model itself."""
-        return [
-            _beside(self.path, name) if _is_model(Path(str(name))) else self.path / f"{side}.spm"
-            for side, name in zip(("source", "target"), self.decoder["vocabs"], strict=True)
-        ]
+        """Name the models that split the source and the target. A vocabulary may be one itself."""
+        models = []
+        for side, name in zip(("source", "target"), self.decoder["vocabs"], strict=True):
+            own = is_sentencepiece(Path(str(name)))
+            models.append(_file(self.path, name) if own else self.path / f"{side}.spm")
+        return models
 
     def generation(self, target: dict[str, int], as_transformers: bool) -> VaswaniGenerationConfig:
-        """Marian's beam search, as far as there are words for it here; says what there is not.
+        """Turn Marian's search settings into ours, and warn about those that are lost.
 
         Args:
-            target: the vocabulary.
+            target: the target's vocabulary.
             as_transformers: search as the model's copy on the Hub does.
         """
         decoder = self.decoder
@@ -271,14 +284,15 @@ class MarianFolder:
         ]
         if lost:
             logger.warning(
-                f"Of {self.path / 'decoder.yml'}, {', '.join(lost)} cannot be carried over."
+                f"These settings of {self.path / 'decoder.yml'} are not carried over: "
+                f"{', '.join(lost)}."
             )
         pad_id, end, unknown = (target[token] for token in ("<pad>", "</s>", "<unk>"))
         forbidden = [] if decoder.get("allow-unk") or as_transformers else [unknown]
         return VaswaniGenerationConfig(
             num_beams=int(decoder.get("beam-size") or 12),
             length_penalty_type="hf",
-            # Marian's default is 0; `true` is 1, as for its --normalize without a number.
+            # Marian's default is 0. `true` means 1, like --normalize without a number.
             length_penalty=1.0 if as_transformers else float(decoder.get("normalize") or 0.0),
             early_stopping=False,
             max_length_offset=0,
@@ -293,16 +307,12 @@ class MarianFolder:
         )
 
 
-def _beside(folder: Path, name: Any) -> Path:
-    """A file that decoder.yml names, which may lie where it was when the model was trained."""
+def _file(folder: Path, name: Any) -> Path:
+    """Find a file that decoder.yml names, perhaps by its path on the machine of the training."""
     for path in (folder / str(name), folder / Path(str(name)).name):
         if path.is_file():
             return path
     raise ConversionError(f"There is no file {folder / Path(str(name)).name}.")
-
-
-def _is_model(path: Path) -> bool:
-    return path.suffix == ".spm"
 
 
 def _options(text: str | bytes, place: str) -> dict[str, Any]:
@@ -313,16 +323,16 @@ def _options(text: str | bytes, place: str) -> dict[str, Any]:
 
 
 def _read_npz(path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """The weights and the options that lie among them.
+    """Read the weights, and the options that are stored among them.
 
     Raises:
-        ConversionError: the file is damaged, or is none that Marian writes after training.
+        ConversionError: the file is damaged, or Marian did not write it after a training.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
             loaded = {name: np.asarray(arrays[name]) for name in arrays.files}
     except _DAMAGE as error:
-        raise ConversionError(f"{path} is no complete .npz: {error}") from error
+        raise ConversionError(f"{path} is not a complete .npz: {error}") from error
     text = loaded.pop("special:model.yml", None)
     if text is None:
         raise ConversionError(f"{path} has no special:model.yml: Marian did not write it.")
@@ -334,56 +344,9 @@ def _read_npz(path: Path) -> tuple[Tensors, dict[str, Any]]:
     ]
     if wrong:
         raise ConversionError(
-            f"{path} holds other weights than vectors and matrices of floats: {', '.join(wrong)}."
+            f"{path} holds weights that are not vectors or matrices of floats: {', '.join(wrong)}."
         )
     return {name: torch.from_numpy(array) for name, array in loaded.items()}, options
 
 
-# Vocabularies
-
-
-def read_vocabulary(path: Path, needed: tuple[str, ...] = ("</s>", "<unk>")) -> dict[str, int]:
-    """Tokens and their ids, of a vocabulary in YAML or JSON, or of a SentencePiece model.
-
-    Raises:
-        ConversionError: the file cannot be read, its ids are not 0, 1, 2, ..., or it lacks a token
-            that is `needed`.
-    """
-    if _is_model(path):
-        pieces = SentencePiece.read(path).pieces
-        vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    else:
-        vocabulary = read_json(path) if path.suffix == ".json" else dict(_entries(path))
-    if not is_text(vocabulary):
-        raise ConversionError(f"{path} has a token that is no text.")
-    if missing := [token for token in needed if token not in vocabulary]:
-        raise ConversionError(f"{path} lacks {', '.join(missing)}.")
-    if {*map(repr, vocabulary.values())} != {*map(repr, range(len(vocabulary)))}:
-        raise ConversionError(f"The ids of {path} are not 0 to {len(vocabulary) - 1}, each once.")
-    return vocabulary
-
-
-def _entries(path: Path) -> Iterator[tuple[str, int]]:
-    """The lines "token: id"; a YAML parser would break tokens at rare characters and lose some."""
-    key = None
-    # Not splitlines: U+0085 and others may be tokens.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        line = line.removesuffix("\r")
-        if not line or line in ("---", "..."):
-            continue
-        if key is None and line.startswith("? "):
-            key = line[2:]
-            continue
-        token, colon, value = line.rpartition(":")
-        if key is not None:
-            token, key = key, None
-        if not colon or not value.strip().isdecimal():
-            raise ConversionError(f"{path}, line {number} is not 'token: id': {line!r}.")
-        yield _unquoted(token, f"{path}, line {number}"), int(value)
-
-
-def _unquoted(token: str, place: str) -> str:
-    token = token.strip(" ")
-    if len(token) > 1 and token[0] == token[-1] and token[0] in "\"'":
-        return str(parse_yaml(token, place))
-    return token
+__all__ = ["ACTIVATIONS", "PLACEMENTS", "MarianFolder"]
