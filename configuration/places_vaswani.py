@@ -126,13 +126,9 @@ def check_model_type(place: str | os.PathLike, model_type: str | None, ours: str
             f"{place} holds a model of type {model_type!r}. This class loads models of type "
             f"{ours!r}; AutoModelForSeq2SeqLM loads others."
         )
-    folder, download = place, ""
-    if not Path(place).exists():
-        folder = Path(place).name
-        download = f"hf download {shlex.quote(str(place))} --local-dir {shlex.quote(folder)} && "
     raise OSError(
-        f"{place} holds a model of Marian. Convert it, and load OUTPUT instead: {download}"
-        f"python -m vaswani.conversion marian {shlex.quote(str(folder))} OUTPUT"
+        f"{place} holds a model of Marian. Convert it, and load OUTPUT instead: "
+        f"python -m vaswani.conversion marian {shlex.quote(str(place))} OUTPUT"
     )
 
 

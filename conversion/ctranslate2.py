@@ -207,7 +207,7 @@ class VaswaniLoader(ModelLoader):
                 )
         vocabularies = [
             _vocabulary(tokenizer, config.vocab_size, "source", problems),
-            _vocabulary(target_tokenizer, config.decoder_vocab_size, "target", problems),
+            _vocabulary(target_tokenizer, model.lm_head.out_features, "target", problems),
         ]
         special = _special_tokens(model, vocabularies[0], vocabularies[1], problems)
         refuse(list(dict.fromkeys(problems)), "The model")

@@ -203,26 +203,30 @@ def open_tokenizers(
     place = tokenizer if isinstance(tokenizer, str | Path) else model
     if isinstance(place, str | Path):
         folder = local_path(place, _SETTINGS, _TOKENIZER)
-        if place is tokenizer or (tokenizer is None and _holds_tokenizer(folder)):
-            tokenizer = _load_tokenizer(folder)
+        if tokenizer is None and _holds_tokenizer(folder):
+            tokenizer = folder
         if target_tokenizer is None and (folder / TARGET_TOKENIZER).is_dir():
             target_tokenizer = folder / TARGET_TOKENIZER
-    if isinstance(target_tokenizer, str | Path):
-        target_tokenizer = _load_tokenizer(local_path(target_tokenizer, _SETTINGS, _TOKENIZER))
-    return tokenizer, target_tokenizer
+    return _open_tokenizer(tokenizer), _open_tokenizer(target_tokenizer)
 
 
 def _holds_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def _open_tokenizer(
+    tokenizer: str | Path | PreTrainedTokenizerBase | None,
+) -> PreTrainedTokenizerBase | None:
+    """Load a tokenizer from a folder or from the Hub, or return one in memory as it is."""
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    folder = local_path(tokenizer, _SETTINGS, _TOKENIZER)
     if not _holds_tokenizer(folder):
-        raise ConversionError(f"{folder} holds no tokenizer.")
+        raise ConversionError(f"{tokenizer} holds no tokenizer.")
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConversionError(f"The tokenizer of {folder} cannot be loaded: {error}") from error
+        raise ConversionError(f"The tokenizer of {tokenizer} cannot be loaded: {error}") from error
 
 
 def save_tokenizers(

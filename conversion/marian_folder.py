@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ ACTIVATIONS = {
 }
 
 # Preprocess, postprocess and postprocess-top without dropout: norm_position, final_layer_norm.
-PLACEMENTS = {
+PLACEMENTS: dict[tuple[str, str, str], tuple[Literal["post", "pre"], bool]] = {
     ("", "an", ""): ("post", False),
     ("", "an", "n"): ("post", True),
     ("n", "a", ""): ("pre", False),

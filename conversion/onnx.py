@@ -115,7 +115,7 @@ def _problems(config: VaswaniConfig) -> list[str]:
 
 def _graphs(exporter: Any, options: Any, model: VaswaniForConditionalGeneration) -> dict[str, Any]:
     """Trace the three graphs. The model cannot be used afterwards."""
-    token = min(model.config.vocab_size, model.config.decoder_vocab_size) - 1
+    token = min(model.config.vocab_size, model.lm_head.out_features) - 1
     source = {
         "input_ids": torch.full((_BATCH, _SOURCE), token),
         "attention_mask": torch.ones(_BATCH, _SOURCE, dtype=torch.long),
@@ -157,7 +157,7 @@ def _check(folder: Path, model: VaswaniForConditionalGeneration) -> None:
     except ImportError:
         return
     generator = torch.Generator().manual_seed(0)
-    sizes = model.config.vocab_size, model.config.decoder_vocab_size
+    sizes = model.config.vocab_size, model.lm_head.out_features
     sources = [torch.randint(sizes[0], (n,), generator=generator).tolist() for n in (1, 6, 3)]
     target = torch.randint(sizes[1], (len(sources), 3), generator=generator)
     decoder = translator.encode(sources)

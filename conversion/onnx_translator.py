@@ -129,7 +129,8 @@ class OnnxTranslator:
             max_new_tokens: one limit for all translations, in place of the two above.
 
         Raises:
-            ValueError: a source is empty or too long, or nothing limits the translations.
+            ValueError: a source is empty or too long, nothing limits the translations, or the
+                folder names no start token.
         """
         if not sources:
             return []
@@ -145,6 +146,8 @@ class OnnxTranslator:
         limits = self._limits(sources, settings, max_new_tokens)
         decoder = self.encode(sources)
         start = settings.get("decoder_start_token_id", settings.get("bos_token_id"))
+        if start is None:
+            raise ValueError(f"{self.folder} names no decoder_start_token_id.")
         prompt = torch.full((len(sources), 1), start)
         search, rules = _search_settings(settings), _token_rules(settings)
         if search.num_beams == 1:

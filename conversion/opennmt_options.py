@@ -102,17 +102,15 @@ class Vocabularies:
         Raises:
             ConversionError: it holds no two lists of tokens.
         """
-        entries = vocab if isinstance(vocab, dict) else {}
-        sides = [entries.get("src"), entries.get("tgt")]
-        if all(isinstance(side, list) for side in sides):
-            version, lists, problems = 3, sides, []
-        else:
-            version, (lists, problems) = 2, _torchtext_tokens(sides, path)
+        entries: dict[str, Any] = vocab if isinstance(vocab, dict) else {}
+        sides: list[Any] = [entries.get("src"), entries.get("tgt")]
+        version = 3 if all(isinstance(side, list) for side in sides) else 2
+        (source, target), problems = (sides, []) if version == 3 else _torchtext(sides, path)
         if entries.get("src_feats"):
             problems.append(f"src_feats ({len(entries['src_feats'])} source features)")
         if entries.get("data_task", "seq2seq") != "seq2seq":
             problems.append(f"data_task {entries['data_task']}")
-        for side, tokens in zip(("src", "tgt"), lists, strict=True):
+        for side, tokens in (("src", source), ("tgt", target)):
             strings = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
             if not strings or not is_text(tokens):
                 raise ConversionError(f"vocab of {path} holds no list of tokens for {side}.")
@@ -121,11 +119,11 @@ class Vocabularies:
                 problems.append(
                     f"the {side} vocabulary, which has {', '.join(repeated)} more than once"
                 )
-        return cls(version, *lists, entries.get("decoder_start_token", START), problems)
+        return cls(version, source, target, entries.get("decoder_start_token", START), problems)
 
 
-def _torchtext_tokens(sides: list[Any], path: Path) -> tuple[list[Any], list[str]]:
-    """Read the tokens and the problems of OpenNMT-py 2, whose vocabularies are torchtext's."""
+def _torchtext(sides: list[Any], path: Path) -> tuple[list[Any], list[str]]:
+    """Read the tokens of OpenNMT-py 2 from torchtext's fields, and list their problems."""
     fields: list[Any] = [getattr(side, "fields", None) for side in sides]
     try:
         special = [[field.pad_token, field.unk_token] for ((_, field), *_) in fields]

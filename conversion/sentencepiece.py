@@ -212,7 +212,10 @@ def _parse(path: Path) -> Any:
     if not path.is_file():
         raise ConversionError(f"There is no file {path}.")
     try:
-        model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+        # The module makes its classes during the import, where mypy cannot see them.
+        model = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]
+            path.read_bytes()
+        )
         scores = [piece.score for piece in model.pieces if piece.piece and piece.type == _NORMAL]
     except (DecodeError, UnicodeDecodeError, OSError) as error:
         raise ConversionError(f"{path} is not a complete SentencePiece model: {error}.") from error

@@ -13,6 +13,7 @@ length penalty of Wu et al. (2016), for the limit of input length + 50, and for 
 import math
 from pathlib import Path
 
+import torch
 from transformers import (
     GenerationConfig,
     MarianConfig,
@@ -74,7 +75,8 @@ def to_marian(model: VaswaniForConditionalGeneration) -> MarianMTModel:
     """
     refuse(_problems(model.config), "The model")
     weights = _weights(model)
-    theirs = MarianMTModel(_marian_config(model.config)).to(weights[HEAD].dtype)
+    theirs = MarianMTModel(_marian_config(model.config))
+    torch.nn.Module.to(theirs, weights[HEAD].dtype)
     places = theirs.state_dict()
     tensors = to_theirs(transformers_rules(), weights)
     if model.config.share_encoder_decoder_embeddings:

@@ -415,6 +415,24 @@ def damaged_cache(**trusted):
     return facts
 
 
+def converter(work, commands):
+    """Runs commands of vaswani.conversion, and tells their refusals and what they downloaded."""
+    from huggingface_hub import scan_cache_dir
+    from vaswani.conversion.__main__ import main
+
+    refused = {}
+    for name, command in commands.items():
+        try:
+            refused[name] = main(command)
+        except SystemExit as error:
+            refused[name] = str(error)
+    downloads = {
+        repository.repo_id: [file.file_name for r in repository.revisions for file in r.files]
+        for repository in scan_cache_dir().repos
+    }
+    return {"refusals": refused, "downloads": downloads}
+
+
 if __name__ == "__main__":
     _role, _package, _task, _report = sys.argv[1:]
     if _package:

@@ -184,12 +184,11 @@ def test_the_command_for_a_marian_model_converts_it(folder):
         VaswaniTranslationPipeline(MarianMTModel.from_pretrained("opus"), tokenizer=object())
 
 
-def test_a_marian_model_of_the_hub_is_downloaded_before_it_is_converted(folder):
+def test_a_marian_model_of_the_hub_is_converted_by_its_id(folder):
     with pytest.raises(OSError, match="Marian") as error:
         check_model_type("Helsinki-NLP/opus-mt-en-de", "marian", "vaswani")
     assert str(error.value).endswith(
-        "hf download Helsinki-NLP/opus-mt-en-de --local-dir opus-mt-en-de && "
-        "python -m vaswani.conversion marian opus-mt-en-de OUTPUT"
+        "python -m vaswani.conversion marian Helsinki-NLP/opus-mt-en-de OUTPUT"
     )
 
 
