@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.pipelines import PIPELINE_REGISTRY
-from vaswani.conversion.marian import to_marian
+from vaswani.conversion.to_marian import to_marian
 
 from vaswani import (
     VaswaniConfig,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from child_process import in_child
 from vaswani.configuration.extras import needs
-from vaswani.conversion import files, onnx, sentencepiece
+from vaswani.conversion import onnx, reading, sentencepiece
 from vaswani.conversion.__main__ import main
-from vaswani.conversion.rules import ConversionError
+from vaswani.conversion.errors import ConversionError
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
@@ -77,7 +77,7 @@ def test_a_script_ends_with_the_command(capfd, package, script, requirement):
 
 CONVERTERS = [
     ("sentencepiece", lambda: sentencepiece.SentencePiece.read(Path("m.model"))),
-    ("yaml", lambda: files.parse_yaml("a: 1", "config.yaml")),
+    ("yaml", lambda: reading.parse_yaml("a: 1", "config.yaml")),
     ("onnxruntime", lambda: onnx.OnnxTranslator("folder")),
     ("ctranslate2", lambda: main(["to-ctranslate2", str(FROZEN), "out"])),
     ("onnxscript", lambda: main(["to-onnx", str(FROZEN), "out"])),
