@@ -24,10 +24,7 @@ _BYTES_READ = 2**26  # of a pickle: a vocabulary of 100,000 words is a few milli
 
 
 def check_place(
-    place: str | os.PathLike | None,
-    subfolder: str | None = None,
-    cache_dir: str | os.PathLike | None = None,
-    **kwargs: Any,
+    place: str | os.PathLike | None, subfolder: str | None = None, **kwargs: Any
 ) -> None:
     """Refuse what nothing can be loaded from; arguments are those of `from_pretrained`.
 
@@ -35,19 +32,24 @@ def check_place(
         OSError: there is no such path, or it holds another toolkit's model.
     """
     if place is not None:
-        check_path(place, cache_dir)
+        check_path(place, kwargs.get("cache_dir"), kwargs.get("revision"))
         if not subfolder:
             check_toolkit(place)
 
 
-def check_path(place: str | os.PathLike, cache_dir: str | os.PathLike | None = None) -> None:
+def check_path(
+    place: str | os.PathLike,
+    cache_dir: str | os.PathLike | None = None,
+    revision: str | None = None,
+) -> None:
     """Refuse a local path that does not exist; names that may be on the Hub pass.
 
-    A name USER/NAME may be either where USER is a folder here. It passes if the Hub answers.
+    NAME, and USER/NAME where USER is a folder here, may be either. They pass if the Hub answers.
 
     Args:
         place: the path or name.
         cache_dir: where repositories of the Hub are cached, if not in the usual place.
+        revision: of the repository.
 
     Raises:
         FileNotFoundError: names the most similar path, if there is one.
@@ -55,14 +57,15 @@ def check_path(place: str | os.PathLike, cache_dir: str | os.PathLike | None = N
     path = Path(place)
     if path.exists():
         return
+    missing = f"There is no file or folder {place}"
     if not _can_only_be_a_path(str(place)):
-        is_beside_others = len(path.parts) == 2 and path.parent.is_dir()
-        if not is_beside_others or _may_be_on_hub(str(place), cache_dir):
+        if not path.parent.is_dir() or _may_be_on_hub(str(place), cache_dir, revision):
             return
+        missing += ", and the Hub does not answer"
     beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
     similar = difflib.get_close_matches(path.name, beside, n=1)
     hint = f"; did you mean {path.parent / similar[0]}?" if similar else "."
-    raise FileNotFoundError(f"There is no file or folder {place}{hint}")
+    raise FileNotFoundError(missing + hint)
 
 
 def _can_only_be_a_path(place: str) -> bool:
@@ -76,14 +79,14 @@ def _can_only_be_a_path(place: str) -> bool:
     )
 
 
-def _may_be_on_hub(name: str, cache_dir: str | os.PathLike | None) -> bool:
+def _may_be_on_hub(name: str, cache_dir: str | os.PathLike | None, revision: str | None) -> bool:
     """Whether a repository was downloaded before, or the Hub can be reached.
 
     The Hub is asked once. transformers would try again for a minute.
     """
     try:
         cache = None if cache_dir is None else Path(cache_dir)
-        if isinstance(try_to_load_from_cache(name, "config.json", cache_dir=cache), str):
+        if isinstance(try_to_load_from_cache(name, "config.json", cache, revision), str):
             return True
         HfApi().model_info(name, timeout=5)
     except HfHubHTTPError:

@@ -238,7 +238,7 @@ def test_own_folders_and_other_files_are_not_taken_for_another_toolkits(folder):
     "place",
     [
         *("runs/en-dee", "./model", "../model", "/models/en-de", "~/model", "runs/", "a/b/c"),
-        *("model.pt", "runs/en-de/model.npz"),
+        *("model.pt", "runs/en-de/model.npz", "modle"),
     ],
 )
 def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, place):
@@ -252,7 +252,7 @@ def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, 
         with pytest.raises(FileNotFoundError, match=f"There is no file or folder {place}") as error:
             load.from_pretrained(place)
         # It could be on the Hub; huggingface_hub looks up one thing more for itself.
-        assert len(looked_up) <= (2 if place == "runs/en-dee" else 0)
+        assert len(looked_up) <= (2 if place in ("runs/en-dee", "modle") else 0)
         looked_up.clear()
     if place == "runs/en-dee":
         assert str(error.value).endswith("did you mean runs/en-de?")
@@ -270,7 +270,9 @@ def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, 
 def test_scripts_end_at_once_at_a_mistyped_path(folder, looked_up, script, arguments):
     Path("runs/en-de").mkdir(parents=True)
     Path("text.tsv").write_text("a\tb\n")
-    assert script(*arguments).endswith("runs/en-dee; did you mean runs/en-de?")
+    said = script(*arguments)
+    assert "There is no file or folder runs/en-dee, and the Hub does not answer" in said
+    assert said.endswith("; did you mean runs/en-de?")
     assert len(looked_up) <= 2
 
 
@@ -293,7 +295,7 @@ def test_converters_of_files_name_those_of_a_folder(folder):
 
 def test_names_that_may_be_on_the_hub_and_paths_that_exist_pass(folder):
     Path("runs/en-de").mkdir(parents=True)
-    for place in ("someone/model", "t5-small", "runs/en-de", "./runs/en-de", FROZEN, "runs"):
+    for place in ("someone/model", "runs/en-de", "./runs/en-de", FROZEN, "runs"):
         check_path(place)
 
 
