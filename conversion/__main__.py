@@ -10,9 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from ..training.checkpoints import refuse_existing
+from ..training.atomic_folder import refuse_existing
 from .converter import SUMMARIES, find
 from .errors import ConversionError
 
@@ -43,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         refuse_existing(Path(arguments["output"]))  # before any work
         converter.convert(**arguments)
-    except (ConversionError, OSError, SafetensorError) as error:
+    except (ConversionError, OSError) as error:
         sys.exit(f"{own_parser.prog}: {error}")
 
 

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..training.checkpoints import new_folder
+from ..training.atomic_folder import new_folder
 from .errors import ConversionError, refuse
 from .loading import TARGET_TOKENIZER, add_model_arguments, open_model, open_tokenizers
 from .rules import Rename, Rule, Stack, Tensors, to_theirs

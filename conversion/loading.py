@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
-from ..training.checkpoints import new_folder
+from ..training.atomic_folder import new_folder
 from .errors import ConversionError
 from .reading import is_dense, local_path, pickle_error
 from .rules import Tensors

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import NO_LONGEST_SEQUENCE, VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..training.checkpoints import new_folder
+from ..training.atomic_folder import new_folder
 from .errors import ConversionError, refuse
 from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers
 from .marian_names import (

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..training.checkpoints import new_folder
+from ..training.atomic_folder import new_folder
 from .errors import refuse
 from .loading import add_model_arguments, open_model
 from .rules import Tensors, to_theirs

@@ -64,15 +64,10 @@ from vaswani.configuration.names_vaswani import complaints
 from vaswani.configuration.places_vaswani import check_path
 from vaswani.hub_cards.card import write_model_card
 from vaswani.hub_cards.results import is_language, weights_sha256
+from vaswani.training.atomic_folder import replaced_file, replaced_files
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.bpe_dropout import BpeDropout
-from vaswani.training.checkpoints import (
-    flaw_of,
-    last_complete_checkpoint,
-    replaced_file,
-    replaced_files,
-    run_checkpoints,
-)
+from vaswani.training.checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from vaswani.training.circumstances import circumstances
 
 from vaswani import (

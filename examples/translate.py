@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from transformers import pipeline
-from vaswani.training.checkpoints import replaced_file
+from vaswani.training.atomic_folder import replaced_file
 
 from vaswani import VaswaniConfig, VaswaniTranslationPipeline
 

@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import logging
 
 from .. import __version__
-from ..training.checkpoints import replaced_file
+from ..training.atomic_folder import replaced_file
 from .results import Results, is_language, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
 

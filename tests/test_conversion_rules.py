@@ -19,7 +19,7 @@ from vaswani.conversion.errors import ConversionError, refuse
 from vaswani.conversion.loading import Converted, build_model
 from vaswani.conversion.reading import Inert, parse_yaml, read_checkpoint, read_json
 from vaswani.conversion.rules import Drop, Rename, Stack, to_ours, to_theirs
-from vaswani.training.checkpoints import new_folder
+from vaswani.training.atomic_folder import new_folder
 
 from vaswani import VaswaniForConditionalGeneration
 

@@ -16,7 +16,7 @@ import torch
 from loopback_hub import LoopbackHub
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.training import checkpoints
+from vaswani.training import atomic_folder
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
@@ -247,7 +247,7 @@ def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
         "--steps", 4, "--save-steps", 2, "--average", 2, "--output", output,
     ]  # fmt: skip
     examples(*arguments)
-    flush = checkpoints._flush
+    flush = atomic_folder.flush
     for name in ("model.safetensors", "test.txt", "results.json", "README.md"):
         before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
 
@@ -257,7 +257,7 @@ def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
             flush(path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "_flush", full)
+            patch.setattr(atomic_folder, "flush", full)
             said = r"run\S* could not be saved: No space left on device \(\d+ MiB are free there"
             with pytest.raises(SystemExit, match=rf"train_translation\.py: .*{said}"):
                 examples(*arguments, "--resume")

@@ -345,7 +345,7 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
             if folder.name == "checkpoint-6":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (allowed[file], limits[1]))
                 if file == "list":
-                    checkpoints._flush = refuse
+                    checkpoints.flush = refuse
 
         trainer.begin_checkpoint = fill_disk
         try:

@@ -13,9 +13,10 @@ from test_batching import assert_bit_for_bit, make_trainer, weights
 from test_faults import SAVING, die_in
 from transformers import AutoModelForSeq2SeqLM, modeling_utils
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
-from vaswani.training import checkpoints
+from vaswani.training import atomic_folder
+from vaswani.training.atomic_folder import replaced_file, replaced_files
 from vaswani.training.averaging import average_checkpoints
-from vaswani.training.checkpoints import replaced_file, replaced_files, run_checkpoints
+from vaswani.training.checkpoints import run_checkpoints
 
 from vaswani import VaswaniTokenizer
 
@@ -96,7 +97,7 @@ FAULTS = {
     "weights": (modeling_utils, "safe_save_file", 300),
     "tokenizer": (TokenizersBackend, "_save_pretrained", 300),
     "settings": (torch, "save", 300),
-    "flush": (checkpoints, "_move_files", None),
+    "flush": (atomic_folder, "_move_files", None),
 }
 
 
@@ -132,7 +133,7 @@ def no_space_left(*args):
     ("owner", "name", "when"),
     [
         (modeling_utils, "safe_save_file", "half way"),
-        (checkpoints, "_move_files", "before"),
+        (atomic_folder, "_move_files", "before"),
         (torch, "save", "half way"),
     ],
 )

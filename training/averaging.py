@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from .checkpoints import TRAINER_STATE, new_folder, refuse_existing, run_checkpoints
+from .atomic_folder import new_folder, refuse_existing
+from .checkpoints import TRAINER_STATE, run_checkpoints
 
 logger = logging.get_logger(__name__)
 

@@ -23,19 +23,16 @@ from ..configuration.extras import needs
 from ..hub_cards.card import CARD, write_model_card
 from ..hub_cards.results import weights_sha256
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from .atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
 from .batching import TokenBatchSampler
 from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
-    failed_save,
     finish_checkpoint,
     flaw_of,
     is_being_saved,
-    is_failed_write,
     last_complete_checkpoint,
     limit_checkpoints,
-    replaced_file,
-    replaced_files,
 )
 from .circumstances import circumstances
 from .processes import whole_weights

@@ -1,0 +1,162 @@
+"""Folders and files that are written whole or not at all.
+
+Each context manager yields a temporary path. The result takes its name at the end of the block. An
+error or a kill inside the block changes nothing.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+# Prefix of folders whose files will replace others. Trainers do not push such folders.
+_UNFINISHED = "_saving-"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def refuse_existing(output: Path) -> None:
+    """Refuse an output that exists already. An empty folder may exist.
+
+    Raises:
+        FileExistsError: `output` exists, or is the current folder.
+    """
+    if not output.name:
+        raise FileExistsError(f"{output} is where you are: name a new folder.")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise FileExistsError(
+            f"{output} exists and is not an empty folder: choose another output folder, or remove "
+            "it."
+        )
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `output`. After an error it is removed.
+
+    Raises:
+        FileExistsError: `output` exists already, as anything but an empty folder.
+        OSError: a file could not be written; the message tells how much room there is.
+    """
+    refuse_existing(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise failed_save(output, error) from error
+        raise
+
+
+@contextlib.contextmanager
+def replaced_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose files then replace those of the same name in `folder`.
+
+    `folder` does not change until all new files are on the disk. A kill can leave the temporary
+    folder inside `folder`. The next call removes it.
+
+    Raises:
+        OSError: a file could not be written; the message tells how much room there is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    partial = folder / f"{_UNFINISHED}{uuid.uuid4().hex[:8]}"
+    try:
+        partial.mkdir()
+        yield partial
+        _move_files(partial, folder)
+    except Exception as error:
+        if is_failed_write(error):
+            raise failed_save(folder, error) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    for path in files:
+        flush(path)
+    names = [path.relative_to(source) for path in files]
+    for name in names:
+        (target / name.parent).mkdir(parents=True, exist_ok=True)
+        (source / name).replace(target / name)
+    if any(_WEIGHTS.fullmatch(str(name)) for name in names):
+        # Weights of an earlier save in more or fewer files would be loaded instead of the new ones.
+        for path in target.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and Path(path.name) not in names:
+                path.unlink()
+    flush(target)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file then replaces the one at `path`.
+
+    A link stays a link. Devices and pipes cannot be replaced, so their own path is yielded.
+
+    Raises:
+        OSError: the file could not be written; the message tells how much room there is.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if target.exists():
+            shutil.copymode(target, partial)
+        flush(partial)
+        partial.replace(target)
+    except OSError as error:
+        raise failed_save(path, error) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_failed_write(error: Exception) -> bool:
+    """Tell whether a full disk can have raised this error."""
+    # torch raises a RuntimeError for it, tokenizers the bare Exception.
+    return isinstance(error, OSError | RuntimeError | SafetensorError) or type(error) is Exception
+
+
+def failed_save(output: Path, error: BaseException) -> OSError:
+    """Make an error that tells what could not be saved, why, and how much room there is."""
+    place = next(path for path in (output, *output.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free / 2**20
+    return OSError(f"{output} could not be saved: {error} ({free:.0f} MiB are free there).")
+
+
+def flush(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open folders. It writes their names in order.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = [
+    "failed_save",
+    "flush",
+    "is_failed_write",
+    "new_folder",
+    "refuse_existing",
+    "replaced_file",
+    "replaced_files",
+]
