@@ -1,8 +1,6 @@
-"""Pictures of what a model does; they need matplotlib."""
+"""Pictures of attention: as files, and as views in notebooks and web pages."""
 
-from ..configuration.extras import needs
+from .attention import plot_attention
+from .hoverable import HoverableAttention, hoverable_attention
 
-with needs("matplotlib"):
-    from .attention import plot_attention
-
-__all__ = ["plot_attention"]
+__all__ = ["HoverableAttention", "hoverable_attention", "plot_attention"]

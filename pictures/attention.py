@@ -3,33 +3,24 @@
 Shapes: L layers, H heads, R rows (queries), C columns (keys).
 """
 
-import copy
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
-from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.extras import needs
 from ..modeling.scoring_vaswani import _checked
-from .heat_maps import FORMATS, draw_heat_maps, write_figure
-from .labels import token_labels
+from .weights import KINDS, Kind, Sentence, attention_weights, check_model
 
-# What is drawn, and the names of rows and columns.
-_KINDS = {
-    "cross": ("Encoder-decoder attention", "target", "source"),
-    "encoder": ("Encoder self-attention", "source", "source"),
-    "decoder": ("Decoder self-attention", "target", "target read so far"),
-}
-# Beyond, a row of the largest picture is thinner than a pixel.
-_MOST_TOKENS = 1000
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-Sentence = str | Sequence[int] | torch.Tensor
+_FORMATS = (".png", ".svg")
 
 
 def plot_attention(
@@ -40,72 +31,68 @@ def plot_attention(
     *,
     layers: int | Iterable[int] | None = None,
     heads: int | Iterable[int] | None = None,
-    kind: Literal["cross", "encoder", "decoder"] = "cross",
+    kind: Kind = "cross",
     target_tokenizer: Any = None,
     path: str | os.PathLike | None = None,
-) -> Figure:
+) -> "Figure":
     """Draw which tokens the model attends to: one heat map, or a grid over layers and heads.
 
-    Rows are queries and sum to 1, columns are keys. A row of the decoder has the name of the token
-    that it predicts, up to "</s>"; a column of `kind="decoder"` that of the token which was read
-    there, from the start token on. The model stays as it is, whatever attention it computes with.
+    Rows are queries and sum to 1. Columns are keys. A row of the decoder has the name of the token
+    that it predicts, up to "</s>". A column of `kind="decoder"` has the name of the token that was
+    read, from the start token on. The call changes nothing about the model.
 
     Args:
         model: a VaswaniForConditionalGeneration.
-        tokenizer: of the source, and of the target unless that has another.
+        tokenizer: the tokenizer of the source, and of the target unless that has another.
         source: one sentence, or its token ids.
-        target: its translation, or token ids as for `model.score`; None is the model's own, by
-            `generate`. `kind="encoder"` does not use it.
-        layers: one of them, or several, one row of the grid each, such as `range(6)`; negative from
-            the last. None is their average. A grid of one row or column is wrapped.
-        heads: likewise, the columns of the grid.
+        target: its translation, or the token ids of `model.score`. None stands for the model's own
+            translation by `generate`. `kind="encoder"` does not use the target.
+        layers: one layer, or several such as `range(6)` for one row of the grid each. Negative
+            numbers count from the last. None averages all layers. A grid of one row or column is
+            wrapped.
+        heads: likewise, for the columns of the grid.
         kind: encoder-decoder ("cross"), "encoder" or "decoder" attention (3.2.3).
-        target_tokenizer: of the target; None looks for it where the VaswaniTranslationPipeline
-            does.
-        path: of a file to write, too, that ends in .png or .svg; it appears whole or not at all.
+        target_tokenizer: the tokenizer of the target. None looks for it as the
+            VaswaniTranslationPipeline does.
+        path: a file to write as well, which ends in .png or .svg. The file is written whole or not
+            at all.
+
+    Returns:
+        A matplotlib Figure. A notebook shows it as a picture.
 
     Raises:
-        TypeError: an argument is none of these.
-        ValueError: there is no such layer, head or kind; a sentence is empty, too long to be seen,
-            or there are several; model and tokenizer have different tokens; path ends otherwise.
-        FileNotFoundError: path is in a folder that is missing.
+        TypeError: an argument has the wrong type.
+        ValueError: there is no such layer, head or kind; a sentence is empty or too long, or the
+            call holds several; model and tokenizer have different tokens; path ends otherwise.
+        FileNotFoundError: the folder of `path` is missing.
+        ModuleNotFoundError: matplotlib is missing.
     """
+    with needs("matplotlib"):
+        from .heat_maps import draw_heat_maps, write_figure
+
     file = None if path is None else _checked_path(Path(path))
-    if kind not in _KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, _KINDS))}, got {kind!r}.")
-    _check_model(model, tokenizer)
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
+    check_model(model, tokenizer)
     side = "encoder" if kind == "encoder" else "decoder"
     layer_count = getattr(model.config, f"{side}_layers")
     head_count = getattr(model.config, f"{side}_attention_heads")
     drawn_layers = _drawn("layers", layers, layer_count)
     drawn_heads = _drawn("heads", heads, head_count)
-
-    source_ids = _ids("source", source, model, tokenizer)
-    target_ids: list[int] = []
-    rows = columns = token_labels(source_ids, tokenizer)
-    if kind != "encoder":
-        reader = target_tokenizer or model.target_tokenizer(tokenizer)
-        if target is None:
-            target_ids = _translation(model, source_ids)
-        else:
-            target_ids = _ids("target", target, model, reader)
-        rows = token_labels(target_ids, reader)
-    if kind == "decoder":
-        start = model._token_id("decoder_start_token_id")
-        columns = token_labels([start, *target_ids[:-1]], reader)
-
-    weights = _weights(model, source_ids, target_ids, kind)
-    maps = list(_maps(weights, drawn_layers, drawn_heads))
+    (attention,) = attention_weights(
+        model, tokenizer, source, target, kinds=(kind,), target_tokenizer=target_tokenizer
+    )
+    maps = list(_maps(attention.values, drawn_layers, drawn_heads))
     details = [maps[0][0]] if len(maps) == 1 and maps[0][0] else []
     averaged = [f"{layer_count} layers"] * (drawn_layers == [None])
     averaged += [f"{head_count} heads"] * (drawn_heads == [None])
     if averaged:
         details.append(f"mean of {' and '.join(averaged)}")
-    title, row_name, column_name = _KINDS[kind]
+    title, row_name, column_name = KINDS[kind]
     figure = draw_heat_maps(
         maps,
-        rows=rows,
-        columns=columns,
+        rows=attention.rows,
+        columns=attention.columns,
         title=title,
         subtitle=", ".join(details),
         row_name=row_name,
@@ -118,25 +105,15 @@ def plot_attention(
 
 
 def _checked_path(path: Path) -> Path:
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"path must end in {' or '.join(FORMATS)}, got {str(path)!r}.")
+    if path.suffix.lower() not in _FORMATS:
+        raise ValueError(f"path must end in {' or '.join(_FORMATS)}, got {str(path)!r}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path is {str(path)!r}, but there is no folder {path.parent}.")
     return path
 
 
-def _check_model(model: Any, tokenizer: Any) -> None:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type != VaswaniConfig.model_type or not hasattr(model, "score"):
-        raise TypeError(
-            f"model must be a VaswaniForConditionalGeneration, got {type(model).__name__}."
-        )
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise TypeError(f"tokenizer must be that of the model, got {type(tokenizer).__name__}.")
-
-
 def _drawn(name: str, given: int | Iterable[int] | None, count: int) -> list[int | None]:
-    """Positions of the layers or heads to draw; None alone is the average over several."""
+    """Positions of the layers or heads to draw. None alone is the average over several."""
     if given is None:
         return [None] if count > 1 else [0]
     indices: list[Any] = [given]
@@ -146,65 +123,6 @@ def _drawn(name: str, given: int | Iterable[int] | None, count: int) -> list[int
         if not isinstance(index, Integral) or isinstance(index, bool):
             raise TypeError(f"{name} must be an integer, several or None, got {given!r}.")
     return [*_checked(name, indices, count, name)]
-
-
-def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]:
-    """The token ids of one sentence, checked."""
-    nested = isinstance(sentence, list | tuple) and any(
-        isinstance(entry, str | list | tuple) for entry in sentence
-    )
-    if nested or getattr(sentence, "ndim", 1) != 1:
-        raise ValueError(
-            f"{name} must be one sentence, a string or its token ids, but holds {len(sentence)}: "
-            "call plot_attention for each."
-        )
-    if isinstance(sentence, str) and not sentence.strip():
-        way_out = "pass some text" if name == "source" else "None stands for the model's own"
-        raise ValueError(f"{name} is empty ({sentence!r}): {way_out}.")
-    argument, size = "text", model.config.vocab_size
-    if name == "target":
-        argument, size = "text_target", model.config.decoder_vocab_size
-
-    def read(texts: list[str]) -> Any:
-        return tokenizer(**{argument: texts})["input_ids"]
-
-    (ids,) = model._token_ids(name, [sentence], read, size)
-    if len(ids) > _MOST_TOKENS:
-        raise ValueError(
-            f"{name} has {len(ids)} tokens, more than the {_MOST_TOKENS} that a picture can show: "
-            "shorten it."
-        )
-    return ids
-
-
-def _translation(model: Any, source: list[int]) -> list[int]:
-    """What the model itself makes of a source, as labels: without the start token."""
-    batch = torch.tensor([source], device=model.device)
-    with model.evaluating():
-        output = model.generate(input_ids=batch, attention_mask=torch.ones_like(batch))
-    sequences = getattr(output, "sequences", output)
-    return model._without_padding(sequences[0, 1:].tolist())
-
-
-def _weights(model: Any, source: list[int], target: list[int], kind: str) -> torch.Tensor:
-    """The attention of all layers and heads to one pair: (L, H, R, C), on the CPU.
-
-    Only eager attention keeps its weights. It is switched on in a twin that shares all tensors with
-    the model, so that whoever else uses the model meanwhile notices nothing.
-    """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
-    twin.set_attn_implementation("eager")
-    with torch.no_grad():
-        if kind == "encoder":
-            batch = torch.tensor([source], device=model.device)
-            layers = twin.get_encoder()(batch, output_attentions=True).attentions
-        else:
-            ((_, inputs, _),) = twin._forced_batches([(source, target)], max_tokens=1)
-            output = twin(**inputs, use_cache=False, output_attentions=True)
-            layers = output.cross_attentions if kind == "cross" else output.decoder_attentions
-    weights = torch.cat([layer.cpu() for layer in layers])  # (L, H, R, C)
-    return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def _maps(

@@ -1,5 +1,6 @@
 """Heat maps of weights between tokens: how they look."""
 
+import io
 import itertools
 import math
 import uuid
@@ -14,21 +15,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from .labels import drawable
+from .colours import RAMP
+from .fonts import drawable
 
-FORMATS = (".png", ".svg")
-
-# From white to navy, darker at every step, by equal steps of perceived colour (Oklab): it holds on
-# paper and in grey print.
-COLOURS = LinearSegmentedColormap.from_list(
-    "attention",
-    [
-        *("#ffffff", "#d4f0ff", "#abdeff", "#85cbfe", "#65b5f6", "#4e9de9"),
-        *("#4185d4", "#3a6ebb", "#35589e", "#2f457f", "#283360", "#1f2442"),
-    ],
-)
+COLOURS = LinearSegmentedColormap.from_list("attention", RAMP)
 INK, LINE, _PALE_INK, _FAINT = "#2b2f3a", "#c9ced8", "#6b7280", "#e6e9ef"
 _DPI = 150
+_CSS_DPI = 96  # pixels of an inch in a browser
 # In inches:
 _GAP = 0.14  # between neighbours, and around everything
 _RULED = 0.12  # sides of cells from which on lines are drawn between them
@@ -49,6 +42,20 @@ _ONE_MAP = _Sizes(cell=0.3, least=0.9, longest=12, type=10, smallest_type=5)
 _GRID = _Sizes(cell=0.14, least=1.1, longest=16, type=7, smallest_type=4.5)
 
 
+class Picture(Figure):
+    """A figure that a notebook shows as a picture.
+
+    IPython shows a plain Figure only after `%matplotlib inline`, and prints its name otherwise.
+    """
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        """Return a PNG file, and the size in which a notebook shows it: type in its own points."""
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=self.dpi, facecolor=self.get_facecolor())
+        width, height = (round(_CSS_DPI * inches) for inches in self.get_size_inches())
+        return file.getvalue(), {"width": width, "height": height}
+
+
 def draw_heat_maps(
     maps: Sequence[tuple[str, np.ndarray]],
     *,
@@ -59,7 +66,7 @@ def draw_heat_maps(
     row_name: str,
     column_name: str,
     across: int | None = None,
-) -> Figure:
+) -> Picture:
     """Draw maps of the same tokens on one scale of colours.
 
     The figure grows with the sentences up to a limit; from there on cells and type shrink, and
@@ -84,7 +91,7 @@ def draw_heat_maps(
     labels, families = drawable([*rows, *columns])
     style = {"family": families, "color": INK, "parse_math": False, "usetex": False}
     # One inch by one: until everything is measured, fractions of the figure are inches.
-    figure = Figure(figsize=(1, 1), dpi=_DPI, facecolor="white")
+    figure = Picture(figsize=(1, 1), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     peak = max(float(weights.max()) for _, weights in maps)
     panels = []

@@ -1,6 +1,7 @@
 """Attention pictures show the attention of the network, by names of tokens that can be read."""
 
 import gc
+import io
 import itertools
 import warnings
 import weakref
@@ -18,9 +19,10 @@ from matplotlib import font_manager
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
-from vaswani.pictures import labels, plot_attention
+from vaswani.pictures import plot_attention
+from vaswani.pictures.fonts import _further_families, drawable
 from vaswani.pictures.heat_maps import COLOURS, draw_heat_maps
-from vaswani.pictures.labels import drawable, token_labels
+from vaswani.pictures.labels import token_labels
 
 from vaswani import VaswaniEncoderModel, VaswaniTokenizer
 
@@ -321,9 +323,9 @@ def fonts(tmp_path, monkeypatch):
     monkeypatch.setattr(
         manager, "ttflist", [entry for entry in manager.ttflist if "mpl-data" in entry.fname]
     )
-    labels._further_families.cache_clear()
+    _further_families.cache_clear()
     yield lambda family, characters: make_font(tmp_path / f"{family}.ttf", family, characters)
-    labels._further_families.cache_clear()
+    _further_families.cache_clear()
 
 
 def test_characters_get_the_fewest_installed_fonts_that_have_them(fonts):
@@ -476,11 +478,31 @@ def test_colours_darken_from_white_in_equal_steps():
 
 def test_a_figure_is_released_with_its_last_reference(model, tokenizer):
     figure = plot_attention(model, tokenizer, SOURCE, TARGET)
-    assert type(figure) is Figure  # of no window, and of no list that pyplot keeps
+    assert isinstance(figure, Figure)
     watched = weakref.ref(figure)
     del figure
     gc.collect()
     assert watched() is None
+
+
+# Notebooks
+
+
+def test_a_notebook_shows_a_figure_as_a_png_in_the_size_of_its_type(model, tokenizer):
+    figure = plot_attention(model, tokenizer, SOURCE, TARGET)
+    data, size = figure._repr_png_()
+    height, width, _ = matplotlib.image.imread(io.BytesIO(data), format="png").shape
+    inches = figure.get_size_inches()
+    assert (width, height) == tuple((inches * figure.dpi).round())
+    assert (size["width"], size["height"]) == tuple((inches * 96).round())
+
+
+def test_ipython_displays_a_figure_without_a_matplotlib_magic(model, tokenizer):
+    formatters = pytest.importorskip("IPython.core.formatters", reason="needs ipython")
+    figure = plot_attention(model, tokenizer, SOURCE, TARGET)
+    shown, _ = formatters.DisplayFormatter().format(figure)
+    assert sorted(shown) == ["image/png", "text/plain"]
+    assert shown["image/png"].startswith(b"\x89PNG")
 
 
 # Files
