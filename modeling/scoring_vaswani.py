@@ -200,7 +200,7 @@ class VaswaniScoringMixin:
             # Of every token, the numbers that its links may have; "</s>" and spaces have none.
             if words:
                 units = [
-                    _words_of_tokens(text[row], side["offset_mapping"][row])
+                    words_of_tokens(text[row], side["offset_mapping"][row])
                     for text, side in zip(sides, encoded, strict=True)
                 ]
             else:
@@ -455,7 +455,7 @@ def _checked(name: str, indices: Iterable[int], count: int, things: str) -> list
     return [index % count for index in indices]
 
 
-def _words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]]:
+def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]]:
     """For every token of `text`, the numbers of the words whose characters it covers."""
     word_at: list[int | None] = [None] * len(text)
     for number, match in enumerate(re.finditer(r"\S+", text)):
@@ -465,4 +465,4 @@ def _words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int
     ]
 
 
-__all__ = ["VaswaniScores", "VaswaniScoringMixin"]
+__all__ = ["VaswaniScores", "VaswaniScoringMixin", "words_of_tokens"]

@@ -81,7 +81,11 @@ def hoverable_attention(
 @cache
 def attention_script() -> str:
     """The script that draws the element of a HoverableAttention."""
-    return Path(__file__).with_name("hoverable.js").read_text(encoding="utf-8")
+    script, style = (
+        Path(__file__).with_name(f"hoverable.{ending}").read_text(encoding="utf-8")
+        for ending in ("js", "css")
+    )
+    return f"{script}\ndefineVaswaniAttention({json.dumps(style)});"
 
 
 def _map_data(attention: AttentionWeights) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""What the files beside a model say about its languages and its data."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
+from transformers.utils import cached_file
+
+from ..hub_cards.results import Results
+from ..hub_cards.saved_model import SavedModel
+
+_FILES = ("README.md", "results.json", "recipe.yaml")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known about a model. Empty values are unknown.
+
+    Args:
+        languages: codes of the source and the target language.
+        training_data: the name of the data that the model was trained on.
+        pairs: the number of sentence pairs that the model was trained on.
+        samples: source sentences of its test set.
+    """
+
+    languages: list[str] = field(default_factory=list)
+    training_data: str | None = None
+    pairs: int | None = None
+    samples: list[str] = field(default_factory=list)
+
+    @property
+    def direction(self) -> str | None:
+        """The languages by name, such as "English → German"."""
+        return " → ".join(map(language_name, self.languages)) or None
+
+
+def describe(place: str) -> Description:
+    """Read the model card, the results file and the recipe of a model.
+
+    The card comes first, because its author may have corrected the languages. Results of other
+    weights do not count.
+
+    Args:
+        place: a folder or Hub id.
+    """
+    paths = {name: _found(place, name) for name in _FILES}
+    card = _metadata(paths["README.md"])
+    run = _run(place)
+    recipe = _recipe(paths["recipe.yaml"])
+    runs = [source for source in (run, recipe) if source is not None]
+    languages = _card_languages(card) or next(filter(None, (r.languages() for r in runs)), [])
+    data = next(filter(None, (r.data_of("train") for r in runs)), None)
+    return Description(
+        languages=languages,
+        training_data=data or ", ".join(_listed(card.get("datasets"))) or None,
+        pairs=run.pairs if run else None,
+        samples=list(dict.fromkeys(sample["source"] for sample in run.samples)) if run else [],
+    )
+
+
+def language_name(code: str) -> str:
+    """The English name of a language, or its code if the name is unknown."""
+    # Whisper's table is the only one among the packages that this one requires.
+    return LANGUAGES.get(code.partition("-")[0].lower(), code).title() if code else code
+
+
+def _found(place: str, name: str) -> Path | None:
+    """The local path of a model's file, or None if there is no such file."""
+    try:
+        path = cached_file(
+            place,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return None
+    return Path(path) if path else None
+
+
+def _metadata(card: Path | None) -> dict[str, Any]:
+    """The metadata of a model card."""
+    if card is None:
+        return {}
+    return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+
+
+def _card_languages(card: dict[str, Any]) -> list[str]:
+    """Source and target language of a card, if one of its tags says their order."""
+    languages = [str(code) for code in _listed(card.get("language"))]
+    tags = _listed(card.get("tags"))
+    orders = [languages, languages[::-1]] if len(languages) == 2 else []
+    return next((pair for pair in orders if "-".join(pair) in tags), [])
+
+
+def _run(place: str) -> Results | None:
+    """The results of the run that trained the weights, if the folder holds them."""
+    config = _found(place, "config.json")
+    try:
+        return SavedModel(config.parent).run if config else None
+    except (OSError, ValueError):
+        return None
+
+
+def _recipe(path: Path | None) -> Results | None:
+    """A recipe, as the settings of a run without results."""
+    if path is None:
+        return None
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return Results(path, path.name, {"settings": settings}) if isinstance(settings, dict) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+__all__ = ["Description", "describe", "language_name"]
