@@ -64,7 +64,8 @@ def describe(place: str) -> Description:
 def language_name(code: str) -> str:
     """The English name of a language, or its code if the name is unknown."""
     # Whisper's table is the only one among the packages that this one requires.
-    return LANGUAGES.get(code.partition("-")[0].lower(), code).title() if code else code
+    name = LANGUAGES.get(code.partition("-")[0].lower())
+    return name.title() if name else code
 
 
 def _found(place: str, name: str) -> Path | None:
@@ -85,7 +86,10 @@ def _metadata(card: Path | None) -> dict[str, Any]:
     """The metadata of a model card."""
     if card is None:
         return {}
-    return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    try:
+        return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
 
 
 def _card_languages(card: dict[str, Any]) -> list[str]:

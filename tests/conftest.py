@@ -1,5 +1,8 @@
 """Small models and batches for all tests: a few numbers wide, in float64, from fixed seeds."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -98,3 +101,17 @@ def layer_inputs():
         return seen
 
     return run
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A Chromium of the system, or playwright's own."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    with api.sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        path = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
+        if not Path(path).exists():
+            pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

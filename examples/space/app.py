@@ -2,7 +2,7 @@
 
 import os
 
-from vaswani.demo import serve
+from vaswani.demo.page import serve
 
 if __name__ == "__main__":
     serve(os.environ.get("MODEL") or "runs/quickstart")
