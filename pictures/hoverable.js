@@ -27,7 +27,7 @@ function defineVaswaniAttention(style) {
     </div>
     <dialog aria-label="Attention, full size"></dialog>`;
   const HINT = "Point at a token or a cell, or move over the cells with the arrow keys.";
-  const CELL = { panel: [18, 32], dialog: [24, 64] }; // smallest and largest side, in pixels
+  const CELL = { panel: [18, 32], dialog: [32, 64] }; // smallest and largest side, in pixels
   const SIDES = [
     { name: "row", tokens: "rows", start: "top", length: "height" },
     { name: "column", tokens: "columns", start: "left", length: "width" },
@@ -318,10 +318,10 @@ function defineVaswaniAttention(style) {
         this.weight({ ...this.active, [other.name]: index }),
       );
       const largest = [...weights.keys()].sort((one, two) => weights[two] - weights[one]);
-      const found = largest.slice(0, MOST_NAMED).map((index) => {
+      const found = largest.slice(0, MOST_NAMED).flatMap((index, place) => {
         const span = make("span", { className: "found" });
         span.append(token(other, index), " ", number(weights[index]));
-        return span;
+        return place ? [", ", span] : [span];
       });
       return [token(side), side === row ? " looks at " : " is looked at by ", ...found];
     }

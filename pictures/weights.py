@@ -152,7 +152,9 @@ def _forward(model: Any, source: list[int], target: list[int]) -> dict[Kind, tor
     with torch.no_grad():
         if not target:
             batch = torch.tensor([source], device=model.device)
-            return {"encoder": _stacked(twin.get_encoder()(batch, output_attentions=True).attentions)}
+            return {
+                "encoder": _stacked(twin.get_encoder()(batch, output_attentions=True).attentions)
+            }
         ((_, inputs, _),) = twin._forced_batches([(source, target)], max_tokens=1)
         output = twin(**inputs, use_cache=False, output_attentions=True)
     return {
