@@ -282,7 +282,7 @@ def test_a_setting_out_of_range_is_named_with_its_range(model, settings, told):
 
 
 def test_every_sentence_needs_one_translation_to_score(model):
-    with pytest.raises(ValueError, match="2 sentences and your translation 1. Write one line"):
+    with pytest.raises(ValueError, match=r"2 sentences and your translation 1\. Write one line"):
         model.score(["nine", "ten"], ["neun"], 4, 0.6)
     with pytest.raises(ValueError, match="Write your translation"):
         model.sentences(" ", "text_target")
@@ -303,10 +303,10 @@ def test_characters_outside_the_vocabulary_are_named_in_order(model, folder):
 
 def test_a_model_that_is_not_there_or_is_another_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match="no file or folder ./nothing"):
+    with pytest.raises(OSError, match=r"no file or folder \./nothing"):
         Translator("./nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="./empty"):
+    with pytest.raises(ValueError, match=r"\./empty"):
         Translator("./empty")
     MarianConfig().save_pretrained(tmp_path / "marian")
     with pytest.raises(OSError, match=r"marian \./marian OUTPUT"):
@@ -773,9 +773,8 @@ def test_an_example_replaces_all_that_belongs_to_the_old_text(visit):
     shows(page, "#chosen", "Sentence pair")
     attends(page, "neun</s>")
     held = []
-    page.route(
-        "**/queue/join*", lambda route: held.append(route)
-    )  # the server is not asked to translate yet
+    # The request to translate does not reach the server yet.
+    page.route("**/queue/join*", lambda route: held.append(route))
     page.get_by_role("button", name=SAMPLES[1], exact=True).click()
     shows(page, "#translations", "appear here")
     for panel in ("attention", "links", "scores"):

@@ -1,6 +1,7 @@
 """The hoverable view shows the attention of the network, in a page and in a notebook."""
 
 import base64
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -238,9 +239,11 @@ def colours(page):
     """Red, green and blue of every cell: (rows, columns, 3)."""
     canvas = page.locator(".cells canvas")
     width, height, data = canvas.evaluate(
-        "c => [c.width, c.height, [...c.getContext('2d').getImageData(0, 0, 1e3, 1e3).data]]".replace(
-            "1e3, 1e3", "c.width, c.height"
-        )
+        """canvas => {
+            const { width, height } = canvas;
+            const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+            return [width, height, [...data]];
+        }"""
     )
     return np.array(data).reshape(height, width, 4)[..., :3]
 
@@ -284,7 +287,7 @@ def test_the_tokens_of_a_long_pair_stay_readable_and_scroll_with_the_map(visit, 
     )
     assert min(sizes) >= 12
     boxes = [row.bounding_box() for row in rows.all()]
-    assert all(one["y"] + one["height"] <= two["y"] + 0.5 for one, two in zip(boxes, boxes[1:]))
+    assert all(one["y"] + one["height"] <= two["y"] + 0.5 for one, two in itertools.pairwise(boxes))
     assert page.evaluate("document.documentElement.scrollWidth") <= pixels
     place = page.locator(".scroll").bounding_box()
     page.locator(".scroll").evaluate("scroll => scroll.scrollTo(1e4, 1e4)")
