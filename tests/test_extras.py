@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from child_process import in_child
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.configuration.extras import needs
 from vaswani.conversion import onnx, reading, sentencepiece
 from vaswani.conversion.__main__ import main
@@ -13,11 +14,8 @@ from vaswani.conversion.errors import ConversionError
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
-OURS = ("vaswani.training", "vaswani.pictures", "vaswani.conversion.ctranslate2")
-SCRIPTS_OF_EXAMPLES = (
-    *("train_translation", "sentence_pairs", "quickstart", "accelerate_loop"),
-    *("app", "translator", "views"),
-)
+OURS = ("vaswani.training", "vaswani.pictures", "vaswani.demo", "vaswani.conversion.ctranslate2")
+SCRIPT_NAMES = ("train_translation", "sentence_pairs", "quickstart", "accelerate_loop", "app")
 
 
 def said_without(package, function, capfd):
@@ -25,7 +23,7 @@ def said_without(package, function, capfd):
 
     def run():
         for name in list(sys.modules):
-            if name.split(".")[0] in (package, *SCRIPTS_OF_EXAMPLES) or name.startswith(OURS):
+            if name.split(".")[0] in (package, *SCRIPT_NAMES) or name.startswith(OURS):
                 del sys.modules[name]
         sys.modules[package] = None  # what Python takes for a package that cannot be imported
         sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "space")]
@@ -41,7 +39,7 @@ def said_without(package, function, capfd):
 
 
 MODULES = [
-    ("matplotlib", "vaswani.pictures", "matplotlib"),
+    ("gradio", "vaswani.demo.page", "vaswani[demo]"),
     ("matplotlib", "vaswani.training.curves", "vaswani[train]"),
     ("datasets", "vaswani.training.metrics", "vaswani[train]"),
     ("datasets", "vaswani.training.trainer", "vaswani[train]"),
@@ -73,6 +71,26 @@ SCRIPTS = [
 def test_a_script_ends_with_the_command(capfd, package, script, requirement):
     said = said_without(package, lambda: importlib.import_module(script), capfd)
     assert said == f"{package} is not installed: pip install '{requirement}'\n"
+
+
+def test_pictures_name_the_command_when_they_are_drawn(capfd):
+    def draw():
+        importlib.import_module("vaswani.pictures").plot_attention(None, None, "text")
+
+    said = said_without("matplotlib", draw, capfd)
+    assert said == "matplotlib is not installed: pip install 'matplotlib'\n"
+
+
+def test_the_hoverable_view_needs_no_matplotlib(capfd):
+    def show():
+        model, tokenizer = (
+            kind.from_pretrained(FROZEN) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer)
+        )
+        pictures = importlib.import_module("vaswani.pictures")
+        view = pictures.hoverable_attention(model, tokenizer, "nine", "neun")
+        raise SystemExit(view.html[:18])
+
+    assert said_without("matplotlib", show, capfd).endswith("<vaswani-attention\n")
 
 
 CONVERTERS = [

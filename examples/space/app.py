@@ -2,7 +2,10 @@
 
 import os
 
-from vaswani.demo.page import serve
+from vaswani.configuration.extras import needs
+
+with needs("vaswani[demo]", SystemExit):
+    from vaswani.demo.page import serve
 
 if __name__ == "__main__":
     serve(os.environ.get("MODEL") or "runs/quickstart")
