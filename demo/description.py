@@ -71,12 +71,7 @@ def language_name(code: str) -> str:
 def _found(place: str, name: str) -> Path | None:
     """The local path of a model's file, or None if there is no such file."""
     try:
-        path = cached_file(
-            place,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        path = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
     except OSError:
         return None
     return Path(path) if path else None

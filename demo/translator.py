@@ -96,9 +96,8 @@ class Translator:
 
     def __init__(self, name: str) -> None:
         VaswaniConfig.from_pretrained(name)
-        self.pipeline: Any = pipeline(
-            "translation", model=name, pipeline_class=VaswaniTranslationPipeline
-        )
+        load: Any = pipeline  # its types list only the tasks of transformers
+        self.pipeline = load("translation", model=name, pipeline_class=VaswaniTranslationPipeline)
         self.name = name
         self.model: Any = self.pipeline.model
         self.tokenizer: PreTrainedTokenizerBase = self.pipeline.tokenizer

@@ -22,6 +22,7 @@ import yaml
 from documents import ROOT, Page, environment
 from huggingface_hub import SpaceCard
 from huggingface_hub.cli.hf import app as hf
+from loopback_hub import LoopbackHub
 from transformers import MarianConfig
 from vaswani.demo import translator as limits
 from vaswani.demo import views
@@ -370,6 +371,27 @@ def test_a_card_says_languages_only_with_their_order(tmp_path, metadata, languag
     shutil.copy(FROZEN / "config.json", tmp_path)
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Model\n")
     assert describe(str(tmp_path)) == Description(languages, data)
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_says_the_same_as_its_folder(tmp_path):
+    place = trained(tmp_path / "model", **RESULTS)
+    program = """
+import sys
+from huggingface_hub import HfApi
+from vaswani.demo.translator import Translator
+HfApi().create_repo("user/model")
+HfApi().upload_folder(repo_id="user/model", folder_path=sys.argv[1])
+print(Translator("user/model").description)
+"""
+    with LoopbackHub() as hub:
+        run = subprocess.run(
+            [sys.executable, "-c", program, place],
+            env=environment(**hub.environment),
+            capture_output=True,
+            text=True,
+        )
+    assert run.stdout.strip() == str(describe(place)), run.stderr
 
 
 def test_a_recipe_says_its_files_and_their_languages(tmp_path):
