@@ -8,9 +8,11 @@ from typing import Any
 from translate import read_lines
 from vaswani.configuration.extras import needs
 from vaswani.configuration.places_vaswani import check_path
+from vaswani.tokenization.tokenization_vaswani import half_character
 
 with needs("vaswani[train]", SystemExit):
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
 Pair = tuple[str, str]
 
@@ -51,7 +53,10 @@ def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) ->
         )
     else:
         rows = data_set_rows(name, default_split)
-        pairs = [row_pair(row, columns, name, number) for number, row in enumerate(rows, start=1)]
+        pairs = [
+            row_pair(row, columns, f"{name}, record {number}")
+            for number, row in enumerate(rows, start=1)
+        ]
     if not pairs:
         sys.exit(f"{' '.join(data)} is empty: no sentence pairs.")
     return pairs
@@ -67,9 +72,10 @@ def data_set_rows(name: str, default_split: str) -> Any:
         sys.exit(str(error))
     try:
         return load_dataset(place, configuration or None, split=split or default_split)
-    except (ConnectionError, OSError, ValueError) as error:
+    except (ConnectionError, OSError, ValueError, DatasetsError) as error:
         kind = "a folder here, but no" if Path(place).is_dir() else "neither a file here nor a"
-        sys.exit(f"{name} is {kind} data set that can be loaded: {error}")
+        reason = f"{error} {error.__cause__ or ''}".strip()
+        sys.exit(f"{name} is {kind} data set that can be loaded: {reason}")
 
 
 def existing(path: str) -> str:
@@ -91,24 +97,26 @@ def json_pair(line: str, columns: tuple[str, str], name: str, number: int) -> Pa
     """Read a JSON line."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of numbers and nesting without end, too
         sys.exit(f"{name}, line {number}: not JSON ({error})")
     if not isinstance(row, dict):
         sys.exit(f"{name}, line {number}: {line.strip()} is no JSON object with two columns.")
-    return row_pair(row, columns, name, number)
+    return row_pair(row, columns, f"{name}, line {number}")
 
 
-def row_pair(row: dict[str, Any], columns: tuple[str, str], name: str, number: int) -> Pair:
+def row_pair(row: dict[str, Any], columns: tuple[str, str], place: str) -> Pair:
     """Pick the two columns of a record, or of its "translation" as many data sets have it."""
     if isinstance(row.get("translation"), dict):
         row = row["translation"]
     missing = [column for column in columns if column not in row]
     if missing:
         sys.exit(
-            f"{name}, record {number} has no {missing[0]!r} but {', '.join(map(repr, row))}: "
+            f"{place} has no {missing[0]!r} but {', '.join(map(repr, row))}: "
             "name the two to use with --columns."
         )
     for column in columns:
         if not isinstance(row[column], str):
-            sys.exit(f"{name}, record {number}: {column!r} is {row[column]!r}, not text.")
+            sys.exit(f"{place}: {column!r} is {row[column]!r}, not text.")
+        if flaw := half_character(row[column]):
+            sys.exit(f"{place}: {column!r} {flaw}.")
     return row[columns[0]], row[columns[1]]

@@ -358,10 +358,34 @@ def test_parallel_files_of_unequal_length_are_refused_with_both_lengths(examples
 def test_missing_columns_and_files_are_named(examples, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"en": "one", "de": "eins"}\n{"en": "two"}\n')
-    with pytest.raises(SystemExit, match="record 2 has no 'de' but 'en'"):
+    with pytest.raises(SystemExit, match="line 2 has no 'de' but 'en'"):
         examples.train.read_pairs([str(path)], ("en", "de"), "train")
     with pytest.raises(SystemExit, match=r"No such file: absent\.tsv"):
         examples.train.read_pairs(["absent.tsv"], ("en", "de"), "train")
+
+
+@pytest.mark.parametrize(
+    ("record", "complaint"),
+    [
+        ('{"en": "two", "de": "zw\\ud800i"}', r"line 2: 'de' holds '\\ud800' as character 3, half"),
+        ('{"en": ' + "9" * 5000 + "}", "line 2: not JSON"),
+        ("[" * 100_000, "line 2: not JSON"),
+    ],
+    ids=["half a character", "endless number", "endless nesting"],
+)
+def test_records_that_are_no_text_are_refused_by_file_and_line(
+    record, complaint, examples, tmp_path
+):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"en": "one", "de": "eins"}\n' + record + "\n")
+    with pytest.raises(SystemExit, match=rf"pairs\.jsonl, {complaint}"):
+        examples.train.read_pairs([str(path)], ("en", "de"), "train")
+
+
+def test_a_data_set_that_cannot_be_read_is_named_with_the_reason(examples, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"en": "one", "de": "eins"}\n{"en": "\\ud800"}\n')
+    with pytest.raises(SystemExit, match=r"no data set that can be loaded: .*surrogate.*row 1"):
+        examples.train.read_pairs([str(tmp_path)], ("en", "de"), "train")
 
 
 def test_translate_keeps_the_order_of_lines_and_empty_ones(examples, tmp_path, capsys):

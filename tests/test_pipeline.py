@@ -239,6 +239,12 @@ def test_the_line_of_a_stream_that_is_no_text_is_counted_from_its_start(translat
         next(stream)
 
 
+def test_a_line_with_half_of_a_surrogate_pair_is_named(translator):
+    lines = iter([*ENGLISH[:3], "tw\ud83d"])
+    with pytest.raises(ValueError, match=r"Line 4 holds '\\ud83d' as character 3, half of a"):
+        list(translator(lines, window=2))
+
+
 def test_a_line_too_long_for_learned_positions_is_named(parts, tiny_model):
     _, tokenizer = parts
     model = tiny_model(

@@ -490,3 +490,30 @@ def test_a_damaged_gz_file_is_named(damage, tmp_path):
     path.write_bytes(damage(gzip.compress(b"a house\n" * 1000)))
     with pytest.raises(ValueError, match=r"lines\.gz is damaged"):
         VaswaniTokenizer.train_from_files(path, show_progress=False)
+
+
+HALF = r"holds '\\ud800' as character 3, half of a surrogate pair: remove it"
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [
+        (lambda tokenizer: tokenizer("ab\ud800"), "Text 1"),
+        (lambda tokenizer: tokenizer(["a", "ab\ud800"]), "Text 2"),
+        (lambda tokenizer: tokenizer("a", "ab\ud800"), "Text 1"),
+        (lambda tokenizer: tokenizer(text_target=["ab\ud800"]), "Text 1"),
+        (lambda tokenizer: tokenizer([["a", "ab\ud800"]], is_split_into_words=True), "Text 1"),
+        (lambda tokenizer: tokenizer.tokenize("ab\ud800"), "Text 1"),
+        (lambda tokenizer: tokenizer.encode("ab\ud800"), "Text 1"),
+        (lambda tokenizer: train("char", ["a", "b", "ab\ud800"]), "Line 3"),
+        (lambda tokenizer: tokenizer.train_new_from_iterator([["a"], ["ab\ud800"]], 40), "Line 2"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_by_its_place(call, place):
+    with pytest.raises(ValueError, match=f"{place} {HALF}"):
+        call(train("char", ["ab"]))
+
+
+def test_what_is_no_text_at_all_raises_as_in_transformers():
+    with pytest.raises((TypeError, ValueError), match="must be"):
+        train("char", ["ab"])(["a", 5])

@@ -13,6 +13,7 @@ from transformers import Pipeline
 from transformers.utils import logging
 
 from ..configuration.places_vaswani import check_model_type
+from .tokenization_vaswani import half_character
 
 # Seconds of work after which a progress bar appears by itself.
 _PROGRESS_AFTER = 5
@@ -70,7 +71,8 @@ class VaswaniTranslationPipeline(Pipeline):
     Raises:
         TypeError: the input or a line of it is no string; names the line.
         ValueError: there is no tokenizer, or none of a separate target vocabulary; a setting is no
-            integer or below 1; a line is too long for learned positions; names the line.
+            integer or below 1; a line is too long for learned positions, or holds half of a
+            surrogate pair; names the line.
     """
 
     model: Any
@@ -178,6 +180,8 @@ class VaswaniTranslationPipeline(Pipeline):
                     f"Line {number} is {line!r}, not a string; of records, choose a column: "
                     "KeyDataset(dataset, name)."
                 )
+            if flaw := half_character(line):
+                raise ValueError(f"Line {number} {flaw}.")
         filled = [index for index, line in enumerate(lines) if line.strip()]
         ids: list[list[int]] = [[] for _ in lines]
         if filled:

@@ -191,8 +191,12 @@ def _checked(
     The tokenizers library raises the error of an iterator after training on what came before it.
     """
     characters: set[str] = set()
+    number = 0
     for batch in lines:
         for line in [batch] if isinstance(batch, str) else batch:
+            number += 1
+            if flaw := half_character(line):
+                raise ValueError(f"Line {number} {flaw}.")
             characters.update(line)
             yield line
     text = "".join(characters)
@@ -212,6 +216,19 @@ def _checked(
             f"vocab_size ({vocab_size}) is too small: the special tokens, the bytes (bpe) and the "
             f"characters of this text need {needed}. Pass more, or text with fewer characters."
         )
+
+
+def half_character(text: str) -> str | None:
+    r"""Say where a text holds half of a character that UTF-16 writes in two; None if nowhere.
+
+    JSON's escapes can write such a half ("\ud800"); no encoding of text can.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        return f"holds {half!r} as character {error.start + 1}, half of a surrogate pair: remove it"
+    return None
 
 
 def _reserved_bytes(model: models.Model) -> int:
@@ -279,6 +296,14 @@ def _decoded(line: bytes, place: str) -> str:
         raise ValueError(
             f"{place}: byte {error.start + 1} is not utf-8 ({error.reason}); convert it first."
         ) from error
+
+
+def _refuse_half_characters(texts: Any) -> None:
+    """Refuse the first text that is none; `texts` may be one text, a list, or lists of words."""
+    for number, text in enumerate(texts if isinstance(texts, list | tuple) else [texts], start=1):
+        for part in text if isinstance(text, list | tuple) else [text]:
+            if isinstance(part, str) and (flaw := half_character(part)):
+                raise ValueError(f"Text {number} {flaw}.")
 
 
 class _Options(TypedDict, total=False):
@@ -379,6 +404,14 @@ class VaswaniTokenizer(TokenizersBackend):
             split_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
+
+    def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._encode_plus(text, text_pair, *args, **kwargs)
+        except TypeError:  # which tokenizers raises of such text, as of numbers
+            for texts in (text, text_pair):
+                _refuse_half_characters(texts)
+            raise
 
     def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
         columns, encodings = super()._convert_encoding(*args, **kwargs)
