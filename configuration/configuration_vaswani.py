@@ -36,6 +36,7 @@ _TRAVELLING_FILES = (
     "modeling/loss_vaswani.py",
     "modeling/pickling_vaswani.py",
     "modeling/scoring_vaswani.py",
+    "modeling/settings_vaswani.py",
     "tokenization/tokenization_vaswani.py",
     "tokenization/pipeline_vaswani.py",
 )

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..modeling.checkpoints_vaswani import first_not_finite, is_finite
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from ..training.atomic_folder import new_folder
@@ -124,6 +125,8 @@ def _misfit(tensor: torch.Tensor, place: torch.Tensor) -> str | None:
         return f"is not a dense tensor of floating-point numbers, but of {tensor.dtype}"
     if tensor.shape != place.shape:
         return f"has the shape {tuple(tensor.shape)}, not {tuple(place.shape)}"
+    if not is_finite(tensor):
+        return "holds NaN or infinity"
     return None
 
 
@@ -176,6 +179,8 @@ def open_model(model: str | Path | PreTrainedModel) -> VaswaniForConditionalGene
         for kind, names in report.items()
         if names
     ]
+    if name := first_not_finite(loaded):
+        problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise ConversionError(f"{model} is not a complete model: {'; '.join(problems)}.")
     return loaded.eval()

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..configuration.extras import needs
-from ..modeling.limits_vaswani import checked_factor, checked_offset, length_limits
+from ..modeling.limits_vaswani import length_limits
+from ..modeling.settings_vaswani import checked_factor, checked_offset
 from ..modeling.search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
 from .loading import open_tokenizers
 

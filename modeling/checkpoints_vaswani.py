@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..configuration.places_vaswani import check_place
+
+# Quantised weights are of other types, and have other tests.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def place_tied_weights_together(model: PreTrainedModel, device_map: dict[str, Any]) -> None:
@@ -59,11 +63,12 @@ class WholeCheckpoints(PreTrainedModel):
         """Load a model as in transformers, or none: not one with a part of its weights.
 
         A checkpoint of the same class that lacks weights, or has others, is refused unless
-        `output_loading_info=True` asks which they are.
+        `output_loading_info=True` asks which they are. Weights with NaN or infinity are refused in
+        the same way: such a model translates to nothing.
 
         Raises:
-            OSError: a file is missing or damaged, the weights do not fit the configuration, or they
-                are another toolkit's.
+            OSError: a file is missing or damaged, the weights do not fit the configuration, they
+                are another toolkit's, or not finite.
         """
         place = pretrained_model_name_or_path
         check_place(place, **kwargs)
@@ -90,6 +95,12 @@ class WholeCheckpoints(PreTrainedModel):
                     "fit each other. Get both anew, or, if that is meant, pass "
                     "output_loading_info=True to get the model all the same, and a list of them."
                 )
+        if name := first_not_finite(model):
+            raise OSError(
+                f"{name} of {place} holds NaN or infinity: training went wrong before it was "
+                "saved, or the numbers are too large for the dtype. Load an earlier checkpoint, or "
+                "another dtype, or pass output_loading_info=True to get the model all the same."
+            )
         return model
 
     def save_pretrained(
@@ -162,4 +173,19 @@ class WholeCheckpoints(PreTrainedModel):
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
 
-__all__ = ["WholeCheckpoints"]
+def first_not_finite(model: nn.Module) -> str | None:
+    """Name the first parameter with a NaN or an infinity. This reads all weights once."""
+    for name, tensor in model.named_parameters():
+        readable = type(tensor) is nn.Parameter and not tensor.is_meta and tensor.dtype in _DTYPES
+        if readable and not is_finite(tensor.detach()):
+            return name
+    return None
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether all numbers of a floating-point tensor are finite."""
+    # The extremes of a tensor with a NaN are NaN, and take no memory of its size to find.
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+__all__ = ["WholeCheckpoints", "first_not_finite", "is_finite"]

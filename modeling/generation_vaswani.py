@@ -6,7 +6,6 @@ of `generate` is transformers' own.
 
 import copy
 import functools
-from numbers import Real
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,53 +31,18 @@ from .incremental_vaswani import IncrementalDecoder
 from .limits_vaswani import (
     ForcedEndAtOwnLimit,
     SourceLengthCriteria,
-    checked_factor,
-    checked_offset,
     forced_at_own_limit,
     length_limits,
 )
 from .linear_vaswani import prepared_copy
 from .search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
+from .settings_vaswani import check_search, checked_factor, checked_offset
 
-LENGTH_PENALTY_TYPES = ("gnmt", "hf")
 # Implementations of the same attention, between which our searches need not choose.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 # Modules whose hooks the fast search can skip safely: they only record attentions, or enable the
 # input gradients of a frozen model.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-# Powers of a length overflow beyond.
-_LARGEST_PENALTY = 64
-
-
-def check_search(config: Any) -> None:
-    """Refuse settings of a GenerationConfig that our searches could not follow.
-
-    Raises:
-        ValueError: a setting has no meaning, with the values that have one.
-    """
-    kind = getattr(config, "length_penalty_type", None)
-    if kind is not None and kind not in LENGTH_PENALTY_TYPES:
-        raise ValueError(
-            f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
-        )
-    for name, checked in (
-        ("max_length_offset", checked_offset),
-        ("max_length_factor", checked_factor),
-    ):
-        if (value := getattr(config, name, None)) is not None:
-            checked(value)
-    alpha = config.length_penalty
-    if alpha is not None and not isinstance(alpha, Real):
-        raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
-    if alpha is not None and not abs(float(alpha)) <= _LARGEST_PENALTY:
-        raise ValueError(
-            f"length_penalty must lie between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}, got "
-            f"{alpha}."
-        )
-    for name in ("num_beams", "num_return_sequences"):
-        number = getattr(config, name)
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
 
 
 class VaswaniGenerationConfig(GenerationConfig):
@@ -106,6 +70,10 @@ class VaswaniGenerationConfig(GenerationConfig):
 
         A file that lacks it leaves the paper's default.
         """
+        if not isinstance(config_dict, dict):
+            raise ValueError(
+                f"Settings are a mapping of names to values, got {config_dict!r:.100}."
+            )
         off = {"length_penalty_type": "hf", "max_length_offset": 0}
         switched = {
             name: value
@@ -115,6 +83,21 @@ class VaswaniGenerationConfig(GenerationConfig):
         # Code that a file names is not ours, and a save must not repeat it.
         kept = {name: value for name, value in config_dict.items() if name != "custom_generate"}
         return super().from_dict({**kept, **switched}, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a file as transformers does.
+
+        Raises:
+            OSError: there is none, it is damaged, or a setting has no meaning.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name, *args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise OSError(
+                f"{GENERATION_CONFIG_NAME} of {pretrained_model_name}: {error} Mend the file, or "
+                "get it again."
+            ) from error
 
     @classmethod
     def paper_defaults(cls, **token_ids: Any) -> "VaswaniGenerationConfig":

@@ -3,8 +3,6 @@
 limit = max_length_factor * source length + max_length_offset, in tokens behind the decoder prompt.
 """
 
-import math
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,32 +12,6 @@ from transformers.generation import (
     LogitsProcessorList,
     StoppingCriteria,
 )
-
-
-def checked_offset(offset: Any) -> int:
-    """Return `max_length_offset` if it is a number of tokens.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(offset, bool) or not isinstance(offset, Integral) or offset < 0:
-        raise ValueError(
-            f"max_length_offset must be an integer >= 0 (0 without max_length_factor is off), got "
-            f"{offset!r}."
-        )
-    return int(offset)
-
-
-def checked_factor(factor: Any) -> float:
-    """Return `max_length_factor` if it is a non-negative number.
-
-    Raises:
-        ValueError: it is not.
-    """
-    number = isinstance(factor, Real) and not isinstance(factor, bool)
-    if not number or not 0 <= factor < math.inf:
-        raise ValueError(f"max_length_factor must be a number >= 0, got {factor!r}.")
-    return float(factor)
 
 
 def length_limits(lengths: torch.Tensor, factor: float, offset: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hostile import Hostile
 from vaswani.conversion import SUMMARIES, fairseq, find
 from vaswani.conversion.__main__ import main
 from vaswani.conversion.errors import ConversionError, refuse
-from vaswani.conversion.loading import Converted, build_model
+from vaswani.conversion.loading import Converted, build_model, open_model
 from vaswani.conversion.reading import Inert, parse_yaml, read_checkpoint, read_json
 from vaswani.conversion.rules import Drop, Rename, Stack, to_ours, to_theirs
 from vaswani.training.atomic_folder import new_folder
@@ -302,6 +302,17 @@ def test_sizes_that_no_machine_has_are_refused_before_they_are_taken(tiny_model,
         setattr(config, name, size)
     with pytest.raises(ConversionError, match=reason):
         build_model(config, weights(model))
+
+
+def test_weights_that_are_not_finite_are_refused_by_name_in_both_directions(tiny_model, tmp_path):
+    model = tiny_model(dtype=torch.float32)
+    model.model.decoder.layers[0].fc1.bias.data[3] = float("nan")
+    message = r"model\.decoder\.layers\.0\.fc1\.bias holds NaN or infinity"
+    with pytest.raises(ConversionError, match=message):
+        build_model(model.config, weights(model))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConversionError, match=message):
+        open_model(tmp_path)
 
 
 def test_half_precision_is_carried_over_without_rounding(tiny_model):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
+    AutoModelForSeq2SeqLM,
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
@@ -179,6 +181,27 @@ def test_a_plain_generation_config_on_the_model_still_knows_our_settings(tiny_mo
     assert torch.equal(output, expected)
 
 
+SENSELESS = [
+    ("max_length", 10**12),
+    ("max_length", 10**40),
+    ("max_length", float("inf")),
+    ("max_length", "20"),
+    ("max_new_tokens", 10**12),
+    ("max_length_offset", 10**12),
+    ("max_length_factor", 10.0**12),
+    ("num_beams", 10**9),
+    ("num_beams", "4"),
+    ("num_beams", 2.0),
+    ("num_return_sequences", 10**9),
+    ("num_return_sequences", "2"),
+    ("no_repeat_ngram_size", "3"),
+    ("repetition_penalty", "high"),
+    ("eos_token_id", "</s>"),
+    ("eos_token_id", [2, "3"]),
+    ("pad_token_id", 0.0),
+]
+
+
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
@@ -193,13 +216,23 @@ def test_a_plain_generation_config_on_the_model_still_knows_our_settings(tiny_mo
             "at least one source sentence",
         ),
         ({"input_ids": torch.tensor([3, 4])}, r"batch of sentences, \(B, S\).*\(2,\)"),
-        ({"input_ids": torch.tensor([[3]]), "num_beams": 0}, "num_beams must be at least 1, got 0"),
+        (
+            {"input_ids": torch.tensor([[3]]), "num_beams": 0},
+            "num_beams must be an integer from 1 to 10000, got 0",
+        ),
         ({"input_ids": torch.tensor([[3]]), "length_penalty": "x"}, "a number, got 'x'"),
         ({"input_ids": torch.tensor([[3]]), "max_length_offset": "5"}, "got '5'"),
         ({"input_ids": torch.tensor([[3]]), "max_length_offset": -1}, "got -1"),
         ({"input_ids": torch.tensor([[3]]), "length_penalty_type": "paper"}, "got 'paper'"),
         ({"input_ids": torch.tensor([[3]]), "length_penalty": float("nan")}, "got nan"),
         ({"input_ids": torch.tensor([[3]]), "length_penalty": 1000.0}, "between -64 and 64"),
+        *[
+            (
+                {"input_ids": torch.tensor([[3]]), name: value},
+                f"{name} must be .*got {re.escape(repr(value))}",
+            )
+            for name, value in SENSELESS
+        ],
     ],
 )
 def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complaint):
@@ -210,7 +243,7 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ({"num_beams": 0}, "num_beams must be at least 1, got 0"),
+        ({"num_beams": 0}, "num_beams must be an integer from 1 to 10000, got 0"),
         ({"num_beams": 2, "length_penalty": "x"}, "a number, got 'x'"),
         ({"num_beams": 2, "length_penalty_type": "gnnt"}, "got 'gnnt'"),
     ],
@@ -218,6 +251,38 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
 def test_settings_of_the_calls_own_config_are_refused_too(tiny_model, source, setting, complaint):
     with pytest.raises(ValueError, match=complaint):
         tiny_model().generate(**source, generation_config=GenerationConfig(**setting))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        *[
+            ({name: value}, f"{name} must be .*got {re.escape(repr(value))}")
+            for name, value in SENSELESS
+        ],
+        ([{"num_beams": 4}], r"a mapping of names to values, got \[\{'num_beams': 4\}\]"),
+        ("beam search", "a mapping of names to values, got 'beam search'"),
+        (None, "a mapping of names to values, got None"),
+    ],
+)
+def test_a_generation_config_without_meaning_is_refused_by_file_and_value(
+    tiny_model, content, complaint, tmp_path
+):
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    message = rf"generation_config\.json of {tmp_path}: .*{complaint}.*Mend the file, or get it"
+    for load in (AutoModelForSeq2SeqLM, VaswaniGenerationConfig):
+        with pytest.raises(OSError, match=message):
+            load.from_pretrained(tmp_path)
+
+
+def test_the_longest_limit_ends_where_the_sentences_do(tiny_model, source):
+    model = tiny_model()
+    tokens = model.generate(**source, num_beams=1, max_length=9)[:, -1].tolist()
+    call = {**source, "num_beams": 1, "eos_token_id": tokens}
+    expected = model.generate(**call, max_length=40)
+    assert expected.shape[1] <= 9
+    assert torch.equal(model.generate(**call, max_length=10**6), expected)
 
 
 def test_numbers_of_numpy_are_numbers(tiny_model, source):

@@ -959,6 +959,32 @@ def test_saving_and_loading_keeps_every_kind_of_tying(tiny_model, tmp_path, ties
         assert torch.equal(loaded.state_dict()[name], weight)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["model.encoder.embed_tokens.weight", "model.decoder.layers.1.fc2.bias"]
+)
+def test_weights_that_are_not_finite_are_refused_by_name(tiny_model, name, dtype, number, tmp_path):
+    model = tiny_model(dtype=dtype)
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = number
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=f"{name} of {tmp_path} holds NaN or infinity"):
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    loaded, _ = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loaded.get_parameter(name).isfinite().all()
+
+
+def test_weights_too_large_for_a_dtype_are_refused_in_it(tiny_model, tmp_path):
+    model = tiny_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.model.encoder.layers[0].fc1.weight[0, 0] = 1e6
+    model.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"fc1\.weight of .* too large for the dtype"):
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float16)
+    AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("saved_class", [VaswaniForConditionalGeneration, VaswaniModel])
 def test_the_encoder_alone_loads_from_a_full_checkpoint(
     tiny_model, padded_batch, tmp_path, saved_class

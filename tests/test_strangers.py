@@ -1,6 +1,7 @@
 """A save never repeats references to a stranger's code: who trusts our folder runs ours alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +194,28 @@ tokenizer.save_pretrained("tokenizer-1")
     for part in ("config", "model"):
         saved = [(tmp_path / f"{part}-{number}" / "config.json").read_text() for number in (0, 1)]
         assert saved[0] == saved[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("custom_pipelines", "mine", "custom_pipelines"),
+        ("custom_pipelines", ["mine"], "custom_pipelines"),
+        ("custom_pipelines", {"mine": "mine.Mine"}, r"custom_pipelines\['mine'\]"),
+        ("auto_map", ["mine.Mine"], "auto_map"),
+        ("auto_map", "mine.Mine", "auto_map"),
+    ],
+)
+def test_references_to_code_that_are_no_mapping_are_refused_by_file_and_value(
+    key, value, name, clean, tmp_path
+):
+    fields = json.loads((clean / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, key: value}))
+    shown = re.escape(repr(value["mine"] if isinstance(value, dict) else value))
+    message = rf"{name} in the config\.json of {tmp_path} must be a mapping, got {shown}: remove"
+    for load in (AutoConfig, AutoModelForSeq2SeqLM):
+        with pytest.raises(ValueError, match=message):
+            load.from_pretrained(tmp_path)
 
 
 def test_a_class_that_a_user_registers_is_saved_with_its_code(clean, tmp_path, monkeypatch):

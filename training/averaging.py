@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ..modeling.checkpoints_vaswani import is_finite
 from .atomic_folder import new_folder, refuse_existing
 from .checkpoints import TRAINER_STATE, run_checkpoints
 
@@ -278,8 +279,7 @@ def _add(
                 "cannot be averaged."
             )
         return tensor.dtype
-    # The extremes of a tensor with a NaN are NaN, and take no memory of its size to find.
-    if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+    if not is_finite(tensor):
         raise ValueError(f"{key!r} of {folder} holds numbers that are not finite.")
     if key in sums:
         sums[key] += tensor
