@@ -53,10 +53,7 @@ def read_pairs(data: list[str], columns: tuple[str, str], default_split: str) ->
         )
     else:
         rows = data_set_rows(name, default_split)
-        pairs = [
-            row_pair(row, columns, f"{name}, record {number}")
-            for number, row in enumerate(rows, start=1)
-        ]
+        pairs = [row_pair(row, columns, name, number) for number, row in enumerate(rows, start=1)]
     if not pairs:
         sys.exit(f"{' '.join(data)} is empty: no sentence pairs.")
     return pairs
@@ -101,22 +98,22 @@ def json_pair(line: str, columns: tuple[str, str], name: str, number: int) -> Pa
         sys.exit(f"{name}, line {number}: not JSON ({error})")
     if not isinstance(row, dict):
         sys.exit(f"{name}, line {number}: {line.strip()} is no JSON object with two columns.")
-    return row_pair(row, columns, f"{name}, line {number}")
+    return row_pair(row, columns, name, number)
 
 
-def row_pair(row: dict[str, Any], columns: tuple[str, str], place: str) -> Pair:
+def row_pair(row: dict[str, Any], columns: tuple[str, str], name: str, number: int) -> Pair:
     """Pick the two columns of a record, or of its "translation" as many data sets have it."""
     if isinstance(row.get("translation"), dict):
         row = row["translation"]
     missing = [column for column in columns if column not in row]
     if missing:
         sys.exit(
-            f"{place} has no {missing[0]!r} but {', '.join(map(repr, row))}: "
+            f"{name}, record {number} has no {missing[0]!r} but {', '.join(map(repr, row))}: "
             "name the two to use with --columns."
         )
     for column in columns:
         if not isinstance(row[column], str):
-            sys.exit(f"{place}: {column!r} is {row[column]!r}, not text.")
-        if flaw := half_character(row[column]):
-            sys.exit(f"{place}: {column!r} {flaw}.")
+            sys.exit(f"{name}, record {number}: {column!r} is {row[column]!r}, not text.")
+        if flaw := half_character(row[column]):  # only JSON, a record a line, can hold it
+            sys.exit(f"{name}, line {number}: {column!r} {flaw}.")
     return row[columns[0]], row[columns[1]]

@@ -658,6 +658,8 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
         print(f"There is no complete checkpoint in {output}: training from the start.")
     if not args.resume and output.is_dir() and (earlier := run_checkpoints(output)):
         sys.exit(f"{earlier[-1]} is from an earlier run: pass --resume or another --output")
+    if models := sorted(output.glob("model*.safetensors")):
+        sys.exit(f"{models[0]} would be replaced: pass another --output, or remove the model")
     # Before all else, so that --resume finds it after a kill in the first seconds.
     output.mkdir(parents=True, exist_ok=True)
     return None
@@ -757,13 +759,13 @@ def main() -> None:
     args = parse_args()
     check_places(args)
     try:
-        run(args)
+        train_and_score(args)
     except (FloatingPointError, OSError) as error:
         sys.exit(f"train_translation.py: {error}")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train, save and score."""
+def train_and_score(args: argparse.Namespace) -> None:
+    """Train a model, save it and score what was saved."""
     processes = join_processes()
     if processes.is_main_process:
         print(describe_processes(processes), flush=True)

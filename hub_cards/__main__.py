@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--base-model", metavar="HUB_ID", help="the model that was fine-tuned")
     try:
         card = write_model_card(**vars(parser.parse_args(argv)))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"{parser.prog}: {error}")
     print(card)  # noqa: T201  a command says what it wrote
 

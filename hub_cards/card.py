@@ -106,7 +106,7 @@ def write_model_card(
             continue  # a copy of another
         (target / file.name).parent.mkdir(exist_ok=True)
         if file.path.resolve() != (target / file.name).resolve():
-            shutil.copyfile(file.path, target / file.name)
+            _copy(file.path, target / file.name)
     _add_licence(target)
     _draw_curve(model, target)
     text = _render(model, metadata, target, repo_id)
@@ -157,7 +157,7 @@ def add_to_push(
     if may_be_written(source / CARD):
         write_model_card(source, repo_id=repo_id, output=pushed)
     else:
-        shutil.copyfile(source / CARD, pushed / CARD)
+        _copy(source / CARD, pushed / CARD)
         _copy_linked((source / CARD).read_text(encoding="utf-8"), source, pushed)
     linked = _LINK.findall((pushed / CARD).read_text(encoding="utf-8"))
     for name in (CARD, *linked):
@@ -309,11 +309,16 @@ def _add_licence(target: Path) -> None:
         return
     checkout = Path(__file__).resolve().parent.parent / "LICENSE"
     if checkout.exists():
-        shutil.copyfile(checkout, target / _LICENCE)
+        _copy(checkout, target / _LICENCE)
         return
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         text = importlib.metadata.distribution("vaswani").read_text("licenses/LICENSE")
         (target / _LICENCE).write_text(text or "", encoding="utf-8")
+
+
+def _copy(source: Path, target: Path) -> None:
+    with replaced_file(target) as partial:
+        shutil.copyfile(source, partial)
 
 
 def _copy_linked(text: str, source: Path, target: Path) -> None:
@@ -323,7 +328,7 @@ def _copy_linked(text: str, source: Path, target: Path) -> None:
         if file.is_file() and file.resolve().is_relative_to(source.resolve()):
             (target / name).parent.mkdir(exist_ok=True)
             if file.resolve() != (target / name).resolve():
-                shutil.copyfile(file, target / name)
+                _copy(file, target / name)
 
 
 __all__ = ["write_model_card"]

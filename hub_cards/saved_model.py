@@ -43,6 +43,10 @@ class SavedModel:
             raise FileNotFoundError(
                 f"{self.folder} holds no config.json: save a model there first."
             ) from error
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'config.json'} is damaged: {error}.") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{self.folder / 'config.json'} holds no JSON object.")
         generates = (self.folder / "generation_config.json").exists()
         if fields.get("model_type") != "vaswani" or not generates:
             held = (fields.get("architectures") or [fields.get("model_type")])[0]

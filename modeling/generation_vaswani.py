@@ -100,6 +100,13 @@ class VaswaniGenerationConfig(GenerationConfig):
             ) from error
 
     @classmethod
+    def _dict_from_json_file(cls, json_file: Any) -> dict[str, Any]:
+        content = super()._dict_from_json_file(json_file)
+        if not isinstance(content, dict):
+            raise ValueError(f"Settings are a mapping of names to values, got {content!r:.100}.")
+        return content
+
+    @classmethod
     def paper_defaults(cls, **token_ids: Any) -> "VaswaniGenerationConfig":
         """Section 6.1 but for the beam size: alpha 0.6, input length + 50, exact stop."""
         return cls(

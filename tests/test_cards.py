@@ -23,6 +23,7 @@ from vaswani.hub_cards import card as cards
 from vaswani.hub_cards import saved_model
 from vaswani.hub_cards.card import may_be_written, write_model_card
 from vaswani.hub_cards.results import weights_sha256
+from vaswani.training import checkpoints
 
 from vaswani import VaswaniEncoderModel, VaswaniTokenizer
 
@@ -535,6 +536,23 @@ def test_the_command_writes_the_same_card(run, capsys):
     assert written == again
     with pytest.raises(SystemExit, match=r"absent holds no config\.json"):
         command_line.main(["absent"])
+    for content, complaint in (("[]", "holds no JSON object"), ("{", "is damaged")):
+        (run / "config.json").write_text(content)
+        with pytest.raises(SystemExit, match=rf"numbers/config\.json {complaint}"):
+            command_line.main([str(run)])
+
+
+def test_a_full_disk_leaves_the_card_that_was_there(run, monkeypatch):
+    card = write_model_card(run)
+    before = card.read_bytes()
+
+    def no_space_left(path):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoints, "_flush", no_space_left)
+    with pytest.raises(SystemExit, match=r"could not be saved: No space left on device \(\d+ MiB"):
+        command_line.main([str(run), "--license", "mit"])
+    assert card.read_bytes() == before
 
 
 def test_folders_without_a_translator_are_refused(bare, tiny_config):

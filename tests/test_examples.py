@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -267,6 +268,21 @@ def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
     AutoModelForSeq2SeqLM.from_pretrained(output)
 
 
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_training_does_not_replace_a_model_that_it_did_not_save(
+    resume, examples, parallel_files, tmp_path
+):
+    """Above all the one that is fine-tuned."""
+    shutil.copytree(FROZEN, tmp_path / "model")
+    before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(SystemExit, match=r"model\.safetensors would be replaced: pass another"):
+        examples(
+            examples.train, "--model", tmp_path / "model", "--train", *parallel_files,
+            "--steps", 1, "--output", tmp_path / "model", *resume,
+        )  # fmt: skip
+    assert {path: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
 def test_default_training_arguments_are_the_papers(examples):
     args = examples.train.parse_args(["--train", "x.tsv", "--output", "unused"])
     arguments = examples.train.training_arguments(args, d_model=512)
@@ -358,7 +374,7 @@ def test_parallel_files_of_unequal_length_are_refused_with_both_lengths(examples
 def test_missing_columns_and_files_are_named(examples, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"en": "one", "de": "eins"}\n{"en": "two"}\n')
-    with pytest.raises(SystemExit, match="line 2 has no 'de' but 'en'"):
+    with pytest.raises(SystemExit, match="record 2 has no 'de' but 'en'"):
         examples.train.read_pairs([str(path)], ("en", "de"), "train")
     with pytest.raises(SystemExit, match=r"No such file: absent\.tsv"):
         examples.train.read_pairs(["absent.tsv"], ("en", "de"), "train")
