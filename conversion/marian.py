@@ -48,7 +48,7 @@ from transformers import GenerationConfig, MarianConfig
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.generation_vaswani import VaswaniGenerationConfig
+from ..modeling.settings_vaswani import VaswaniGenerationConfig
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .errors import ConversionError, refuse, refusing
 from .loading import TARGET_TOKENIZER, Converted, build_model

@@ -25,8 +25,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.generation_vaswani import VaswaniGenerationConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..modeling.settings_vaswani import VaswaniGenerationConfig
 from ..training.atomic_folder import new_folder
 from .errors import ConversionError, refuse
 from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers

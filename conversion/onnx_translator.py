@@ -10,8 +10,8 @@ import torch
 
 from ..configuration.extras import needs
 from ..modeling.limits_vaswani import length_limits
-from ..modeling.settings_vaswani import checked_factor, checked_offset
 from ..modeling.search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
+from ..modeling.settings_vaswani import checked_factor, checked_offset
 from .loading import open_tokenizers
 
 Array = np.ndarray[Any, Any]

@@ -21,12 +21,12 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration.configuration_vaswani import VaswaniConfig
-from .modeling.generation_vaswani import VaswaniGenerationConfig
 from .modeling.modeling_vaswani import (
     VaswaniEncoderModel,
     VaswaniForConditionalGeneration,
     VaswaniModel,
 )
+from .modeling.settings_vaswani import VaswaniGenerationConfig
 from .tokenization.pipeline_vaswani import VaswaniTranslationPipeline
 from .tokenization.tokenization_vaswani import VaswaniTokenizer
 
