@@ -23,7 +23,7 @@ from vaswani.hub_cards import card as cards
 from vaswani.hub_cards import saved_model
 from vaswani.hub_cards.card import may_be_written, write_model_card
 from vaswani.hub_cards.results import weights_sha256
-from vaswani.training import checkpoints
+from vaswani.training import atomic_folder
 
 from vaswani import VaswaniEncoderModel, VaswaniTokenizer
 
@@ -549,7 +549,7 @@ def test_a_full_disk_leaves_the_card_that_was_there(run, monkeypatch):
     def no_space_left(path):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoints, "_flush", no_space_left)
+    monkeypatch.setattr(atomic_folder, "flush", no_space_left)
     with pytest.raises(SystemExit, match=r"could not be saved: No space left on device \(\d+ MiB"):
         command_line.main([str(run), "--license", "mit"])
     assert card.read_bytes() == before
