@@ -25,6 +25,9 @@ def said_without(package, function, capfd):
         for name in list(sys.modules):
             if name.split(".")[0] in (package, *SCRIPT_NAMES) or name.startswith(OURS):
                 del sys.modules[name]
+                parent, _, child = name.rpartition(".")
+                if parent in sys.modules:  # or `from parent import child` would find it there
+                    vars(sys.modules[parent]).pop(child, None)
         sys.modules[package] = None  # what Python takes for a package that cannot be imported
         sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "space")]
         try:
