@@ -1,0 +1,31 @@
+"""Folders of a model with results, for the demo page."""
+
+import json
+import shutil
+
+from documents import ROOT
+from vaswani.hub_cards.results import weights_sha256
+from vaswani.training.circumstances import circumstances
+
+FROZEN = ROOT / "tests" / "frozen" / "0.1"
+SAMPLES = ["nine hundred and ninety", "seven"]
+RESULTS = {
+    "data": {"train": "number words"},
+    "pairs": {"train": 20_000},
+    "settings": {"languages": ["en", "de"]},
+    "test": {"samples": [{"source": s, "translation": "x", "reference": "x"} for s in SAMPLES]},
+}
+
+
+def trained(path, **results):
+    """Copy a small trained model, with results of these values beside it."""
+    shutil.copytree(FROZEN, path)
+    content = {
+        **circumstances(),
+        "command": "train",
+        "commit": "1234567",
+        "weights_sha256": weights_sha256(path),
+        **results,
+    }
+    (path / "results.json").write_text(json.dumps(content))
+    return str(path)
