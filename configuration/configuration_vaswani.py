@@ -65,6 +65,9 @@ _CUSTOM_PIPELINES = {
 _MOST_LAYERS = 1000
 
 
+_OF_CODE = ("auto_map", "custom_pipelines")
+
+
 class _FromFile(str):
     """A reference to code that a file makes. It may name a stranger's code: no save repeats it."""
 
@@ -103,6 +106,13 @@ def _references(name: str, value: Any, place: str | None) -> dict[str, Any]:
         key: _FromFile(reference) if isinstance(reference, str) else reference
         for key, reference in (value or {}).items()
     }
+
+
+def _plain(references: Any) -> Any:
+    """Remove the marks of a file from references to code."""
+    if isinstance(references, dict):
+        return {name: _plain(reference) for name, reference in references.items()}
+    return str(references) if isinstance(references, str) else references
 
 
 def _is_own(reference: Any) -> bool:
@@ -249,6 +259,7 @@ class VaswaniConfig(PreTrainedConfig):
             self.decoder_vocab_size = self.vocab_size
         if self.max_position_embeddings is None and self.position_encoding != "learned":
             self.max_position_embeddings = NO_LONGEST_SEQUENCE
+        self.custom_pipelines = _CUSTOM_PIPELINES
         self._mark_code_of_file(kwargs)
         super().__post_init__(**kwargs)
         self.architectures = self.architectures or []  # AutoModel searches it for a class
@@ -258,11 +269,12 @@ class VaswaniConfig(PreTrainedConfig):
         place = kwargs.get("name_or_path")
         if "auto_map" in kwargs:
             kwargs["auto_map"] = _references("auto_map", kwargs["auto_map"], place)
-        pipelines = _references("custom_pipelines", kwargs.pop("custom_pipelines", None), place)
-        self.custom_pipelines = _CUSTOM_PIPELINES | {
-            task: _references(f"custom_pipelines[{task!r}]", pipeline, place)
-            for task, pipeline in pipelines.items()
-        }
+        if "custom_pipelines" in kwargs:
+            pipelines = _references("custom_pipelines", kwargs["custom_pipelines"], place)
+            kwargs["custom_pipelines"] = _CUSTOM_PIPELINES | {
+                task: _references(f"custom_pipelines[{task!r}]", pipeline, place)
+                for task, pipeline in pipelines.items()
+            }
 
     @classmethod
     def _complaints_about(cls, names: Iterable[str]) -> str:
@@ -417,7 +429,15 @@ class VaswaniConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields. PEFT calls this right before it looks up the default targets."""
         _complete_tables_of_peft(self.model_type)
-        return super().to_dict()
+        fields = super().to_dict()
+        # YAML's safe writers know no subclass of str.
+        return fields | {name: _plain(fields[name]) for name in _OF_CODE if name in fields}
+
+    def update(self, config_dict: dict[str, Any]) -> None:
+        """Set attributes as transformers does. What they say of code is marked as a file's."""
+        fields = dict(config_dict)
+        self._mark_code_of_file(fields)
+        super().update(fields)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from child_process import in_child
+from peft import LoraConfig, get_peft_model
 from test_batching import assert_bit_for_bit, make_trainer, weights
 from test_faults import SAVING, die_in
 from transformers import AutoModelForSeq2SeqLM, modeling_utils
@@ -187,3 +188,15 @@ def test_an_average_that_finds_no_room_names_its_folder(tiny_model, tmp_path):
     with files_of_at_most(3000), pytest.raises(OSError, match=f"mean could not be saved: .*{ROOM}"):
         average_checkpoints([tmp_path / "one"], tmp_path / "mean")
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_final_save_of_an_adapter_keeps_what_was_written_in_its_card(tiny_model, tmp_path):
+    """PEFT adds to a card that is there."""
+    adapted = get_peft_model(tiny_model(dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
+    run = make_trainer(tmp_path, model=adapted, max_steps=2)
+    run.save_model()
+    card = tmp_path / "README.md"
+    card.write_text(card.read_text() + "\nMy own words.\n")
+    run.save_model()
+    assert "My own words." in card.read_text()
+    assert (tmp_path / "adapter_model.safetensors").exists()

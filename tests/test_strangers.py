@@ -1,5 +1,6 @@
 """A save never repeats references to a stranger's code: who trusts our folder runs ours alone."""
 
+import copy
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
@@ -86,6 +88,20 @@ def config_by_its_fields(folder, output):
     VaswaniConfig(**AutoConfig.from_pretrained(folder).to_dict()).save_pretrained(output)
 
 
+def config_updated_by_its_fields(folder, output):
+    config = VaswaniConfig()
+    config.update(AutoConfig.from_pretrained(folder).to_dict())
+    config.save_pretrained(output)
+
+
+def config_copied(folder, output):
+    copy.deepcopy(AutoConfig.from_pretrained(folder)).save_pretrained(output)
+
+
+def config_read_from_its_file(folder, output):
+    VaswaniConfig.from_json_file(folder / "config.json").save_pretrained(output)
+
+
 def model(folder, output):
     AutoModelForSeq2SeqLM.from_pretrained(folder).save_pretrained(output)
 
@@ -137,7 +153,8 @@ def merged_adapter(folder, output):
 
 
 WAYS = [
-    *(config, config_by_its_fields, model, tokenizer, tokenizer_trained_anew, whole_pipeline),
+    *(config, config_by_its_fields, config_updated_by_its_fields, config_copied),
+    *(config_read_from_its_file, model, tokenizer, tokenizer_trained_anew, whole_pipeline),
     *(trainer, our_trainer, adapter, merged_adapter),
 ]
 
@@ -171,6 +188,12 @@ def test_what_is_saved_of_a_hostile_folder_is_what_is_saved_of_a_clean_one(
         model(folder, output)
         tokenizer(folder, output)
     assert (tmp_path / "hostile" / name).read_text() == (tmp_path / "clean" / name).read_text()
+
+
+def test_the_fields_of_a_loaded_configuration_are_plain_values(hostile):
+    fields = AutoConfig.from_pretrained(hostile).to_dict()
+    assert yaml.safe_load(yaml.safe_dump(fields)) == fields
+    assert fields["auto_map"]["AutoModelForCausalLM"] == "mallory.Model"
 
 
 def test_remote_code_does_not_repeat_them_either(hostile, clean, tmp_path):
