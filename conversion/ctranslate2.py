@@ -113,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-positions",
+        metavar="LENGTH",
         type=int,
         help=f"longest sequence that the table of positions serves; default: {MAX_POSITIONS}, or "
         "the size of a learned table",

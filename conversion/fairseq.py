@@ -9,7 +9,7 @@ the files of fairseq-preprocess. One dictionary is enough for a model that share
 Any other model needs two; give a joint dictionary twice. Without dictionaries, the output has no
 tokenizer.
 
-What differs between fairseq and this package:
+Differences between fairseq and this package:
 
 * Positions. fairseq has tensor2tensor's sinusoids, and the first position is number 2, the number
   of the padding token plus one. This becomes position_encoding="sinusoidal_t2t" with
@@ -21,11 +21,11 @@ What differs between fairseq and this package:
 * LayerDrop (encoder_layerdrop, decoder_layerdrop). It skips layers in training only. All layers are
   kept, and the rate is lost.
 * Search. The generation config has the defaults of fairseq-generate: 5 beams, scores divided by
-  length, a stop at as many finished hypotheses as beams, 1 to 200 tokens before the end token,
-  never the padding token. The checkpoint's own settings (cfg.generation) replace beam, lenpen,
-  unnormalized, min_len, max_len_a and max_len_b. With max_len_a, each sentence is limited by its
-  own length. fairseq takes the longest sentence of the batch, and stops at max_target_positions
-  too.
+  length, and a stop at as many finished hypotheses as beams. Translations have 1 to 200 tokens
+  before the end token, and never the padding token. The checkpoint's own settings (cfg.generation)
+  replace beam, lenpen, unnormalized, min_len, max_len_a and max_len_b. With max_len_a, each
+  sentence is limited by its own length. fairseq takes the longest sentence of the batch, and stops
+  at max_target_positions too.
 * Translations. The best translation is fairseq's. Further ones (num_return_sequences) may differ,
   because fairseq keeps the first 5 hypotheses to finish and this package the best 5. Translations
   cut off at the limit may differ too, because only fairseq counts the probability of the end token
@@ -46,9 +46,11 @@ The tokenizers:
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..configuration.configuration_vaswani import VaswaniConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .errors import ConversionError, refuse, refusing
 from .fairseq_options import (
@@ -59,7 +61,7 @@ from .fairseq_options import (
     option_problems,
     read_options,
 )
-from .fairseq_text import read_vocabulary
+from .fairseq_text import Vocabulary, read_vocabulary
 from .loading import Converted, build_model
 from .reading import is_state_dict, read_checkpoint
 from .rules import Drop, Rename, Rule, Stack, to_ours
@@ -190,15 +192,25 @@ def load(
         if any(segmentation):
             raise ConversionError("Codes and models need a dictionary: give source_dict.")
         return Converted(model)
-    files = dictionaries[0], dictionaries[-1]
-    source = read_vocabulary(files[0], bpe_codes, sentencepiece_model, remove_bpe)
+    source = read_vocabulary(dictionaries[0], bpe_codes, sentencepiece_model, remove_bpe)
     target = read_vocabulary(
-        files[1],
+        dictionaries[-1],
         target_bpe_codes or bpe_codes,
         target_sentencepiece_model or sentencepiece_model,
         remove_bpe,
     )
-    config = model.config
+    refuse(_misfits(model.config, dictionaries, source, target), str(path))
+    return Converted(model, source.tokenizer(), None if source == target else target.tokenizer())
+
+
+def _misfits(
+    config: VaswaniConfig,
+    dictionaries: Sequence[str | Path],
+    source: Vocabulary,
+    target: Vocabulary,
+) -> list[str]:
+    """List why dictionaries, one or two, do not fit the embeddings."""
+    files = dictionaries[0], dictionaries[-1]
     sides = (
         ("source", files[0], source, config.vocab_size),
         ("target", files[1], target, config.decoder_vocab_size),
@@ -215,8 +227,7 @@ def load(
             f"{files[0]} alone cannot serve both sides, because their embeddings differ (give "
             "source_dict and target_dict, or a joint dictionary as both)"
         )
-    refuse(problems, str(path))
-    return Converted(model, source.tokenizer(), None if source == target else target.tokenizer())
+    return problems
 
 
 def _load_model(path: Path) -> VaswaniForConditionalGeneration:

@@ -9,7 +9,7 @@ the checkpoint is best.ckpt, else latest.ckpt, else the only .ckpt file. The oth
 for beside the checkpoint: config.yaml, src_vocab.txt, trg_vocab.txt (else the file that
 data.src.voc_file names), and SentencePiece's models.
 
-What differs between JoeyNMT and this package:
+Differences between JoeyNMT and this package:
 
 * LayerNorm. Without the option layer_norm, an encoder is post-norm up to JoeyNMT 2.1. From 2.2 on
   it is pre-norm without the LayerNorm after the stack, which has no counterpart here. The version
@@ -19,11 +19,11 @@ What differs between JoeyNMT and this package:
 * Tokenizers. Levels word (at single spaces), char, and bpe with SentencePiece are carried over, and
   so are lowercase and normalize. If the tokens of source and target differ, the target's tokenizer
   is in target_tokenizer/. Decoding always leaves out <unk>, which is a special token here.
-* Combining accents. The tokenizers library applies SentencePiece's character table, but loses a
-  combining accent right after a character that the table replaces by several, such as a ligature.
-* Other segmentation, such as Moses or subword-nmt. With --pretokenized, the tokenizers take tokens
-  between spaces. Run those tools before and after. JoeyNMT lets subword-nmt split tokens again that
-  the vocabulary lacks. Do the same.
+* Combining accents. The tokenizers library applies SentencePiece's character table. After a
+  character that the table replaces by several, such as a ligature, it loses a combining accent.
+* Moses, subword-nmt and other tools. With --pretokenized, the tokenizers take tokens between
+  spaces. Run those tools before and after. JoeyNMT lets subword-nmt split tokens again if the
+  vocabulary lacks them. Do the same.
 * Search. The section testing sets the beam, its length penalty, the length limit, and the tokens
   that are never generated. max_output_length: -1 is 1.5 times the longest source of a batch in
   JoeyNMT, and 1.5 times each source's own length here. This package stops when no open hypothesis

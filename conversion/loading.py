@@ -136,12 +136,15 @@ def _misfit(tensor: torch.Tensor, place: torch.Tensor) -> str | None:
 def add_model_arguments(parser: argparse.ArgumentParser, tokenizers: bool = False) -> None:
     """Declare the arguments of `open_model` and, with `tokenizers`, of `open_tokenizers`."""
     parser.add_argument(
-        "model", metavar="INPUT", help="folder of a Vaswani model, or its id on the Hub"
+        "model", metavar="INPUT", help="folder of a model of this package, or its id on the Hub"
     )
     if tokenizers:
-        parser.add_argument("--tokenizer", help="folder of the tokenizer; default: INPUT")
+        parser.add_argument(
+            "--tokenizer", metavar="FOLDER", help="folder of the tokenizer; default: INPUT"
+        )
         parser.add_argument(
             "--target-tokenizer",
+            metavar="FOLDER",
             help="folder of the target's tokenizer, if the target has its own vocabulary",
         )
 

@@ -3,37 +3,40 @@
     python -m vaswani.conversion marian Helsinki-NLP/opus-mt-en-de out/
     python -m vaswani.conversion marian opus-2021-02-22/ out/
 
-INPUT is a folder, or its id on the Hub. It is either a folder of transformers (config.json with
-model.safetensors or pytorch_model.bin) or one of Marian itself (decoder.yml with the .npz and the
-vocabularies that it names). Both have source.spm and target.spm.
+INPUT is a folder, or its id on the Hub. A folder of transformers has config.json with
+model.safetensors or pytorch_model.bin. A folder of Marian itself has decoder.yml with the .npz and
+the vocabularies that it names. Both have source.spm and target.spm.
 
-transformers and Marian compute different results from the same weights. Each is followed exactly:
+transformers and Marian compute different results from the same weights. The converter follows both
+exactly:
 
 * Marian has tensor2tensor's sinusoids, a LayerNorm epsilon of 1e-6, x * sigmoid(1.702 x) for
   "gelu", and no padding token in the softmax.
 * transformers and CTranslate2 read the same .npz with the paper's sinusoids and 1e-5. They add a
   padding token with the logit 0.
-* --as-transformers makes a folder of Marian compute what its copy on the Hub does. Only such a
-  model can become a MarianMTModel.
+* --as-transformers makes a folder of Marian compute what its copy on the Hub does. Without it, the
+  model cannot become a MarianMTModel.
 * Both store all sines, then all cosines. --paper-positions alternates them as in the paper, by one
   permutation of d_model in all weights. A folder of Marian needs --as-transformers as well.
 
 The tokenizers split text with SentencePiece. Special tokens in a text stay text. ">>xx<<" is one
-token anywhere. target_tokenizer/ splits target text with target.spm. Either tokenizer decodes. What
-differs from MarianTokenizer:
+token anywhere. target_tokenizer/ splits target text with target.spm. Either tokenizer decodes.
+
+Differences from MarianTokenizer:
 
 * Consecutive characters that source.spm does not know are looked up one by one, even if
   SentencePiece would turn them into bytes.
-* If vocab.json lacks pieces of the .spm file, other pieces replace them, not "<unk>". A warning
-  says so.
+* If vocab.json lacks pieces of the .spm file, a warning names them. Other pieces replace them, not
+  "<unk>".
 * A ">>xx<<" that vocab.json lacks is text.
 * Letters with several separate accents, and half-width Hangul, may be normalised differently.
 * The scripts around OPUS-MT models that rewrite punctuation are not run.
 
-The search: length_penalty_type="hf" with Marian's exponent (normalize). A warning names the
-settings of decoder.yml that are not carried over, such as word penalties and shortlists.
-max-length-factor limits each sentence by its own length, while Marian takes the longest of the
-batch. Without it, or with --as-transformers, the limit is 512 tokens.
+The generation config searches as Marian does, with length_penalty_type="hf" and Marian's exponent
+(normalize). A warning names the settings of decoder.yml that are not carried over, such as word
+penalties and shortlists. max-length-factor limits each sentence by its own length, while Marian
+takes the longest sentence of the batch. Without max-length-factor, or with --as-transformers, the
+limit is 512 tokens.
 """
 
 import argparse

@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `save`, all but the output."""
     add_model_arguments(parser, tokenizers=True)
     parser.add_argument(
-        "--opset", type=int, help="version of ONNX's operators; default: the exporter's"
+        "--opset",
+        metavar="VERSION",
+        type=int,
+        help="version of ONNX's operators; default: the exporter's",
     )
 
 

@@ -5,7 +5,7 @@ r"""From OpenNMT-py 2 or 3: a Transformer's checkpoint, which holds its options 
 INPUT is a .pt file. With save_format safetensors, OpenNMT-py 3 writes the weights to a second file,
 which must stay beside the first.
 
-What differs between OpenNMT-py and this package:
+Differences between OpenNMT-py and this package:
 
 * Network. OpenNMT-py's Transformer is always pre-norm, and its generator always has a bias
   (lm_head_bias). Without add_ffnbias, the biases of the feed-forward networks become zeros. With

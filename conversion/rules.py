@@ -2,7 +2,7 @@
 
 A template is a name with placeholders, such as "decoder.layers.{i}.self_attn.k_proj.{kind}". A
 placeholder stands for the same text on both sides: {i} for a number, any other for word
-characters. Tensors are named by dicts, as in `state_dict`. Each direction uses every tensor exactly
+characters. Tensors are named by dicts, as in `state_dict`. A conversion uses every tensor exactly
 once, or names the tensors that are left over.
 """
 

@@ -19,7 +19,7 @@ from .reading import read_text
 SPACES = r"\s\x1c-\x1f"
 _UNKNOWN = "<unk>"
 # In subword-nmt's oldest codes, the end of a word is a symbol of its own. _END stands for that
-# symbol, and _SEAL closes the word. Where a text has either character, _NEITHER replaces it.
+# symbol, and _SEAL closes the word. _NEITHER replaces either character in a text.
 _END, _SEAL, _NEITHER = "\ue000", "\ue001", "\ue002"
 
 

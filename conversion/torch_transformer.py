@@ -75,7 +75,7 @@ _OUTSIDE = (
 
 @dataclass
 class Description:
-    """What a state dict of nn.Transformer does not tell. The module explains the fields.
+    """Facts that a state dict of nn.Transformer lacks. The module explains the fields.
 
     Raises:
         TypeError: a required field is missing, or there is no such field.
