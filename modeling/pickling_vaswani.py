@@ -18,7 +18,7 @@ class PicklableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without recording hooks."""
-        state = dict(vars(self))
+        state = dict(super().__getstate__())
         state.pop("_output_capturing_hooks_installed", None)
         state["_forward_hooks"] = OrderedDict(
             (number, hook)
@@ -31,7 +31,7 @@ class PicklableModule(nn.Module):
         """Copy hooks too: a layer that is copied into another place goes on recording."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(vars(self), memo))
+        new.__dict__.update(copy.deepcopy(super().__getstate__(), memo))
         return new
 
 

@@ -443,6 +443,17 @@ def test_a_model_is_pickled_after_its_attentions_were_recorded(tiny_model, throu
     assert again.lm_head.weight is again.model.encoder.embed_tokens.weight
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_compiled_model_is_copied_and_pickled_as_in_torch(tiny_model, copied):
+    torch.compiler.reset()
+    model, call = tiny_model(), {"input_ids": torch.tensor([[5, 2]]), "labels": torch.tensor([[2]])}
+    model.compile(backend="eager")
+    loss = model(**call).loss
+    again = copied(model)
+    assert again._compiled_call_impl is None
+    assert torch.equal(again(**call).loss, loss)
+
+
 def test_a_copied_layer_goes_on_recording_its_attentions(tiny_model):
     model = tiny_model(attn_implementation="eager")
     call = {"input_ids": torch.tensor([[5, 6, 2]]), "labels": torch.tensor([[7, 2]])}
