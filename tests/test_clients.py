@@ -282,7 +282,7 @@ def test_the_official_scripts_run_unedited(
         "runs/quickstart": str(folder),
         "runs/tuned": "out",
         "train.json": f"{task}.train.json",
-        "validation.json": f"{task}.valid.json",
+        "valid.json": f"{task}.valid.json",
     }
     command = [places.get(word, word) for word in command]
     command += ["--do_predict", "--test_file", f"{task}.test.json", "--max_steps", "4"]
