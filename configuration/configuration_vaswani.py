@@ -34,6 +34,7 @@ _TRAVELLING_FILES = (
     "modeling/limits_vaswani.py",
     "modeling/linear_vaswani.py",
     "modeling/loss_vaswani.py",
+    "modeling/parallel_vaswani.py",
     "modeling/pickling_vaswani.py",
     "modeling/scoring_vaswani.py",
     "modeling/settings_vaswani.py",
@@ -144,6 +145,23 @@ def _complete_tables_of_peft(model_type: str) -> None:
             table.setdefault(model_type, table["bart"])
 
 
+def _tensor_parallel_plan() -> dict[str, str]:
+    """Say how processes divide each matrix: by its outputs (colwise) or by its inputs (rowwise)."""
+    plan = {}
+    for stack, attentions in (
+        ("encoder", ("self_attn",)),
+        ("decoder", ("self_attn", "encoder_attn")),
+    ):
+        layer = f"{stack}.layers.*"
+        plan[f"{stack}.embed_tokens"] = "embedding_rowwise"
+        for attention in attentions:
+            for projection in ("q_proj", "k_proj", "v_proj"):
+                plan[f"{layer}.{attention}.{projection}"] = "colwise"
+            plan[f"{layer}.{attention}.out_proj"] = "rowwise"
+        plan |= {f"{layer}.fc1": "colwise", f"{layer}.fc2": "rowwise"}
+    return plan
+
+
 @strict
 class VaswaniConfig(PreTrainedConfig):
     r"""Sizes and switches of the Transformer; the defaults are the paper's base model (Table 3).
@@ -206,6 +224,14 @@ class VaswaniConfig(PreTrainedConfig):
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
         "num_hidden_layers": "encoder_layers",
+    }
+
+    # Heads, inner states and the vocabulary are divided among processes (tensor parallelism).
+    base_model_tp_plan: ClassVar[dict[str, str]] = _tensor_parallel_plan()
+    # FSDP2 of transformers' own: what is in no layer, the embeddings for example, is one group.
+    base_model_fsdp_plan: ClassVar[dict[str, str]] = {
+        "encoder.layers.*": "free_full_weight",
+        "decoder.layers.*": "free_full_weight",
     }
 
     vocab_size: int = 37000

@@ -47,6 +47,15 @@ def _entries_above(module: str, device_map: dict[str, Any]) -> list[str]:
     return [prefix for prefix in prefixes if prefix in device_map]
 
 
+def _are_copies(one: Any, other: Any) -> bool:
+    """Whether two tensors are different ones with the same values."""
+    if not (torch.is_tensor(one) and torch.is_tensor(other)):
+        return False
+    if one.is_meta or other.is_meta or one.data_ptr() == other.data_ptr():
+        return False
+    return torch.equal(one, other)
+
+
 class WholeCheckpoints(PreTrainedModel):
     """A model that is not loaded by half, and not pushed with an empty card."""
 
@@ -114,7 +123,7 @@ class WholeCheckpoints(PreTrainedModel):
         """Save as transformers does; a given `state_dict` has tied weights once and its own type.
 
         Weights that were gathered from several processes are tied no more: they hold a copy of the
-        matrix under each of its names. DeepSpeed's master weights are wider than the model's.
+        matrix under each of its names. DeepSpeed's master weights are wider than the model's own.
 
         Raises:
             ValueError: `quantize_dynamic` has replaced a layer, which has no weights to save.
@@ -126,7 +135,7 @@ class WholeCheckpoints(PreTrainedModel):
                     "saved: save the model that was quantized, and quantize it after loading."
                 )
         if state_dict is not None:
-            state_dict = self._with_ties(state_dict)
+            state_dict = dict(state_dict)  # transformers takes out what it has written
             values = filter(torch.is_tensor, state_dict.values())
             self._dtype_to_save = next((v.dtype for v in values if v.is_floating_point()), None)
         try:
@@ -139,13 +148,13 @@ class WholeCheckpoints(PreTrainedModel):
         """The type of the weights; while others are saved in their place, the type of those."""
         return self._dtype_to_save or super().dtype
 
-    def _with_ties(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Let names of the same matrix share a tensor again, where their values are equal."""
-        tied = dict(state_dict)
+    def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Gather the weights to save, and tie again what gathering, here or before, has copied."""
+        weights = super().gather_sharded_state_dict_for_save(*args, **kwargs)
         for target, source in self.all_tied_weights_keys.items():
-            if target in tied and source in tied and torch.equal(tied[target], tied[source]):
-                tied[target] = tied[source]
-        return tied
+            if _are_copies(weights.get(target), weights.get(source)):
+                weights[target] = weights[source]
+        return weights
 
     @staticmethod
     def _load_pretrained_model(

@@ -169,7 +169,8 @@ class IncrementalDecoder:
         cached[:, self.used : end] = new
         width = query.shape[2]
         keys, values = cached[:, :end].split((width, cached.shape[2] - width), dim=2)
-        keys, values = attention._split_heads(keys), attention._split_heads(values)
+        keys = attention._split_heads(keys, attention.d_k)
+        values = attention._split_heads(values, attention.d_v)
         return _attend(attention, query, keys, values, mask, rows)
 
     def _attend_source(
@@ -230,7 +231,11 @@ def _attend(
 ) -> torch.Tensor:
     """Attend from queries (B, K, H d_k) to keys and values (B, H, N, d): the heads (R, H d_v)."""
     output = F.scaled_dot_product_attention(
-        attention._split_heads(query), keys, values, attn_mask=mask, scale=attention.scaling
+        attention._split_heads(query, attention.d_k),
+        keys,
+        values,
+        attn_mask=mask,
+        scale=attention.scaling,
     )
     output = output.transpose(1, 2).flatten(2).flatten(0, 1)  # (B * K, H * d_v)
     return output if rows is None else output[rows]

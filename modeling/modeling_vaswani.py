@@ -41,6 +41,7 @@ from .dropout_vaswani import drop_out
 from .embeddings_vaswani import SharedEmbeddings
 from .generation_vaswani import VaswaniGenerationMixin
 from .loss_vaswani import chunked_cross_entropy
+from .parallel_vaswani import DividedModel
 from .pickling_vaswani import PicklableModule
 from .scoring_vaswani import VaswaniScoringMixin
 from .settings_vaswani import VaswaniGenerationConfig
@@ -140,13 +141,14 @@ class VaswaniAttention(PicklableModule):
         self.is_causal = is_causal
         self.num_heads = num_heads
         self.dropout = config.attention_dropout
-        d_k = config.d_k or config.d_model // num_heads
-        d_v = config.d_v or config.d_model // num_heads
-        self.scaling = d_k**-0.5
-        self.q_proj = nn.Linear(config.d_model, num_heads * d_k, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.d_model, num_heads * d_k, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.d_model, num_heads * d_v, bias=config.attention_bias)
-        self.out_proj = nn.Linear(num_heads * d_v, config.d_model, bias=config.attention_bias)
+        self.d_k = config.d_k or config.d_model // num_heads
+        self.d_v = config.d_v or config.d_model // num_heads
+        self.scaling = self.d_k**-0.5
+        keys, values, bias = num_heads * self.d_k, num_heads * self.d_v, config.attention_bias
+        self.q_proj = nn.Linear(config.d_model, keys, bias=bias)
+        self.k_proj = nn.Linear(config.d_model, keys, bias=bias)
+        self.v_proj = nn.Linear(config.d_model, values, bias=bias)
+        self.out_proj = nn.Linear(values, config.d_model, bias=bias)
         projections: Any = (self.q_proj, self.k_proj, self.v_proj)
         for linear in projections:
             linear.fairseq_gain = 2**-0.5  # smaller than Xavier's, see _init_weights
@@ -160,7 +162,7 @@ class VaswaniAttention(PicklableModule):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from (B, Q, D) to itself, or to `encoder_hidden_states` (B, K, D)."""
-        query = self._split_heads(self.q_proj(hidden_states))  # (B, H, Q, d_k)
+        query = self._split_heads(self.q_proj(hidden_states), self.d_k)  # (B, H, Q, d_k)
         if encoder_hidden_states is None:
             key, value = self._self_keys_values(hidden_states, past_key_values)
         else:
@@ -184,11 +186,13 @@ class VaswaniAttention(PicklableModule):
             )  # (B, Q, H, d_v), (B, H, Q, K) or None
         return self.out_proj(output.flatten(2).to(dtype)), weights  # (B, Q, D)
 
-    def _split_heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, Q or K, d)
+    def _split_heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
+        # Under tensor parallelism, H is the number of heads of this process.
+        return states.unflatten(-1, (-1, width)).transpose(1, 2)  # (B, H, Q or K, width)
 
     def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._split_heads(self.k_proj(states)), self._split_heads(self.v_proj(states))
+        keys = self._split_heads(self.k_proj(states), self.d_k)
+        return keys, self._split_heads(self.v_proj(states), self.d_v)
 
     def _self_keys_values(
         self, states: torch.Tensor, past: EncoderDecoderCache | None
@@ -301,7 +305,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
-class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
+class VaswaniPreTrainedModel(PicklableModule, DividedModel, SharedEmbeddings):
     """What transformers asks of a model: abilities, initialisation, vocabulary of its own size."""
 
     config: VaswaniConfig
@@ -564,6 +568,8 @@ class VaswaniForConditionalGeneration(
 ):
     """The Transformer with its pre-softmax linear map (3.4), loss (5.4) and `generate` (6.1)."""
 
+    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
+
     def __init__(self, config: VaswaniConfig) -> None:
         super().__init__(config)
         source = "encoder" if config.share_encoder_decoder_embeddings else "decoder"
@@ -695,7 +701,8 @@ class VaswaniForConditionalGeneration(
             logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
-                does so in training mode, unless `lm_head` is wrapped (LoRA).
+                does so in training mode, unless `lm_head` is wrapped (LoRA) or divided among
+                processes.
             **kwargs: passed on to the attention backend.
         """
         if labels is not None:
@@ -717,7 +724,8 @@ class VaswaniForConditionalGeneration(
         )
         hidden_states = outputs.last_hidden_state
         if skip_logits is None:
-            skip_logits = self.training and type(self.lm_head) is nn.Linear
+            divided = hasattr(self.lm_head.weight, "device_mesh")  # is a DTensor
+            skip_logits = self.training and type(self.lm_head) is nn.Linear and not divided
         logits, loss = None, None
         if labels is None or not skip_logits:
             kept = (

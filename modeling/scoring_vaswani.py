@@ -317,8 +317,10 @@ class VaswaniScoringMixin:
         padding = inputs["attention_mask"][:, None, None] == 0  # (B, 1, 1, S)
 
         def watch(attention: Any, given: tuple[torch.Tensor, ...]) -> None:
-            query = attention._split_heads(attention.q_proj(given[0]))[:, heads]  # (B, H, T, d_k)
-            key = attention._split_heads(attention.k_proj(given[1]))[:, heads]  # (B, H, S, d_k)
+            projected = (attention.q_proj(given[0]), attention.k_proj(given[1]))
+            query, key = (
+                attention._split_heads(states, attention.d_k)[:, heads] for states in projected
+            )  # (B, H, T or S, d_k)
             scores = query @ key.transpose(-2, -1) * attention.scaling
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             scores = scores.masked_fill(padding.to(scores.device), float("-inf"))

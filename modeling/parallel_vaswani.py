@@ -1,0 +1,37 @@
+"""Tensor parallelism: processes hold a part of each matrix (`base_model_tp_plan`)."""
+
+import re
+from typing import Any
+
+from transformers import PreTrainedModel
+
+
+class DividedModel(PreTrainedModel):
+    """A model whose heads, inner states and vocabulary can be divided among processes."""
+
+    def init_parallel_plans(self) -> None:
+        """Take from the configuration's plan what this model has: it may be one of its stacks."""
+        super().init_parallel_plans()
+        names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in self.named_modules()}
+        for plan in (self._tp_plan, self._fsdp_plan):
+            for name in plan.keys() - names:
+                del plan[name]
+
+    @classmethod
+    def maybe_distribute_model(
+        cls, model: Any, distributed_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Divide a model as `distributed_config` says, heads as a whole.
+
+        Raises:
+            ValueError: the processes cannot have as many heads each.
+        """
+        processes = getattr(distributed_config, "tp_size", None) or 1
+        for side in ("encoder", "decoder"):
+            heads = getattr(model.config, f"{side}_attention_heads")
+            if heads % processes:
+                raise ValueError(
+                    f"{side}_attention_heads ({heads}) cannot be divided among tp_size={processes} "
+                    "processes: choose a tp_size that divides both stacks' heads."
+                )
+        return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
