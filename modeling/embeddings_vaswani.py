@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from .checkpoints_vaswani import WholeCheckpoints
+from .parallel_vaswani import DividedModel
 
 
-class SharedEmbeddings(WholeCheckpoints):
+class SharedEmbeddings(DividedModel):
     """A model whose embeddings may share their matrix with each other and with `lm_head`."""
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -45,6 +45,8 @@ class SharedEmbeddings(WholeCheckpoints):
         plain = type(source) is nn.Embedding and type(target) is nn.Embedding
         if plain and source.weight is target.weight:
             base.decoder.embed_tokens = source
+            for model in (self, base):  # one module, one entry in the plan
+                model.forget_in_plans("decoder.embed_tokens")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the weights by name; a sharded embedding of both stacks has the encoder's alone.

@@ -41,7 +41,6 @@ from .dropout_vaswani import drop_out
 from .embeddings_vaswani import SharedEmbeddings
 from .generation_vaswani import VaswaniGenerationMixin
 from .loss_vaswani import chunked_cross_entropy
-from .parallel_vaswani import DividedModel
 from .pickling_vaswani import PicklableModule
 from .scoring_vaswani import VaswaniScoringMixin
 from .settings_vaswani import VaswaniGenerationConfig
@@ -305,7 +304,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
-class VaswaniPreTrainedModel(PicklableModule, DividedModel, SharedEmbeddings):
+class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
     """What transformers asks of a model: abilities, initialisation, vocabulary of its own size."""
 
     config: VaswaniConfig
@@ -724,8 +723,10 @@ class VaswaniForConditionalGeneration(
         )
         hidden_states = outputs.last_hidden_state
         if skip_logits is None:
-            divided = hasattr(self.lm_head.weight, "device_mesh")  # is a DTensor
-            skip_logits = self.training and type(self.lm_head) is nn.Linear and not divided
+            head = self.lm_head
+            # A weight with a mesh is a DTensor, of which this process has a part.
+            whole = type(head) is nn.Linear and not hasattr(head.weight, "device_mesh")
+            skip_logits = self.training and whole
         logits, loss = None, None
         if labels is None or not skip_logits:
             kept = (

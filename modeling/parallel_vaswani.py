@@ -3,10 +3,10 @@
 import re
 from typing import Any
 
-from transformers import PreTrainedModel
+from .checkpoints_vaswani import WholeCheckpoints
 
 
-class DividedModel(PreTrainedModel):
+class DividedModel(WholeCheckpoints):
     """A model whose heads, inner states and vocabulary can be divided among processes."""
 
     def init_parallel_plans(self) -> None:
@@ -16,6 +16,11 @@ class DividedModel(PreTrainedModel):
         for plan in (self._tp_plan, self._fsdp_plan):
             for name in plan.keys() - names:
                 del plan[name]
+
+    def forget_in_plans(self, module: str) -> None:
+        """Take a module of the base model out of the plan: it is divided under another name."""
+        for name in (module, f"{self.base_model_prefix}.{module}"):
+            self._tp_plan.pop(name, None)
 
     @classmethod
     def maybe_distribute_model(
