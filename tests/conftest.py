@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from num2words import num2words
 from torch import nn
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
@@ -115,3 +116,13 @@ def browser():
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def number_words(tmp_path_factory):
+    """Parallel files of English and German number words."""
+    folder = tmp_path_factory.mktemp("data")
+    for language in ("en", "de"):
+        lines = [num2words(n, lang=language) + "\n" for n in range(100, 220)]
+        (folder / f"train.{language}").write_text("".join(lines), encoding="utf-8")
+    return [folder / f"train.{language}" for language in ("en", "de")]

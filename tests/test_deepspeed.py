@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES
+from documents import ROOT
 from launches import launch, readme_flags
 from safetensors.torch import load_file
 from test_batching import make_trainer, training_data
+from test_processes import SMALL
 from transformers import set_seed, training_args
 from vaswani.training.processes import forget_sharding
 
@@ -37,6 +40,11 @@ TRAINING = {
     "predict_with_generate": True,
     "generation_num_beams": 3,
     "generation_max_length": 9,
+}
+VARIABLES = {
+    "DS_ACCELERATOR": "cpu",
+    # DeepSpeed builds what it needs with a tool beside the interpreter.
+    "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
 }
 pytestmark = [
     pytest.mark.slow,
@@ -64,8 +72,6 @@ def trainer_of(name, output, processes=1):
 
 def train(output, name):
     """Train, resume and predict a run, in each of two processes."""
-    # transformers allows bfloat16 with DeepSpeed on GPUs alone.
-    training_args.is_torch_bf16_gpu_available = lambda: True
     checkpoint = None
     for run in ("whole", "resumed"):
         folder = Path(output) / run
@@ -94,9 +100,7 @@ def trained(tmp_path_factory):
         flags[flags.index("--zero_stage") + 1] = str(stage)
         if stage == 3:
             flags += ["--zero3_save_16bit_model", str(gathered).lower()]
-        # DeepSpeed builds what it needs with a tool beside the interpreter.
-        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        launch(2, __file__, output, name, flags=flags, DS_ACCELERATOR="cpu", PATH=path)
+        launch(2, __file__, output, name, flags=flags, **VARIABLES)
         return output
 
     return run
@@ -147,5 +151,32 @@ def test_zero_generates_what_the_saved_model_generates(trained, tmp_path, name):
     assert np.array_equal(np.load(output / "predictions.npy"), expected)
 
 
+def test_the_readmes_command_writes_a_float32_model_and_a_card_with_its_scores(
+    number_words, tmp_path
+):
+    launch(
+        2, __file__, "script", "--train", *number_words, "--valid", *number_words,
+        "--test", *number_words, "--vocab-size", 340, "--steps", 4, "--eval-steps", 2,
+        "--max-source-tokens", 300, "--average", 2, "--bf16", "--set", *SMALL,
+        "--output", tmp_path, flags=readme_flags("--use_deepspeed"), **VARIABLES,
+    )  # fmt: skip
+    card = (tmp_path / "README.md").read_text()
+    bleu = json.loads((tmp_path / "results.json").read_text())["test"]["bleu"]
+    assert f"| BLEU | {bleu:.2f}" in card or f"| BLEU | {bleu}" in card
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    model = VaswaniForConditionalGeneration.from_pretrained(tmp_path)
+    assert sum(value.numel() for value in saved.values()) == model.num_parameters()
+
+
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    # transformers allows bfloat16 with DeepSpeed on GPUs alone.
+    training_args.is_torch_bf16_gpu_available = lambda: True
+    if sys.argv[1] == "script":
+        sys.path.insert(0, str(ROOT / "examples"))
+        import train_translation
+
+        del sys.argv[1]
+        train_translation.main()
+    else:
+        train(*sys.argv[1:])

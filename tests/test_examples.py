@@ -239,6 +239,37 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(
         examples(examples.train, *common[:-1], tmp_path / "absent", "--resume")
 
 
+def test_resume_auto_begins_a_run_and_goes_on_with_it(examples, parallel_files, tmp_path, capsys):
+    output = tmp_path / "run"
+    arguments = [
+        examples.train, "--train", *parallel_files, *TINY, "--eval-steps", 2, "--output", output,
+        "--resume", "auto",
+    ]  # fmt: skip
+    examples(*arguments, "--steps", 2)
+    assert not json.loads((output / "results.json").read_text())["resumed"]
+    tokenizer = (output / "tokenizer.json").read_bytes()
+    (output / "checkpoint-3").mkdir()  # a kill has left it
+    Path(parallel_files[0]).write_text("other words\n" * 80)
+    examples(*arguments, "--steps", 4)
+    results = json.loads((output / "results.json").read_text())
+    assert (results["steps"], results["resumed"]) == (4, True)
+    assert (output / "tokenizer.json").read_bytes() == tokenizer
+    printed = capsys.readouterr().out
+    assert printed.count("training from the start") == 1
+
+
+def test_the_first_line_says_how_many_processes_train_and_on_what(
+    examples, parallel_files, tmp_path, capsys
+):
+    output = tmp_path / "run"
+    examples(
+        examples.train, "--train", *parallel_files, *TINY, "--steps", 2, "--output", output
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    expected = f"Training with 1 process on cpu ({threads} thread{'s' if threads > 1 else ''})"
+    assert capsys.readouterr().out.splitlines()[0] == expected
+
+
 def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
     examples, parallel_files, tmp_path, monkeypatch
 ):

@@ -4,6 +4,7 @@ The tests run on CPUs with a copy of Accelerate that allows it there (`launches`
 launch flags that the README prints.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from conftest import SIZES
+from documents import ROOT
 from launches import accelerate_with_fsdp_on_cpus, launch, readme_flags
 from safetensors.torch import load_file
-from test_batching import make_trainer, training_data
+from test_batching import collator, make_trainer, training_data
+from test_processes import SMALL, assert_equal_weights
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Seq2SeqTrainer, set_seed
@@ -80,6 +85,7 @@ def trainer_of(name, output, processes=1):
 
 def train(output):
     """Train, resume and predict everything in RUNS, in each of two processes."""
+    loop(Path(output) / "loop")
     for name, (_, _, how_saved, _) in RUNS.items():
         os.environ["FSDP_STATE_DICT_TYPE"] = how_saved
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -96,6 +102,32 @@ def train(output):
         predictions = trainer.predict(training_data(8)).predictions[:8]
         if trainer.is_world_process_zero():
             np.save(folder / "predictions.npy", predictions)
+
+
+def loop(output):
+    """Train with Accelerate alone, save halfway and at the end, and resume from halfway."""
+    for resume in (False, True):
+        set_seed(3)
+        accelerator = Accelerator(cpu=True)
+        model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES))
+        batches = [collator(training_data(8).to_list()[first : first + 4]) for first in (0, 4)]
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if resume:
+            accelerator.load_state(str(output / "state"))
+        for step in range(3 if resume else 0, 6):
+            loss = model(**batches[accelerator.process_index]).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                accelerator.save_state(str(output / "state"))
+        weights = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            folder = output / ("resumed" if resume else "whole")
+            accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+        accelerator.wait_for_everyone()
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +154,18 @@ def test_sharded_training_gives_the_weights_of_one_process(trained, tmp_path, na
         torch.testing.assert_close(saved[key], value, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, "loop"])
 def test_resumed_sharded_training_ends_with_the_same_bits(trained, name):
     whole, resumed = (
         load_file(trained / name / run / "model.safetensors") for run in ("whole", "resumed")
     )
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_a_loop_with_accelerate_alone_saves_the_matrix_once(trained):
+    weights = load_file(trained / "loop" / "whole" / "model.safetensors")
+    assert [key for key in sorted(weights) if "embed" in key or "head" in key] == MATRICES["paper"]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -149,6 +186,28 @@ def test_sharded_models_generate_what_the_saved_model_generates(trained, tmp_pat
     trainer.model.load_state_dict(saved.state_dict())
     expected = trainer.predict(training_data(8)).predictions
     assert np.array_equal(np.load(trained / name / "resumed" / "predictions.npy"), expected)
+
+
+@pytest.mark.parametrize("how_saved", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_the_readmes_command_trains_averages_and_scores_as_one_process(
+    accelerate_folder, number_words, tmp_path, how_saved
+):
+    flags = readme_flags("--use_fsdp")
+    flags[flags.index("--fsdp_state_dict_type") + 1] = how_saved
+    for processes in (1, 2):
+        launch(
+            processes, ROOT / "examples" / "train_translation.py", "--train", *number_words,
+            "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
+            "--steps", 6, "--eval-steps", 3, "--warmup", 400, "--max-source-tokens", 300,
+            "--average", 2, "--accumulate", 2 // processes, "--set", *SMALL, "dropout=0.0",
+            "--output", tmp_path / str(processes),
+            flags=flags, paths=[accelerate_folder],
+        )  # fmt: skip
+    assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
+    one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))
+    assert one["test"]["bleu"] == two["test"]["bleu"]
+    assert one["parameters"] == two["parameters"]
+    assert "BLEU" in (tmp_path / "2" / "README.md").read_text()
 
 
 if __name__ == "__main__":

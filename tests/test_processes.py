@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import SIZES
 from launches import launch
-from num2words import num2words
 from safetensors.torch import load_file
 from test_batching import BUDGET, collator, training_data
 from torch import distributed
@@ -31,16 +30,6 @@ def assert_equal_weights(one, two, tolerance):
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(two[name], one[name], atol=tolerance, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def number_words(tmp_path_factory):
-    """Parallel files of English and German number words."""
-    folder = tmp_path_factory.mktemp("data")
-    for language in ("en", "de"):
-        lines = [num2words(n, lang=language) + "\n" for n in range(100, 220)]
-        (folder / f"train.{language}").write_text("".join(lines), encoding="utf-8")
-    return [folder / f"train.{language}" for language in ("en", "de")]
 
 
 LOOP = ["--vocab-size", 340, "--steps", 12, "--tokens", 300]
@@ -125,6 +114,17 @@ def test_train_translation_gives_the_same_weights_with_two_processes(
             figure if isinstance(figure, str) else pytest.approx(figure, rel=1e-5)
         )
     assert (tmp_path / "2" / "learning_curve.png").exists()
+
+
+@pytest.mark.slow
+def test_the_first_line_of_several_processes_is_printed_once(number_words, tmp_path):
+    printed = launch(
+        2, ROOT / "examples" / "train_translation.py", "--train", *number_words,
+        "--vocab-size", 340, "--steps", 2, "--set", *SMALL, "--output", tmp_path / "run",
+    )  # fmt: skip
+    line = "Training with 2 processes on cpu (1 thread each)"
+    assert printed.splitlines()[0] == line
+    assert printed.count("Training with") == printed.count(" parameters.") == 1
 
 
 # What follows runs in the processes that `launch` starts.
