@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,13 @@ def environment(paths=(), **variables):
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         **variables,
     }
+
+
+def free_port():
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def readme_flags(containing):

@@ -52,6 +52,13 @@ METHODS = {
         "_resize_token_embeddings": "self new_num_tokens pad_to_multiple_of mean_resizing",
         "_upload_modified_files": "self working_dir repo_id files_timestamps commit_message token "
         "create_pr revision commit_description",
+        "gather_sharded_state_dict_for_save": "self model_to_save state_dict distributed_config "
+        "save_on_this_rank",
+        "init_parallel_plans": "self",
+        "maybe_distribute_model": (
+            "cls model distributed_config mesh_manager",
+            "cls model distributed_config device_mesh",  # 5.17
+        ),
     },
     "transformers.Pipeline": {
         "_forward": "self input_tensors forward_parameters",
@@ -102,10 +109,10 @@ METHODS = {
 ATTRIBUTES = {
     "transformers.PreTrainedConfig": "_attn_implementation _auto_class",
     "transformers.PreTrainedModel": """
-        _auto_class _can_compile_fullgraph _can_record_outputs
+        _auto_class _can_compile_fullgraph _can_record_outputs _fsdp_plan
         _keys_to_ignore_on_load_unexpected _no_split_modules
         _skip_keys_device_placement _supports_attention_backend _supports_flash_attn
-        _supports_flex_attn _supports_sdpa
+        _supports_flex_attn _supports_sdpa _tp_plan
     """,
     "transformers.Pipeline": """
         _load_feature_extractor _load_image_processor _load_processor _load_tokenizer

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SIZES
-from launches import launch
+from launches import free_port, launch, readme_flags
 from safetensors.torch import load_file
 from test_batching import BUDGET, collator, training_data
 from torch import distributed
@@ -125,6 +126,33 @@ def test_the_first_line_of_several_processes_is_printed_once(number_words, tmp_p
     line = "Training with 2 processes on cpu (1 thread each)"
     assert printed.splitlines()[0] == line
     assert printed.count("Training with") == printed.count(" parameters.") == 1
+
+
+@pytest.mark.slow
+def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
+    number_words, tmp_path
+):
+    """Two launchers, each of which starts one process, stand for the machines."""
+    arguments = [
+        ROOT / "examples" / "train_translation.py", "--train", *number_words,
+        "--vocab-size", 340, "--steps", 6, *SLOW, "--max-source-tokens", 300,
+        "--set", *SMALL, "dropout=0.0",
+    ]  # fmt: skip
+    launch(1, *arguments, "--accumulate", 2, "--output", tmp_path / "1")
+    flags = readme_flags("--num_machines")
+    flags[flags.index("--main_process_ip") + 1] = "127.0.0.1"
+    flags[flags.index("--main_process_port") + 1] = str(free_port())
+
+    def machine(rank):
+        flags_of_machine = list(flags)
+        flags_of_machine[flags.index("--machine_rank") + 1] = str(rank)
+        return launch(2, *arguments, "--output", tmp_path / "2", flags=flags_of_machine)
+
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(machine, range(2))
+    assert first.startswith("Training with 2 processes on cpu")
+    assert "Training with" not in second
+    assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
 
 
 # What follows runs in the processes that `launch` starts.

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch
 from documents import ROOT
-from launches import environment
+from launches import environment, free_port
 from safetensors.torch import load_file
 
 SCRIPT = ROOT / "examples" / "train_translation.py"
@@ -96,11 +95,15 @@ def test_ranks_killed_at_random_moments_change_no_weight(arguments, whole, tmp_p
 def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, whole, tmp_path):
     """Each machine starts its launcher again until it succeeds, as a cluster's manager does."""
     chance, output, kills = random.Random(5), tmp_path / "run", 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     flags = ["--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", RESTARTS]
-    flags += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "run"]
+    flags += [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv_id",
+        "run",
+    ]
     machines = [launcher(flags, arguments, output) for _ in range(2)]
     end, next_kill = time.monotonic() + 60 * MINUTES, time.monotonic() + 20
     try:
