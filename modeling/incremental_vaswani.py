@@ -203,7 +203,11 @@ class IncrementalDecoder:
             self._drop_dead_ends()
         if 2 * (self.used + positions) > self.target.shape[2]:
             more = max(self.target.shape[2], 2 * positions, _FIRST_CAPACITY)
-            self.target = F.pad(self.target, (0, 0, 0, more))
+            grown = self.target.new_empty(
+                (*self.target.shape[:2], self.target.shape[2] + more, self.target.shape[3])
+            )
+            grown[:, :, : self.used] = self.target[:, :, : self.used]
+            self.target = grown  # nobody reads positions that are not taken
             if self.past is not None:
                 self.past = F.pad(self.past, (0, more), value=-torch.inf)
 

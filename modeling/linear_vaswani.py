@@ -12,14 +12,16 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 """
 
 import functools
+import platform
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-_FEW_ROWS = 3  # PyTorch multiplies so few float32 rows by a weight as it lies
+_FEW_ROWS = 3  # MKL multiplies so few float32 rows by a weight as it lies, on its maker's CPUs
 _WORTH_PACKING = 2**14  # values; smaller matrices take no time to read
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -41,25 +43,25 @@ _known: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakK
 def prepare(*linears: nn.Linear) -> Product:
     """Return a function that applies layers to the same states and concatenates their outputs.
 
-    The function serves one call of `generate`. Its first product takes the weights as they lie. A
-    second one shows that the layers are used step by step, so that comparing and packing pays: the
-    encoder's layers never get that far.
+    The function serves one call of `generate`. Layers that were never packed take their weights as
+    they lie in the first product. A second one shows that they are used step by step, so that
+    comparing and packing pays: the encoder's layers never get that far.
     """
     layers = tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
     if not all(map(_can_prepare, layers)):
         return functools.partial(_apply, layers)
-    few = _FEW_ROWS * layers[0].in_features if layers[0].weight.dtype == torch.float32 else 0
+    few = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    used = False
+    used = len(layers) > 1 or len(layers) in _known.get(layers[0], {})
 
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal weight, bias, used
         if states.numel() <= few:
             return _apply(layers, states)
-        if not used and len(layers) == 1:
+        if not used and states.numel() > layers[0].in_features:  # one row would be rounded otherwise
             used = True
             return _multiply(states, layers[0].weight, layers[0].bias)
         if weight is None:
@@ -203,6 +205,22 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
         if offset % integer.itemsize == 0 and flat.nbytes % integer.itemsize == 0:
             return flat.view(integer)
     return flat.view(torch.int16)
+
+
+@functools.cache
+def _few_rows(dtype: torch.dtype) -> int:
+    """Return the number of rows up to which a product with the weight as it lies is as fast."""
+    if dtype != torch.float32 or not torch.backends.mkl.is_available():
+        return 0
+    return _FEW_ROWS if "GenuineIntel" in _cpu_info() else 0
+
+
+def _cpu_info() -> str:
+    """Describe the CPU; empty where the system does not say."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return platform.processor()
 
 
 @functools.cache
