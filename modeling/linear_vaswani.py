@@ -61,8 +61,8 @@ def prepare(*linears: nn.Linear) -> Product:
         nonlocal weight, bias, used
         if states.numel() <= few:
             return _apply(layers, states)
-        if not used and states.numel() > layers[0].in_features:  # one row would be rounded otherwise
-            used = True
+        if not used and states.numel() > layers[0].in_features:
+            used = True  # a single row would be rounded differently without packing
             return _multiply(states, layers[0].weight, layers[0].bias)
         if weight is None:
             weight, bias = _packed_weight(layers), _joined_bias(layers)
