@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from vaswani.training.batching import TokenBatchSampler
+from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer

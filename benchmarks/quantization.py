@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from engines import TorchEngine
-from generation import DEFAULT_MODEL, Text, batched, load, quieten, write
 from transformers import AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from vaswani.training.circumstances import circumstances
 from worker import PeakMemory, Worker, timed
+
+from generation import DEFAULT_MODEL, Text, batched, load, quieten, write
 
 BATCH = 32
 

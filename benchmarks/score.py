@@ -2,7 +2,7 @@ r"""A recipe's published score: the mean of several seeds, and what each ingredi
 
     python benchmarks/score.py multi30k-tiny --seeds 1 2 3 --ingredients --json FILE
 
-Every seed is a run of examples/train_translation.py in a folder of its own under runs/; one that is
+Every seed is a run of `vaswani train` in a folder of its own under runs/; one that is
 there already is not repeated, and one that was killed goes on. A recipe that starts from another
 recipe's model has that one run first, with the same seed. The score of a seed is that of the
 model the recipe ends with: nothing is chosen by the test set.
@@ -31,6 +31,7 @@ from typing import Any
 import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
+from vaswani.corpora.reading import Pair, read_pairs
 from vaswani.training.checkpoints import run_checkpoints
 from vaswani.training.circumstances import circumstances
 from vaswani.training.metrics import TranslationMetric
@@ -38,10 +39,6 @@ from vaswani.training.metrics import TranslationMetric
 from vaswani import VaswaniTranslationPipeline
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "examples"))
-
-from sentence_pairs import Pair, read_pairs  # noqa: E402
-
 RECIPES = ROOT / "examples" / "recipes"
 # What the report keeps of a run; the rest is in the run's own folder.
 KEPT = (
@@ -85,7 +82,7 @@ def train(recipe: dict[str, Any], output: Path, threads: int | None = None) -> d
         path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
         # What stands in the run's own files does not tell where this folder lies.
         places = [os.path.relpath(place, ROOT) for place in (path, output)]
-        command = [sys.executable, "examples/train_translation.py", "--recipe", places[0]]
+        command = [sys.executable, "-m", "vaswani", "train", "--recipe", places[0]]
         command += ["--output", places[1], *(["--resume"] if output.is_dir() else [])]
         threads_of = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | threads_of)

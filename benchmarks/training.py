@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from base_model import VOCAB_SIZE, padded, read_lines, vocabulary
-from generation import DEFAULT_MODEL
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,12 +49,13 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 from vaswani.conversion.to_marian import to_marian
+from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
-from vaswani.training.batching import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 from vaswani.training.trainer import VaswaniTrainer
 from worker import PeakMemory, Worker, synchronize, timed
 
+from generation import DEFAULT_MODEL
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
 SMOOTHING = 0.1

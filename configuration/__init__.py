@@ -1,1 +1,3 @@
-"""Configuration of the model; `configuration_vaswani.py` travels with every checkpoint."""
+"""Configuration of the models; the files named `*_vaswani.py` travel with every checkpoint."""
+
+__version__ = "0.1.0"

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,40 +15,19 @@ from transformers.utils import logging
 
 from .names_vaswani import complaints, meant_names
 from .places_vaswani import check_model_type, check_place
+from .remote_code_vaswani import (
+    TasksOfFolder,
+    is_own,
+    references_of_file,
+    save_remote_code,
+    without_marks,
+)
 
 logger = logging.get_logger(__name__)
 
-_TRAVELLING_FILES = (
-    "configuration/configuration_vaswani.py",
-    "configuration/names_vaswani.py",
-    "configuration/places_vaswani.py",
-    "modeling/modeling_vaswani.py",
-    "modeling/generation_vaswani.py",
-    "modeling/search_vaswani.py",
-    "modeling/checkpoints_vaswani.py",
-    "modeling/dropout_vaswani.py",
-    "modeling/embeddings_vaswani.py",
-    "modeling/fallback_vaswani.py",
-    "modeling/incremental_vaswani.py",
-    "modeling/limits_vaswani.py",
-    "modeling/linear_vaswani.py",
-    "modeling/loss_vaswani.py",
-    "modeling/parallel_vaswani.py",
-    "modeling/pickling_vaswani.py",
-    "modeling/scoring_vaswani.py",
-    "modeling/settings_vaswani.py",
-    "tokenization/tokenization_vaswani.py",
-    "tokenization/pipeline_vaswani.py",
-)
-# A copy leaves the folder that holds the licence.
-_LICENSE = (
-    "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
-    "# SPDX-License-Identifier: Apache-2.0\n\n"
-)
 # float32 counts positions exactly up to this number. Other people's scripts compare
 # max_position_embeddings with integers, so sinusoidal positions need one that limits nothing.
 NO_LONGEST_SEQUENCE = 2**24
-_IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
 _AUTO_MAP = {
     "AutoConfig": "configuration_vaswani.VaswaniConfig",
     "AutoModel": "modeling_vaswani.VaswaniModel",
@@ -62,76 +40,9 @@ _CUSTOM_PIPELINES = {
         "pt": ["AutoModelForSeq2SeqLM"],
     }
 }
+_CODE_FIELDS = ("auto_map", "custom_pipelines")
 # A damaged config.json would build layers for hours: each takes milliseconds, even without weights.
 _MOST_LAYERS = 1000
-
-
-_OF_CODE = ("auto_map", "custom_pipelines")
-
-
-class _FromFile(str):
-    """A reference to code that a file makes. It may name a stranger's code: no save repeats it."""
-
-
-def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
-    """Write flat copies of the files that travel, so that `folder` loads without the package.
-
-    Returns the paths written. `from ..room.file import` becomes `from .file import` in the copies,
-    and each names its licence.
-    """
-    rooms = Path(__file__).resolve().parent.parent
-    target_folder = Path(folder)
-    target_folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name in _TRAVELLING_FILES:
-        source = (rooms / name).read_text(encoding="utf-8")
-        target = target_folder / Path(name).name
-        flat = _IMPORT_ACROSS_ROOMS.sub(r"\1\2", source)
-        target.write_text(_LICENSE + flat, encoding="utf-8")
-        written.append(str(target))
-    return tuple(written)
-
-
-def _references(name: str, value: Any, place: str | None) -> dict[str, Any]:
-    """Return the references to code that a file makes under `name`, marked as such.
-
-    Raises:
-        ValueError: the file holds no mapping there.
-    """
-    if not isinstance(value, dict | None):
-        raise ValueError(
-            f"{name} in the config.json{f' of {place}' if place else ''} must be a mapping, got "
-            f"{value!r}: remove it from the file, or get the file again."
-        )
-    return {
-        key: _FromFile(reference) if isinstance(reference, str) else reference
-        for key, reference in (value or {}).items()
-    }
-
-
-def _plain(references: Any) -> Any:
-    """Remove the marks of a file from references to code."""
-    if isinstance(references, dict):
-        return {name: _plain(reference) for name, reference in references.items()}
-    return str(references) if isinstance(references, str) else references
-
-
-def _is_own(reference: Any) -> bool:
-    """Tell whether this process made a reference to code, not a file that was loaded."""
-    return type(reference) is str
-
-
-class TasksOfFolder(dict):
-    """Pipeline tasks whose code lies in the folder, by name.
-
-    `pipeline` runs such code only with `trust_remote_code=True`. A task that is registered with
-    transformers is not `in` this mapping, so that `pipeline` takes the registered class instead.
-    """
-
-    def __contains__(self, task: object) -> bool:
-        pipelines = sys.modules.get("transformers.pipelines")
-        registered = pipelines.PIPELINE_REGISTRY.supported_tasks if pipelines else {}
-        return task not in registered and super().__contains__(task)
 
 
 def _complete_tables_of_peft(model_type: str) -> None:
@@ -294,11 +205,11 @@ class VaswaniConfig(PreTrainedConfig):
         """Mark what a file says of code, so that `save_pretrained` can leave it out."""
         place = kwargs.get("name_or_path")
         if "auto_map" in kwargs:
-            kwargs["auto_map"] = _references("auto_map", kwargs["auto_map"], place)
+            kwargs["auto_map"] = references_of_file("auto_map", kwargs["auto_map"], place)
         if "custom_pipelines" in kwargs:
-            pipelines = _references("custom_pipelines", kwargs["custom_pipelines"], place)
+            pipelines = references_of_file("custom_pipelines", kwargs["custom_pipelines"], place)
             kwargs["custom_pipelines"] = _CUSTOM_PIPELINES | {
-                task: _references(f"custom_pipelines[{task!r}]", pipeline, place)
+                task: references_of_file(f"custom_pipelines[{task!r}]", pipeline, place)
                 for task, pipeline in pipelines.items()
             }
 
@@ -457,7 +368,8 @@ class VaswaniConfig(PreTrainedConfig):
         _complete_tables_of_peft(self.model_type)
         fields = super().to_dict()
         # YAML's safe writers know no subclass of str.
-        return fields | {name: _plain(fields[name]) for name in _OF_CODE if name in fields}
+        code = {name: without_marks(fields[name]) for name in _CODE_FIELDS if name in fields}
+        return fields | code
 
     def update(self, config_dict: dict[str, Any]) -> None:
         """Set attributes as transformers does. What they say of code is marked as a file's."""
@@ -481,13 +393,13 @@ class VaswaniConfig(PreTrainedConfig):
     def _forget_code_of_file(self) -> None:
         # The references may name a stranger's code, which runs where this folder is trusted.
         auto_map = getattr(self, "auto_map", None) or {}
-        self.auto_map = _AUTO_MAP | {name: code for name, code in auto_map.items() if _is_own(code)}
+        self.auto_map = _AUTO_MAP | {name: code for name, code in auto_map.items() if is_own(code)}
         if self.architectures == ["VaswaniEncoderModel"]:
             self.auto_map["AutoModel"] = _AUTO_MAP["AutoModelForTextEncoding"]
         self.custom_pipelines = _CUSTOM_PIPELINES | {
             task: pipeline
             for task, pipeline in self.custom_pipelines.items()
-            if _is_own(pipeline.get("impl"))
+            if is_own(pipeline.get("impl"))
         }
 
 

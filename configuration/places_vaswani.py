@@ -110,7 +110,7 @@ def check_toolkit(place: str | os.PathLike) -> None:
         found = _of_file(path)
     if found is not None:
         toolkit, arguments = found
-        command = f"python -m vaswani.conversion {arguments} OUTPUT"
+        command = f"vaswani convert {arguments} OUTPUT"
         raise OSError(
             f"{place} holds a model of {toolkit}. Convert it, and load OUTPUT instead: {command}"
         )
@@ -131,7 +131,7 @@ def check_model_type(place: str | os.PathLike, model_type: str | None, ours: str
         )
     raise OSError(
         f"{place} holds a model of Marian. Convert it, and load OUTPUT instead: "
-        f"python -m vaswani.conversion marian {shlex.quote(str(place))} OUTPUT"
+        f"vaswani convert marian {shlex.quote(str(place))} OUTPUT"
     )
 
 

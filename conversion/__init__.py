@@ -4,7 +4,7 @@
 
     conversion.find("marian").convert("Helsinki-NLP/opus-mt-en-de", "out/")
 
-`SUMMARIES` lists the converters, and `find` imports one of them. `python -m vaswani.conversion
+`SUMMARIES` lists the converters, and `find` imports one of them. `vaswani convert
 --help` is the same on the command line.
 """
 

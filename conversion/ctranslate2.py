@@ -1,6 +1,6 @@
 """To CTranslate2: a folder for its `Translator`.
 
-    python -m vaswani.conversion to-ctranslate2 runs/en-de out/ --quantization int8
+    vaswani convert to-ctranslate2 runs/en-de out/ --quantization int8
 
 INPUT is the folder of a model of this package, or its id on the Hub. CTranslate2 takes and returns
 tokens. With the tokenizer of the model's folder:
@@ -38,8 +38,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..corpora.atomic_folder import new_folder
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..training.atomic_folder import new_folder
 from .errors import ConversionError, refuse
 from .loading import TARGET_TOKENIZER, add_model_arguments, open_model, open_tokenizers
 from .rules import Rename, Rule, Stack, Tensors, to_theirs

@@ -1,6 +1,6 @@
 r"""From fairseq: a Transformer's checkpoint and its dictionaries.
 
-    python -m vaswani.conversion fairseq checkpoint_best.pt out/ --source-dict dict.de.txt \
+    vaswani convert fairseq checkpoint_best.pt out/ --source-dict dict.de.txt \
         --target-dict dict.en.txt --bpe-codes code
 
 INPUT is a checkpoint of any version of fairseq, with the model "transformer" or one of its

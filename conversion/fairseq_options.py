@@ -7,7 +7,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.settings_vaswani import VaswaniGenerationConfig
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .errors import ConversionError
 from .fairseq_text import BOS, EOS, PAD, UNK
 from .reading import Inert

@@ -1,7 +1,7 @@
 r"""From JoeyNMT 2: a Transformer's checkpoint, config.yaml and vocabularies.
 
-    python -m vaswani.conversion joeynmt models/deen out/
-    python -m vaswani.conversion joeynmt 30000.ckpt out/ --config config.yaml \
+    vaswani convert joeynmt models/deen out/
+    vaswani convert joeynmt 30000.ckpt out/ --config config.yaml \
         --source-vocab src_vocab.txt --target-vocab trg_vocab.txt
 
 INPUT is a checkpoint, the folder of a training, or the id of such a folder on the Hub. In a folder,

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.checkpoints_vaswani import first_not_finite, is_finite
+from ..corpora.atomic_folder import new_folder
+from ..modeling.loading_vaswani import first_not_finite, is_finite
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
-from ..training.atomic_folder import new_folder
 from .errors import ConversionError
 from .reading import is_dense, local_path, pickle_error
 from .rules import Tensors

@@ -1,7 +1,7 @@
 """From Marian: folders of transformers' MarianMTModel, and folders of OPUS-MT.
 
-    python -m vaswani.conversion marian Helsinki-NLP/opus-mt-en-de out/
-    python -m vaswani.conversion marian opus-2021-02-22/ out/
+    vaswani convert marian Helsinki-NLP/opus-mt-en-de out/
+    vaswani convert marian opus-2021-02-22/ out/
 
 INPUT is a folder, or its id on the Hub. A folder of transformers has config.json with
 model.safetensors or pytorch_model.bin. A folder of Marian itself has decoder.yml with the .npz and
@@ -51,7 +51,7 @@ from transformers import GenerationConfig, MarianConfig
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.settings_vaswani import VaswaniGenerationConfig
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .errors import ConversionError, refuse, refusing
 from .loading import TARGET_TOKENIZER, Converted, build_model

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from ..modeling.settings_vaswani import VaswaniGenerationConfig
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .errors import ConversionError, refuse
 from .marian_names import MAX_LENGTH
 from .marian_vocabulary import is_sentencepiece, read_vocabulary

@@ -1,6 +1,6 @@
 """To ONNX: a folder of three graphs, which `OnnxTranslator` runs with onnxruntime.
 
-    python -m vaswani.conversion to-onnx runs/en-de out/
+    vaswani convert to-onnx runs/en-de out/
 
     from vaswani.conversion.onnx import OnnxTranslator
     print(OnnxTranslator("out/").translate(["ninety-nine"], num_beams=4))
@@ -25,9 +25,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..corpora.atomic_folder import new_folder
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..modeling.settings_vaswani import VaswaniGenerationConfig
-from ..training.atomic_folder import new_folder
 from .errors import ConversionError, refuse
 from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers
 from .onnx_translator import OnnxTranslator

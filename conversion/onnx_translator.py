@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ..configuration.extras import needs
-from ..modeling.limits_vaswani import length_limits
-from ..modeling.search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
-from ..modeling.settings_vaswani import checked_factor, checked_offset
+from ..generation.limits_vaswani import length_limits
+from ..generation.search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
+from ..generation.settings_vaswani import checked_factor, checked_offset
 from .loading import open_tokenizers
 
 Array = np.ndarray[Any, Any]

@@ -1,6 +1,6 @@
 r"""From OpenNMT-py 2 or 3: a Transformer's checkpoint, which holds its options and vocabularies.
 
-    python -m vaswani.conversion opennmt model_step_100000.pt out/
+    vaswani convert opennmt model_step_100000.pt out/
 
 INPUT is a .pt file. With save_format safetensors, OpenNMT-py 3 writes the weights to a second file,
 which must stay beside the first.

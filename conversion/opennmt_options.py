@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.settings_vaswani import VaswaniGenerationConfig
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .errors import ConversionError
 from .reading import is_text
 

@@ -1,6 +1,6 @@
 """To Marian: a folder of transformers' MarianMTModel, with its tokenizers.
 
-    python -m vaswani.conversion to-marian runs/en-de out/
+    vaswani convert to-marian runs/en-de out/
 
 INPUT is the folder of a model of this package, or its id on the Hub. AutoTokenizer reads the
 tokenizers of the output, which go along as tokenizer.json.
@@ -25,8 +25,8 @@ from transformers import (
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import NO_LONGEST_SEQUENCE, VaswaniConfig
+from ..corpora.atomic_folder import new_folder
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..training.atomic_folder import new_folder
 from .errors import ConversionError, refuse
 from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers
 from .marian_names import (

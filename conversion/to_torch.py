@@ -1,6 +1,6 @@
 """To torch.nn.Transformer: a state dict, and a description of the parts around it.
 
-    python -m vaswani.conversion to-torch runs/en-de out/
+    vaswani convert to-torch runs/en-de out/
 
 INPUT is the folder of a model of this package, or its id on the Hub. The output has two files.
 model.pt is the state dict of a module with a `transformer`, two embeddings, a `generator`, and
@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..corpora.atomic_folder import new_folder
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..training.atomic_folder import new_folder
 from .errors import refuse
 from .loading import add_model_arguments, open_model
 from .rules import Tensors, to_theirs

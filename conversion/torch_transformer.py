@@ -1,6 +1,6 @@
 """From torch.nn.Transformer: a state dict, and a description of the parts around it.
 
-    python -m vaswani.conversion torch model.pt out/ --description model.yaml
+    vaswani convert torch model.pt out/ --description model.yaml
 
 nn.Transformer has no embeddings, no positions and no output projection, and its state dict does not
 tell the number of heads. The description does, in YAML or JSON. For the model of PyTorch's

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedTokenizerBase, pipeline
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.scoring_vaswani import words_of_tokens
+from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
+from ..generation.scoring_vaswani import words_of_tokens
 from ..pictures.hoverable import hoverable_attention
 from ..pictures.labels import token_labels
-from ..tokenization.pipeline_vaswani import VaswaniTranslationPipeline
 from .description import Description, describe
 
 MAX_BEAMS = 10

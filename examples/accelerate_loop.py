@@ -5,7 +5,7 @@
         --output runs/loop
 
 Several processes with a share of the batches each give the model that one process would: an update
-has the same sentences, and each target token the same weight. train_translation.py does more, such
+has the same sentences, and each target token the same weight. `vaswani train` does more, such
 as evaluate, average and resume.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from sentence_pairs import read_pairs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorForSeq2Seq
 from vaswani.configuration.extras import needs
-from vaswani.training.batching import TokenBatchSampler
+from vaswani.corpora.reading import read_pairs
+from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.processes import describe_processes
 from vaswani.training.schedule import noam_schedule
 

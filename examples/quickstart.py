@@ -27,8 +27,7 @@ from transformers import (
 )
 from vaswani.configuration.extras import needs
 from vaswani.hub_cards.card import write_model_card
-from vaswani.hub_cards.results import weights_sha256
-from vaswani.training.circumstances import circumstances
+from vaswani.training.circumstances import circumstances, weights_sha256
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 

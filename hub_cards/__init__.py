@@ -1,1 +1,1 @@
-"""Model cards, written from files; `python -m vaswani.hub_cards --help`."""
+"""Model cards, written from files; `vaswani card --help`."""

@@ -21,8 +21,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import logging
 
-from .. import __version__
-from ..training.atomic_folder import replaced_file
+from ..configuration import __version__
+from ..corpora.atomic_folder import replaced_file
 from .results import Results, is_language, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
 

@@ -1,7 +1,6 @@
 """Results files: every number of a model card stands in one, beside how it was made."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -218,15 +217,6 @@ def is_language(code: str) -> bool:
     return bool(_LANGUAGE.fullmatch(code))
 
 
-def weights_sha256(folder: str | os.PathLike) -> str | None:
-    """SHA-256 of a saved model's weights, which the Hub shows beside the file; None for shards."""
-    path = Path(folder) / "model.safetensors"
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _signature(name: str, figures: Mapping[str, Any]) -> str | None:
     plain = name in ("bleu", "greedy_bleu")
     return figures.get("signature" if plain else f"{name}_signature")
@@ -237,7 +227,7 @@ def _rounded(value: float) -> str:
 
 
 def _names(data: Sequence[str] | None) -> str | None:
-    """Data as examples/train_translation.py takes them: their last folder and name, no language."""
+    """Data as `vaswani train` takes them: their last folder and name, no language."""
     if not data:
         return None
     if _on_the_hub(data):

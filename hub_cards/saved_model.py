@@ -13,7 +13,8 @@ from safetensors import safe_open
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from .results import Results, read_results, weights_sha256
+from ..training.circumstances import weights_sha256
+from .results import Results, read_results
 
 logger = logging.get_logger(__name__)
 
@@ -119,7 +120,7 @@ class SavedModel:
                 found.append(results)
         kept: list[Results] = []
         for results in sorted(found, key=lambda one: (one.name != "results.json", one.name)):
-            # examples/train_translation.py --results writes the same file twice.
+            # vaswani train --results writes the same file twice.
             if all(results.content != other.content for other in kept):
                 kept.append(results)
         return kept

@@ -37,13 +37,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..generation.generation_vaswani import VaswaniGenerationMixin
+from ..generation.scoring_vaswani import VaswaniScoringMixin
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .dropout_vaswani import drop_out
 from .embeddings_vaswani import SharedEmbeddings
-from .generation_vaswani import VaswaniGenerationMixin
 from .loss_vaswani import chunked_cross_entropy
 from .pickling_vaswani import PicklableModule
-from .scoring_vaswani import VaswaniScoringMixin
-from .settings_vaswani import VaswaniGenerationConfig
 
 
 class SinusoidalPositions(nn.Module):

@@ -3,24 +3,24 @@
 import re
 from typing import Any
 
-from .checkpoints_vaswani import WholeCheckpoints
+from .loading_vaswani import StrictlyLoadedModel
 
 
-class DividedModel(WholeCheckpoints):
+class DividedModel(StrictlyLoadedModel):
     """A model whose heads, inner states and vocabulary can be divided among processes."""
 
     def init_parallel_plans(self) -> None:
         """Take from the configuration's plan what this model has: it may be one of its stacks."""
         super().init_parallel_plans()
         names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in self.named_modules()}
-        for plan in (self._tp_plan, self._fsdp_plan):
+        for plan in filter(None, (self._tp_plan, self._fsdp_plan)):
             for name in plan.keys() - names:
                 del plan[name]
 
     def forget_in_plans(self, module: str) -> None:
         """Take a module of the base model out of the plan: it is divided under another name."""
         for name in (module, f"{self.base_model_prefix}.{module}"):
-            self._tp_plan.pop(name, None)
+            (self._tp_plan or {}).pop(name, None)
 
     @classmethod
     def maybe_distribute_model(

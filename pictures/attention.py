@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..configuration.extras import needs
-from ..modeling.scoring_vaswani import _checked
+from ..generation.scoring_vaswani import _checked
 from .weights import KINDS, Kind, Sentence, attention_weights, check_model
 
 if TYPE_CHECKING:

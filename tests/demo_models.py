@@ -4,8 +4,7 @@ import json
 import shutil
 
 from documents import ROOT
-from vaswani.hub_cards.results import weights_sha256
-from vaswani.training.circumstances import circumstances
+from vaswani.training.circumstances import circumstances, weights_sha256
 
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
 SAMPLES = ["nine hundred and ninety", "seven"]

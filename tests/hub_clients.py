@@ -416,14 +416,14 @@ def damaged_cache(**trusted):
 
 
 def converter(work, commands):
-    """Runs commands of vaswani.conversion, and tells their refusals and what they downloaded."""
+    """Runs commands of `vaswani convert`, and tells their refusals and what they downloaded."""
     from huggingface_hub import scan_cache_dir
-    from vaswani.conversion.__main__ import main
+    from vaswani.commands.main import main
 
     refused = {}
     for name, command in commands.items():
         try:
-            refused[name] = main(command)
+            refused[name] = main(["convert", *command])
         except SystemExit as error:
             refused[name] = str(error)
     downloads = {

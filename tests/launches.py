@@ -13,10 +13,11 @@ from documents import ROOT, Page
 
 # The launcher's name for several processes; they are on CPUs where there are no GPUs.
 SEVERAL = ("--multi_gpu",)
+TRAIN = ("-m", "vaswani", "train")
 
 
-def launch(processes, script, *arguments, flags=SEVERAL, paths=(), **variables):
-    """Run a script in so many processes and return what it prints.
+def launch(processes, *words, flags=SEVERAL, paths=(), **variables):
+    """Run a script or module with its arguments in processes, and return what they print.
 
     `flags` are those of `accelerate launch`, `paths` come first in PYTHONPATH, and `variables` are
     set in the environment.
@@ -26,7 +27,7 @@ def launch(processes, script, *arguments, flags=SEVERAL, paths=(), **variables):
         command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += [*flags, "--num_processes", str(processes)]
     run = subprocess.run(
-        [*command, script, *map(str, arguments)],
+        [*command, *map(str, words)],
         cwd=ROOT,
         env=environment(paths, **variables),
         capture_output=True,

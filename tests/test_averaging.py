@@ -16,7 +16,8 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
-from vaswani.training.averaging import AverageCheckpoints, average_checkpoints, main
+from vaswani.commands.main import main
+from vaswani.training.averaging import AverageCheckpoints, average_checkpoints
 
 FROZEN = Path(__file__).parent / "frozen" / "0.1"
 
@@ -398,7 +399,7 @@ def test_memory_does_not_grow_with_the_number_of_checkpoints(checkpoint, tmp_pat
 
 def test_the_command_averages_the_last_checkpoints_of_a_run(run_of, tmp_path):
     run = run_of(1, 2, 4)
-    command = [sys.executable, "-m", "vaswani.training.averaging"]
+    command = [sys.executable, "-m", "vaswani", "average"]
     result = subprocess.run(
         [*command, str(run), "--last", "2", "--output", str(tmp_path / "mean")],
         check=True,
@@ -414,7 +415,7 @@ def test_the_command_averages_the_last_checkpoints_of_a_run(run_of, tmp_path):
 def test_the_command_averages_listed_folders(run_of, tmp_path, capsys):
     run = run_of(1, 2, 4)
     folders = [str(run / "checkpoint-1"), str(run / "checkpoint-4")]
-    main([*folders, "-o", str(tmp_path / "mean")])
+    main(["average", *folders, "-o", str(tmp_path / "mean")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "mean")
     assert averaged(tmp_path / "mean")["weight"].tolist() == [2.5, -2.5]
 
@@ -422,20 +423,22 @@ def test_the_command_averages_listed_folders(run_of, tmp_path, capsys):
 def test_the_command_names_what_is_wrong_in_one_line(run_of, tmp_path):
     run = run_of(1)
     with pytest.raises(SystemExit) as exit_of:
-        main([str(run), "--last", "5", "-o", str(tmp_path / "mean")])
-    assert str(exit_of.value).startswith(f"averaging: {run} holds 1 checkpoint-N folders")
+        main(["average", str(run), "--last", "5", "-o", str(tmp_path / "mean")])
+    assert str(exit_of.value).startswith(f"vaswani average: {run} holds 1 checkpoint-N folders")
     with pytest.raises(SystemExit) as exit_of:
-        main([str(run), "-o", str(tmp_path / "mean")])
+        main(["average", str(run), "-o", str(tmp_path / "mean")])
     assert "--last 5" in str(exit_of.value)
 
 
 def test_the_help_of_the_command_shows_examples_and_the_papers_numbers(capsys):
     with pytest.raises(SystemExit) as exit_of:
-        main(["--help"])
+        main(["average", "--help"])
     assert exit_of.value.code == 0
     text = capsys.readouterr().out
-    assert "python -m vaswani.training.averaging runs/x --last 5 --output runs/x-averaged" in text
-    assert "5 for base, 20 for big" in " ".join(text.split())
+    assert "vaswani average runs/en-de --last 5 --output runs/en-de-averaged" in text
+    assert "last 5 checkpoints of its base models and the last 20 of its big ones" in " ".join(
+        text.split()
+    )
 
 
 @pytest.fixture

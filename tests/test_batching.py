@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 from transformers.testing_utils import CaptureLogger
-from vaswani.training import batching
-from vaswani.training.batching import TokenBatchSampler
+from vaswani.corpora import token_batches
+from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
@@ -107,11 +107,11 @@ def test_the_number_of_batches_holds_even_if_every_random_order_needs_more(monke
     def wasteful_unless_reference(order, first=1.0):
         calls.append(order)
         ends = cut(order, first)
-        return ends if len(calls) > batching._DRAWS else np.arange(1, len(order) + 1)
+        return ends if len(calls) > token_batches._DRAWS else np.arange(1, len(order) + 1)
 
     monkeypatch.setattr(sampler, "_cut", wasteful_unless_reference)
     batches = list(sampler)
-    assert len(calls) == batching._DRAWS + 1
+    assert len(calls) == token_batches._DRAWS + 1
     assert len(batches) == len(sampler)
     assert sorted(itertools.chain(*batches)) == list(range(500))
     assert max(padded_tokens(batch, lengths, side) for batch in batches for side in (0, 1)) <= 256
@@ -191,7 +191,7 @@ def test_padding_of_multi30k_is_under_5_percent_up_to_8192_tokens_a_batch(multi3
 def test_oversize_pairs_are_reported_and_alone_or_dropped():
     lengths = [(3, 3), (9, 3), (3, 3), (3, 9), (9, 9), (3, 3)]
     for drop, outcome in ((False, "alone in a batch"), (True, "dropped")):
-        with CaptureLogger(batching.logger) as log:
+        with CaptureLogger(token_batches.logger) as log:
             sampler = TokenBatchSampler(lengths, 8, drop_oversize=drop)
         assert "3 of 6 sentence pairs exceed max_source_tokens (8)" in log.out
         assert f"{outcome}; their numbers, from 0: 1, 3, 4\n" in log.out
@@ -204,14 +204,14 @@ def test_oversize_pairs_are_reported_and_alone_or_dropped():
 
 
 def test_of_many_oversize_pairs_the_first_five_are_named():
-    with CaptureLogger(batching.logger) as log:
+    with CaptureLogger(token_batches.logger) as log:
         TokenBatchSampler([(9, 9)] * 7 + [(1, 1)], 8)
     assert "7 of 8 sentence pairs" in log.out
     assert "from 0: 0, 1, 2, 3, 4, ..." in log.out
 
 
 def test_nothing_is_reported_if_all_pairs_fit():
-    with CaptureLogger(batching.logger) as log:
+    with CaptureLogger(token_batches.logger) as log:
         TokenBatchSampler([(8, 8)], 8)
     assert log.out == ""
 
@@ -246,7 +246,7 @@ def test_wrong_arguments_are_refused_by_name_and_value(arguments, message):
 PLAN_OF_4_500_000 = """
 import resource, sys, time
 import numpy as np
-from vaswani.training.batching import TokenBatchSampler
+from vaswani.corpora.token_batches import TokenBatchSampler
 rng = np.random.default_rng(0)
 lengths = rng.integers(3, 120, (4_500_000, 2), dtype=np.int32)
 lengths[:, 1] = lengths[:, 0] + rng.integers(-2, 30, len(lengths))

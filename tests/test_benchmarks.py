@@ -1,7 +1,6 @@
 """The benchmark compares like with like: peers compute what we compute, and the report is whole."""
 
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,18 +14,16 @@ from torch import nn
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+# Before the root, where `generation` and `training` are folders.
+sys.path.insert(0, str(BENCHMARKS))
 
 import base_model  # noqa: E402
 import engines  # noqa: E402
-import generation  # noqa: E402
 import quantization  # noqa: E402
 import score  # noqa: E402
 
-# By its path: `training` is also a folder of the project.
-spec = importlib.util.spec_from_file_location("training_benchmark", BENCHMARKS / "training.py")
-training = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(training)
+import generation  # noqa: E402
+import training  # noqa: E402
 
 ENGLISH = ["a man rides a red bike .", "two dogs run .", "a woman reads a book in the park ."] * 4
 GERMAN = ["ein mann fährt rad .", "zwei hunde rennen .", "eine frau liest im park ein buch ."] * 4

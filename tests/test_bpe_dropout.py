@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from num2words import num2words
 from tokenizers import Tokenizer, models, pre_tokenizers
-from vaswani.training.bpe_dropout import BpeDropout
+from vaswani.corpora.bpe_dropout import BpeDropout
 
 from vaswani import VaswaniTokenizer
 

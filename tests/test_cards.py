@@ -18,12 +18,13 @@ from loopback_hub import LoopbackHub, Reply
 from test_batching import make_trainer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer
 from transformers.testing_utils import CaptureLogger
-from vaswani.hub_cards import __main__ as command_line
+from vaswani.commands.main import main
+from vaswani.commands.train import make_parser
+from vaswani.corpora import atomic_folder
 from vaswani.hub_cards import card as cards
 from vaswani.hub_cards import saved_model
 from vaswani.hub_cards.card import may_be_written, write_model_card
-from vaswani.hub_cards.results import weights_sha256
-from vaswani.training import atomic_folder
+from vaswani.training.circumstances import weights_sha256
 
 from vaswani import VaswaniEncoderModel, VaswaniTokenizer
 
@@ -529,17 +530,17 @@ def test_another_folder_gets_the_card_with_every_file_it_links_to(run):
 def test_the_command_writes_the_same_card(run, capsys):
     write_json(Path("elsewhere/three-seeds.json"), SEVERAL_SEEDS)
     arguments = ["--results", "elsewhere/three-seeds.json", "--license", "mit", "--tags", "a", "b"]
-    command_line.main([str(run), *arguments])
+    main(["card", str(run), *arguments])
     assert capsys.readouterr().out == "runs/numbers/README.md\n"
     written = (run / "README.md").read_text("utf-8")
     again = text_of(run, results="elsewhere/three-seeds.json", license="mit", tags=["a", "b"])
     assert written == again
     with pytest.raises(SystemExit, match=r"absent holds no config\.json"):
-        command_line.main(["absent"])
+        main(["card", "absent"])
     for content, complaint in (("[]", "holds no JSON object"), ("{", "is damaged")):
         (run / "config.json").write_text(content)
         with pytest.raises(SystemExit, match=rf"numbers/config\.json {complaint}"):
-            command_line.main([str(run)])
+            main(["card", str(run)])
 
 
 def test_a_full_disk_leaves_the_card_that_was_there(run, monkeypatch):
@@ -551,7 +552,7 @@ def test_a_full_disk_leaves_the_card_that_was_there(run, monkeypatch):
 
     monkeypatch.setattr(atomic_folder, "flush", no_space_left)
     with pytest.raises(SystemExit, match=r"could not be saved: No space left on device \(\d+ MiB"):
-        command_line.main([str(run), "--license", "mit"])
+        main(["card", str(run), "--license", "mit"])
     assert card.read_bytes() == before
 
 
@@ -592,21 +593,15 @@ def test_a_trainer_writes_the_card_of_the_model_it_saved(tmp_path, warnings):
     assert "was changed by hand" in warnings()
 
 
-def test_train_translation_leaves_a_card_of_its_own_results_and_recipe(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+def test_training_leaves_a_card_of_its_own_results_and_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    import train_translation
-
     for language, words in (("en", "one two three"), ("de", "eins zwei drei")):
         Path(f"pairs.{language}").write_text("".join(f"{word}\n" for word in words.split() * 9))
     pairs = ["pairs.en", "pairs.de"]
     arguments = ["--train", *pairs, "--valid", *pairs, "--test", *pairs, "--steps", "2"]
     arguments += ["--set", "d_model=16", "encoder_layers=1", "decoder_layers=1", "dropout=0.2"]
     arguments += ["--vocab-size", "300", "--output", "run", "--license", "mit", "--no-bf16"]
-    monkeypatch.setattr(sys, "argv", ["train_translation.py", *arguments])
-    train_translation.main()
+    main(["train", *arguments])
     results = json.loads(Path("run/results.json").read_text())
     rows = assert_every_score_stands_in_its_file(Path("run/README.md"))
     assert ["pairs", "BLEU", f"{results['test']['bleu']:.2f}"] in [row[:3] for row in rows]
@@ -618,10 +613,8 @@ def test_train_translation_leaves_a_card_of_its_own_results_and_recipe(
     # The recipe in the card is one, and says what this run was told.
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)
     Path("again.yaml").write_text(recipe)
-    monkeypatch.setattr(sys, "argv", ["train_translation.py", *arguments])
     told, repeated = (
-        train_translation.parse_args(),
-        train_translation.parse_args(["--recipe", "again.yaml"]),
+        make_parser().parse_args(words) for words in (arguments, ["--recipe", "again.yaml"])
     )
     assert {**vars(repeated), "recipe": None} == {**vars(told), "columns": list(told.columns)}
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from vaswani.commands.main import main
 from vaswani.conversion import fairseq, fairseq_options, fairseq_text, subword_nmt
-from vaswani.conversion.__main__ import main
 from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.rules import to_theirs
 
@@ -1113,15 +1113,15 @@ def test_the_command_line_converts(tmp_path, capsys):
     source = dictionary(tmp_path / "dict.de.txt", [f"d{n}" for n in range(SOURCE - 4)])
     target = dictionary(tmp_path / "dict.en.txt", [f"e{n}" for n in range(TARGET - 4)])
     arguments = ["--source-dict", str(source), "--target-dict", str(target)]
-    main(["fairseq", str(path), str(tmp_path / "out"), *arguments])
+    main(["convert", "fairseq", str(path), str(tmp_path / "out"), *arguments])
     assert_same_logits(network, AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out"))
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert settings["num_beams"] == 5
     with pytest.raises(SystemExit, match="choose another output folder"):
-        main(["fairseq", str(path), str(tmp_path / "out")])
+        main(["convert", "fairseq", str(path), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match=r"no file .*nothing\.pt"):
-        main(["fairseq", str(tmp_path / "nothing.pt"), str(tmp_path / "new")])
+        main(["convert", "fairseq", str(tmp_path / "nothing.pt"), str(tmp_path / "new")])
     assert not (tmp_path / "new").exists()
     with pytest.raises(SystemExit):
-        main(["fairseq", "--help"])
+        main(["convert", "fairseq", "--help"])
     assert "layerdrop" in capsys.readouterr().out

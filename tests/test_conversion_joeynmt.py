@@ -20,7 +20,7 @@ import torch
 import yaml
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.conversion.__main__ import main
+from vaswani.commands.main import main
 from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.joeynmt import RULES, convert, load
 from vaswani.conversion.rules import to_theirs
@@ -291,7 +291,7 @@ def test_the_way_back_gives_the_same_bits(changes, save):
 def test_the_folder_loads_by_the_auto_classes_and_is_complete(save, tmp_path):
     config = a_config()
     folder, tensors = save(config)
-    main(["joeynmt", str(folder), str(tmp_path / "out")])
+    main(["convert", "joeynmt", str(folder), str(tmp_path / "out")])
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert_their_logits(model, tensors, config)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

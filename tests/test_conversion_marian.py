@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
 from transformers import MarianTokenizer as TheirTokenizer
+from vaswani.commands.main import main
 from vaswani.conversion import marian, marian_folder, marian_vocabulary, to_marian
 from vaswani.conversion import sentencepiece as converted_pieces
-from vaswani.conversion.__main__ import main
 from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
@@ -280,9 +280,9 @@ def test_there_and_back_is_bit_identical(write, tmp_path, settings, dtype):
 
 
 def test_tokenizers_come_back_bit_identical(write, tmp_path):
-    main(["marian", str(write(their_model())), str(tmp_path / "ours")])
-    main(["to-marian", str(tmp_path / "ours"), str(tmp_path / "again")])
-    main(["marian", str(tmp_path / "again"), str(tmp_path / "back")])
+    main(["convert", "marian", str(write(their_model())), str(tmp_path / "ours")])
+    main(["convert", "to-marian", str(tmp_path / "ours"), str(tmp_path / "again")])
+    main(["convert", "marian", str(tmp_path / "again"), str(tmp_path / "back")])
     for name in ("tokenizer.json", "target_tokenizer/tokenizer.json", "config.json"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
     theirs = AutoTokenizer.from_pretrained(tmp_path / "again")
@@ -986,7 +986,7 @@ def test_max_length_factor_of_decoder_yml_limits_by_the_source(write_marian, war
 
 def test_an_opus_folder_becomes_a_folder_that_loads(write_marian, tmp_path):
     folder, _, _ = write_marian()
-    main(["marian", str(folder), str(tmp_path / "out")])
+    main(["convert", "marian", str(folder), str(tmp_path / "out")])
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     source = AutoTokenizer.from_pretrained(tmp_path / "out")
     target = AutoTokenizer.from_pretrained(tmp_path / "out" / "target_tokenizer")

@@ -20,7 +20,7 @@ from hostile import Hostile
 from safetensors.torch import save_file
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from vaswani.conversion.__main__ import main
+from vaswani.commands.main import main
 from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.opennmt import convert, load, rules
 from vaswani.conversion.rules import to_theirs
@@ -338,7 +338,14 @@ def test_rates_of_training_are_carried_over(save):
 @pytest.mark.parametrize("version", [2, 3])
 def test_generation_has_the_defaults_of_opennmts_translate(save, tmp_path, version):
     options = some_options(version)
-    main(["opennmt", str(save(version, options, some_weights(options))), str(tmp_path / "out")])
+    main(
+        [
+            "convert",
+            "opennmt",
+            str(save(version, options, some_weights(options))),
+            str(tmp_path / "out"),
+        ]
+    )
     settings = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").generation_config
     assert (settings.num_beams, settings.length_penalty_type) == (5, "hf")
     assert settings.max_length_offset == 0

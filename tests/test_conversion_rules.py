@@ -13,13 +13,13 @@ from argparse import Namespace
 import pytest
 import torch
 from hostile import Hostile
+from vaswani.commands.main import main
 from vaswani.conversion import SUMMARIES, fairseq, find
-from vaswani.conversion.__main__ import main
 from vaswani.conversion.errors import ConversionError, refuse
 from vaswani.conversion.loading import Converted, build_model, open_model
 from vaswani.conversion.reading import Inert, parse_yaml, read_checkpoint, read_json
 from vaswani.conversion.rules import Drop, Rename, Stack, to_ours, to_theirs
-from vaswani.training.atomic_folder import new_folder
+from vaswani.corpora.atomic_folder import new_folder
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -341,7 +341,7 @@ def test_every_converter_has_the_same_interface(name):
     function = converter.convert if name.startswith("to-") else converter.load
     assert given == set(inspect.signature(function).parameters) - {"output"}
     assert {"output"} <= set(inspect.signature(converter.convert).parameters)
-    assert f"    python -m vaswani.conversion {name} " in converter.__doc__
+    assert f"    vaswani convert {name} " in converter.__doc__
 
 
 def test_an_unknown_converter_is_named_with_the_known_ones():
@@ -387,7 +387,7 @@ def test_an_output_that_is_there_is_refused_before_the_work(tmp_path, monkeypatc
     (tmp_path / "out" / "mine").write_text("x")
     monkeypatch.setattr(fairseq, "convert", lambda **_: pytest.fail("worked"))
     with pytest.raises(SystemExit, match=r"fairseq: .*out exists .*choose another"):
-        main(["fairseq", "a.pt", str(tmp_path / "out")])
+        main(["convert", "fairseq", "a.pt", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("toolkit", ["to-marian", "to-torch", "to-ctranslate2"])
@@ -400,7 +400,7 @@ def test_a_full_disk_ends_the_command_in_one_line(tmp_path, tiny_model, toolkit)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
         with pytest.raises(SystemExit, match=rf"{toolkit}: .*(File too large|disk full)"):
-            main([toolkit, str(tmp_path / "ours"), str(tmp_path / "out")])
+            main(["convert", toolkit, str(tmp_path / "ours"), str(tmp_path / "out")])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -413,11 +413,11 @@ def test_an_output_that_cannot_be_made_ends_the_command_in_one_line(
     monkeypatch.setattr(fairseq, "load", lambda *_, **__: Converted(model))
     (tmp_path / "file").write_text("x")
     with pytest.raises(SystemExit, match=r"fairseq: .*file"):
-        main(["fairseq", "a.pt", str(tmp_path / "file" / "sub" / "out")])
+        main(["convert", "fairseq", "a.pt", str(tmp_path / "file" / "sub" / "out")])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(SystemExit, match=r"fairseq: \. is where you are"):
-        main(["fairseq", "a.pt", "."])
+        main(["convert", "fairseq", "a.pt", "."])
 
 
 def test_a_folder_of_ours_with_a_hostile_pickle_is_refused(tmp_path, tiny_model):
@@ -426,7 +426,7 @@ def test_a_folder_of_ours_with_a_hostile_pickle_is_refused(tmp_path, tiny_model)
     (ours / "model.safetensors").unlink()
     torch.save({"a": Hostile(os.system, f"touch {trace}")}, ours / "pytorch_model.bin")
     with pytest.raises(SystemExit, match=r"holds (posix|nt)\.system, which .* could run code"):
-        main(["to-torch", str(ours), str(tmp_path / "out")])
+        main(["convert", "to-torch", str(ours), str(tmp_path / "out")])
     assert not trace.exists()
     assert not (tmp_path / "out").exists()
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM
+from vaswani.commands.main import main
 from vaswani.conversion import to_torch, torch_transformer
-from vaswani.conversion.__main__ import main
 from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
@@ -170,7 +170,7 @@ def test_the_command_line_reads_yaml_and_json(tmp_path):
         if name == "yaml":
             pytest.importorskip("yaml", reason="the description is YAML")
         command = ["torch", str(tmp_path / "model.pt"), str(tmp_path / name)]
-        main([*command, "--description", str(tmp_path / f"about.{name}")])
+        main(["convert", *command, "--description", str(tmp_path / f"about.{name}")])
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "json" / name).read_bytes() == (tmp_path / "yaml" / name).read_bytes()
 
@@ -202,7 +202,7 @@ def test_there_and_back_is_bit_identical(tmp_path, arguments, changes):
         theirs = theirs.double()
     one = torch_transformer.load(theirs.state_dict(), {**NAMES, **changes})
     one.save(tmp_path / "ours")
-    main(["to-torch", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    main(["convert", "to-torch", str(tmp_path / "ours"), str(tmp_path / "theirs")])
     again = torch_transformer.load(
         tmp_path / "theirs" / "model.pt", tmp_path / "theirs" / "description.yaml"
     )

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES
-from documents import ROOT
 from launches import launch, readme_flags
 from safetensors.torch import load_file
 from test_batching import make_trainer, training_data
 from test_processes import SMALL
 from transformers import set_seed, training_args
+from vaswani.commands.main import main
 from vaswani.training.processes import forget_sharding
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
@@ -173,10 +173,6 @@ if __name__ == "__main__":
     # transformers allows bfloat16 with DeepSpeed on GPUs alone.
     training_args.is_torch_bf16_gpu_available = lambda: True
     if sys.argv[1] == "script":
-        sys.path.insert(0, str(ROOT / "examples"))
-        import train_translation
-
-        del sys.argv[1]
-        train_translation.main()
+        main(["train", *sys.argv[2:]])
     else:
         train(*sys.argv[1:])

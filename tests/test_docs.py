@@ -41,7 +41,7 @@ from test_conversion_fairseq import (
 from test_search import FALLBACKS
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.conversion import fairseq, opennmt_options
-from vaswani.modeling import generation_vaswani
+from vaswani.generation import generation_vaswani
 
 from vaswani import VaswaniConfig
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from child_process import in_child
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from vaswani.commands.main import main
 from vaswani.configuration.extras import needs
 from vaswani.conversion import onnx, reading, sentencepiece
-from vaswani.conversion.__main__ import main
 from vaswani.conversion.errors import ConversionError
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
 OURS = ("vaswani.training", "vaswani.pictures", "vaswani.demo", "vaswani.conversion.ctranslate2")
-SCRIPT_NAMES = ("train_translation", "sentence_pairs", "quickstart", "accelerate_loop", "app")
+SCRIPT_NAMES = ("quickstart", "accelerate_loop", "app")
 
 
 def said_without(package, function, capfd):
@@ -58,11 +58,6 @@ def test_importing_a_module_names_the_command(capfd, package, module, requiremen
 
 
 SCRIPTS = [
-    ("datasets", "train_translation", "vaswani[train]"),
-    ("accelerate", "train_translation", "vaswani[train]"),
-    ("yaml", "train_translation", "vaswani[train]"),
-    ("sacrebleu", "train_translation", "vaswani[train]"),
-    ("matplotlib", "train_translation", "vaswani[train]"),
     ("num2words", "quickstart", "vaswani[train]"),
     ("datasets", "quickstart", "vaswani[train]"),
     ("accelerate", "accelerate_loop", "vaswani[train]"),
@@ -100,8 +95,8 @@ CONVERTERS = [
     ("sentencepiece", lambda: sentencepiece.SentencePiece.read(Path("m.model"))),
     ("yaml", lambda: reading.parse_yaml("a: 1", "config.yaml")),
     ("onnxruntime", lambda: onnx.OnnxTranslator("folder")),
-    ("ctranslate2", lambda: main(["to-ctranslate2", str(FROZEN), "out"])),
-    ("onnxscript", lambda: main(["to-onnx", str(FROZEN), "out"])),
+    ("ctranslate2", lambda: main(["convert", "to-ctranslate2", str(FROZEN), "out"])),
+    ("onnxscript", lambda: main(["convert", "to-onnx", str(FROZEN), "out"])),
 ]
 
 

@@ -15,8 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import SIZES
-from documents import ROOT
-from launches import accelerate_with_fsdp_on_cpus, launch, readme_flags
+from launches import TRAIN, accelerate_with_fsdp_on_cpus, launch, readme_flags
 from safetensors.torch import load_file
 from test_batching import collator, make_trainer, training_data
 from test_processes import SMALL, assert_equal_weights
@@ -196,7 +195,7 @@ def test_the_readmes_command_trains_averages_and_scores_as_one_process(
     flags[flags.index("--fsdp_state_dict_type") + 1] = how_saved
     for processes in (1, 2):
         launch(
-            processes, ROOT / "examples" / "train_translation.py", "--train", *number_words,
+            processes, *TRAIN, "--train", *number_words,
             "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
             "--steps", 6, "--eval-steps", 3, "--warmup", 400, "--max-source-tokens", 300,
             "--average", 2, "--accumulate", 2 // processes, "--set", *SMALL, "dropout=0.0",

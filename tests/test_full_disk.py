@@ -14,8 +14,8 @@ from test_batching import assert_bit_for_bit, make_trainer, weights
 from test_faults import SAVING, die_in
 from transformers import AutoModelForSeq2SeqLM, modeling_utils
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
-from vaswani.training import atomic_folder
-from vaswani.training.atomic_folder import replaced_file, replaced_files
+from vaswani.corpora import atomic_folder
+from vaswani.corpora.atomic_folder import replaced_file, replaced_files
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.checkpoints import run_checkpoints
 

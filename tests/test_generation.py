@@ -17,7 +17,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
-from vaswani.modeling import generation_vaswani
+from vaswani.generation import generation_vaswani
 
 from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
 

@@ -30,15 +30,15 @@ from transformers import (
     StaticCache,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from vaswani.modeling.limits_vaswani import length_limits
+from vaswani.generation.limits_vaswani import length_limits
 
-import vaswani
 from vaswani import (
     VaswaniConfig,
     VaswaniEncoderModel,
     VaswaniForConditionalGeneration,
     VaswaniGenerationConfig,
     VaswaniModel,
+    registration,
 )
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
@@ -1054,7 +1054,7 @@ def test_importing_beside_another_owner_of_our_key_fails_instead_of_replacing_it
     else:
         monkeypatch.setitem(CONFIG_MAPPING._extra_content, "vaswani", OtherConfig)
     with pytest.raises(ValueError, match="vaswani"):
-        importlib.reload(vaswani)
+        importlib.reload(registration)
 
 
 def test_the_auto_classes_build_the_class_of_each_task(tiny_config):

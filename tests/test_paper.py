@@ -141,7 +141,7 @@ def test_3_1_every_sublayer_and_embedding_has_width_d_model():
 
         return hook
 
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # one embedding serves both
         if name.endswith(("self_attn", "encoder_attn", "fc2", "embed_tokens")):
             module.register_forward_hook(note_width(name))
     tokens = torch.zeros(1, 3, dtype=torch.long, device="meta")

@@ -13,8 +13,8 @@ from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 from transformers.utils import logging
-from vaswani.tokenization import pipeline_vaswani
-from vaswani.tokenization.pipeline_vaswani import batches_by_length
+from vaswani.generation import pipeline_vaswani
+from vaswani.generation.pipeline_vaswani import batches_by_length
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 

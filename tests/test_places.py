@@ -1,10 +1,8 @@
 """Wrong paths and models of other toolkits are told at once, with the command that helps."""
 
-import importlib
 import json
 import shlex
 import socket
-import sys
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -24,8 +22,10 @@ from transformers import (
     MarianMTModel,
     pipeline,
 )
+from vaswani.commands.main import main
+from vaswani.commands.train import make_parser, recipe_of
 from vaswani.configuration.places_vaswani import check_model_type, check_path, check_toolkit
-from vaswani.conversion.__main__ import main
+from vaswani.demo.translator import Translator
 
 from vaswani import (
     VaswaniConfig,
@@ -65,20 +65,11 @@ def looked_up(monkeypatch):
     return hosts
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """Run an example as a command line would, and return what it ends with."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "space"))
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-
-    def run(name, *arguments):
-        module = importlib.import_module(name)
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            module.main()
-        return str(end.value)
-
-    return run
+def ends_with(*words):
+    """What a command of `vaswani` ends with; it must fail."""
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return str(end.value)
 
 
 def fairseq_model(folder):
@@ -140,14 +131,13 @@ def test_files_and_folders_of_other_toolkits_name_their_converter(folder, toolki
         with pytest.raises(OSError, match=f"old models.* holds a model of {toolkit}") as error:
             check_toolkit(place)
         said = str(error.value)
-        command = said[said.index("python -m") :]
-        assert f"python -m vaswani.conversion {converter} '" in command
+        assert f"vaswani convert {converter} '" in said
         if toolkit == "JoeyNMT" and place == file.parent:
-            assert command.endswith("joeynmt 'old models' OUTPUT")
+            assert said.endswith("joeynmt 'old models' OUTPUT")
         elif toolkit == "Marian":
-            assert command.endswith("marian 'old models' OUTPUT")
+            assert said.endswith("marian 'old models' OUTPUT")
         else:
-            assert f"'{file}'" in command
+            assert f"'{file}'" in said
         assert "\n" not in said
 
 
@@ -156,10 +146,9 @@ def test_the_command_for_a_fairseq_model_converts_it(folder):
     with pytest.raises(OSError, match="checkpoint_best") as error:
         VaswaniForConditionalGeneration.from_pretrained("old")
     command = str(error.value).partition("load OUTPUT instead: ")[2]
-    python, dash_m, package, *arguments = shlex.split(command)
-    assert [python, dash_m, package] == ["python", "-m", "vaswani.conversion"]
-    assert arguments[1] == str(file)
-    main(arguments)
+    vaswani, *words = shlex.split(command)
+    assert (vaswani, words[0], words[2]) == ("vaswani", "convert", str(file))
+    main(words)
     assert isinstance(
         AutoModelForSeq2SeqLM.from_pretrained("OUTPUT"), VaswaniForConditionalGeneration
     )
@@ -177,19 +166,17 @@ def test_the_command_for_a_marian_model_converts_it(folder):
         with pytest.raises(OSError, match="opus holds a model of Marian") as error:
             load.from_pretrained("opus")
     command = str(error.value).partition("load OUTPUT instead: ")[2]
-    assert command == "python -m vaswani.conversion marian opus OUTPUT"
-    main([*shlex.split(command)[3:], "--no-tokenizer"])
+    assert command == "vaswani convert marian opus OUTPUT"
+    main([*shlex.split(command)[1:], "--no-tokenizer"])
     assert AutoModelForSeq2SeqLM.from_pretrained("OUTPUT").config.model_type == "vaswani"
-    with pytest.raises(OSError, match="conversion marian opus OUTPUT"):
+    with pytest.raises(OSError, match="vaswani convert marian opus OUTPUT"):
         VaswaniTranslationPipeline(MarianMTModel.from_pretrained("opus"), tokenizer=object())
 
 
 def test_a_marian_model_of_the_hub_is_converted_by_its_id(folder):
     with pytest.raises(OSError, match="Marian") as error:
         check_model_type("Helsinki-NLP/opus-mt-en-de", "marian", "vaswani")
-    assert str(error.value).endswith(
-        "python -m vaswani.conversion marian Helsinki-NLP/opus-mt-en-de OUTPUT"
-    )
+    assert str(error.value).endswith("vaswani convert marian Helsinki-NLP/opus-mt-en-de OUTPUT")
 
 
 def test_another_architecture_is_named(folder):
@@ -199,22 +186,22 @@ def test_another_architecture_is_named(folder):
 
 
 @pytest.mark.parametrize("kind", ["fairseq", "marian"])
-@pytest.mark.parametrize("name", ["translate", "train_translation", "translator"])
-def test_the_scripts_name_the_converter_in_one_sentence(folder, script, name, kind):
+@pytest.mark.parametrize("name", ["translate", "train", "demo"])
+def test_commands_name_the_converter_in_one_sentence(folder, name, kind):
     if kind == "fairseq":
         fairseq_model(Path("old"))
     else:
         MarianConfig().save_pretrained("old")
     Path("text.tsv").write_text("a\tb\n")
-    if name == "translator":  # of the demo page
-        with pytest.raises(SystemExit) as end:
-            importlib.import_module("translator").Translator("old")
+    if name == "demo":
+        with pytest.raises((OSError, SystemExit)) as end:
+            Translator("old")
         said = str(end.value)
     elif name == "translate":
-        said = script(name, "old", "text.tsv")
+        said = ends_with(name, "old", "text.tsv")
     else:
-        said = script(name, "--model", "old", "--train", "text.tsv", "--output", "new")
-    assert f"python -m vaswani.conversion {kind} old" in said
+        said = ends_with(name, "--model", "old", "--train", "text.tsv", "--output", "new")
+    assert f"vaswani convert {kind} old" in said
     assert "\n" not in said
     assert not Path("new").exists()
 
@@ -262,15 +249,15 @@ def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, 
     "arguments",
     [
         ["translate", "runs/en-dee", "text.tsv"],
-        ["train_translation", "--model", "runs/en-dee", "--train", "text.tsv", "--output", "new"],
-        ["train_translation", "--tokenizer", "runs/en-dee", "--train", "text.tsv", "--output", "n"],
-        ["train_translation", "--train", "runs/en-dee", "--output", "new"],
+        ["train", "--model", "runs/en-dee", "--train", "text.tsv", "--output", "new"],
+        ["train", "--tokenizer", "runs/en-dee", "--train", "text.tsv", "--output", "n"],
+        ["train", "--train", "runs/en-dee", "--output", "new"],
     ],
 )
-def test_scripts_end_at_once_at_a_mistyped_path(folder, looked_up, script, arguments):
+def test_commands_end_at_once_at_a_mistyped_path(folder, looked_up, arguments):
     Path("runs/en-de").mkdir(parents=True)
     Path("text.tsv").write_text("a\tb\n")
-    said = script(*arguments)
+    said = ends_with(*arguments)
     assert "There is no file or folder runs/en-dee, and the Hub does not answer" in said
     assert said.endswith("; did you mean runs/en-de?")
     assert len(looked_up) <= 2
@@ -280,7 +267,7 @@ def test_converters_end_at_once_at_a_mistyped_path(folder, looked_up):
     Path("runs").mkdir()
     for converter in ("to-torch", "to-onnx", "to-marian", "to-ctranslate2"):
         with pytest.raises(SystemExit, match="There is no file or folder runs/en-dee"):
-            main([converter, "runs/en-dee", "out"])
+            main(["convert", converter, "runs/en-dee", "out"])
         assert len(looked_up) <= 2
         looked_up.clear()
 
@@ -288,7 +275,7 @@ def test_converters_end_at_once_at_a_mistyped_path(folder, looked_up):
 def test_converters_of_files_name_those_of_a_folder(folder):
     fairseq_model(Path("old"))
     with pytest.raises(SystemExit) as end:
-        main(["fairseq", "old", "out"])
+        main(["convert", "fairseq", "old", "out"])
     files = r"(checkpoint_best.pt, checkpoint_last.pt)"
     assert str(end.value).endswith(f"old is a folder: name a checkpoint in it {files}.")
 
@@ -323,14 +310,16 @@ def test_a_name_on_the_hub_passes_where_a_folder_has_the_name_of_its_user(folder
         assert asked == ["someone/model-b"]
 
 
-def test_a_file_that_is_there_is_not_said_to_be_missing(folder, script, looked_up):
+def test_a_file_that_is_there_is_not_said_to_be_missing(folder, looked_up):
     for name in ("pairs.txt", "pairs.csv"):
         Path(name).write_text("a,b\n")
-        said = script("train_translation", "--train", name, "--output", "new")
-        assert said.startswith(f"{name} is one file, but neither .tsv nor .jsonl")
+        said = ends_with("train", "--train", name, "--output", "new")
+        assert said.startswith(f"vaswani train: {name} is one file, but neither .tsv nor .jsonl")
     Path("corpus").mkdir()
-    said = script("train_translation", "--train", "corpus", "--output", "new")
-    assert said.startswith("corpus is a folder here, but no data set that can be loaded")
+    said = ends_with("train", "--train", "corpus", "--output", "new")
+    assert said.startswith(
+        "vaswani train: corpus is a folder here, but no data set that can be loaded"
+    )
     assert not looked_up
 
 
@@ -339,8 +328,8 @@ def test_a_file_that_is_there_is_not_said_to_be_missing(folder, script, looked_u
 
 @pytest.mark.parametrize("end", ["", ".gz"])
 @pytest.mark.parametrize("option", ["valid", "test"])
-def test_swapped_sides_are_warned_of_by_their_endings(folder, script, capsys, option, end):
-    train = importlib.import_module("train_translation")
+def test_swapped_sides_are_warned_of_by_their_endings(folder, capsys, option, end):
+    train = make_parser()
     given = ["--train", "a.en", f"a.de{end}", "--output", "new", f"--{option}"]
     train.parse_args([*given, f"v.en{end}", "v.de"])
     assert not capsys.readouterr().err
@@ -354,8 +343,8 @@ def test_swapped_sides_are_warned_of_by_their_endings(folder, script, capsys, op
 
 
 @pytest.mark.parametrize("given", ["--vocab-size=99", "--tokenizer-kind=bpe", "--space-after"])
-def test_vocabulary_settings_beside_a_model_are_warned_of(folder, script, capsys, given):
-    train = importlib.import_module("train_translation")
+def test_vocabulary_settings_beside_a_model_are_warned_of(folder, capsys, given):
+    train = make_parser()
     others = ["--train", "a.en", "a.de", "--output", "new"]
     train.parse_args([*others, given])
     assert not capsys.readouterr().err
@@ -368,10 +357,10 @@ def test_vocabulary_settings_beside_a_model_are_warned_of(folder, script, capsys
     assert "--preset has no effect" in capsys.readouterr().err
 
 
-def test_a_recipe_that_repeats_a_fine_tuning_run_warns_of_nothing(folder, script, capsys):
-    train = importlib.import_module("train_translation")
+def test_a_recipe_that_repeats_a_fine_tuning_run_warns_of_nothing(folder, capsys):
+    train = make_parser()
     args = train.parse_args(["--train", "a.en", "a.de", "--output", "new", "--model", "runs/old"])
-    Path("recipe.yaml").write_text(train.recipe_of(args))
+    Path("recipe.yaml").write_text(recipe_of(args))
     assert "vocab-size" in Path("recipe.yaml").read_text()
     train.parse_args(["--recipe", "recipe.yaml"])
     assert not capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SIZES
-from launches import free_port, launch, readme_flags
+from launches import TRAIN, free_port, launch, readme_flags
 from safetensors.torch import load_file
 from test_batching import BUDGET, collator, training_data
 from torch import distributed
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, set_seed
-from vaswani.training.batching import TokenBatchSampler
+from vaswani.corpora.token_batches import TokenBatchSampler
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
@@ -59,7 +59,7 @@ def test_the_accelerate_loop_refuses_files_that_do_not_match(number_words, tmp_p
 
     (tmp_path / "short").write_text("eins\n")
     files = [str(number_words[0]), str(tmp_path / "short")]
-    with pytest.raises(SystemExit, match=r"120 lines.*short has 1: .*line 2 has no partner"):
+    with pytest.raises(ValueError, match=r"120 lines.*short has 1: .*line 2 has no partner"):
         accelerate_loop.main([*files, "--output", str(tmp_path / "model")])
 
 
@@ -91,12 +91,10 @@ def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("r_drop", [0, 2])
-def test_train_translation_gives_the_same_weights_with_two_processes(
-    number_words, tmp_path, r_drop
-):
+def test_training_gives_the_same_weights_with_two_processes(number_words, tmp_path, r_drop):
     for processes, accumulate in ((1, 2), (2, 1)):
         launch(
-            processes, ROOT / "examples" / "train_translation.py", "--train", *number_words,
+            processes, *TRAIN, "--train", *number_words,
             "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
             "--steps", 6, "--eval-steps", 3, *SLOW, "--max-source-tokens", 300,
             "--average", 2, "--accumulate", accumulate, "--output", tmp_path / str(processes),
@@ -120,7 +118,7 @@ def test_train_translation_gives_the_same_weights_with_two_processes(
 @pytest.mark.slow
 def test_the_first_line_of_several_processes_is_printed_once(number_words, tmp_path):
     printed = launch(
-        2, ROOT / "examples" / "train_translation.py", "--train", *number_words,
+        2, *TRAIN, "--train", *number_words,
         "--vocab-size", 340, "--steps", 2, "--set", *SMALL, "--output", tmp_path / "run",
     )  # fmt: skip
     line = "Training with 2 processes on cpu (1 thread each)"
@@ -134,7 +132,7 @@ def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
 ):
     """Two launchers, each of which starts one process, stand for the machines."""
     arguments = [
-        ROOT / "examples" / "train_translation.py", "--train", *number_words,
+        *TRAIN, "--train", *number_words,
         "--vocab-size", 340, "--steps", 6, *SLOW, "--max-source-tokens", 300,
         "--set", *SMALL, "dropout=0.0",
     ]  # fmt: skip

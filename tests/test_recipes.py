@@ -1,4 +1,4 @@
-"""Recipes say every setting of a published result, and train_translation.py does what they say."""
+"""Recipes say every setting of a published result, and `vaswani train` does what they say."""
 
 import gzip
 import json
@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,12 @@ from num2words import num2words
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, TrainerState
 from transformers.testing_utils import CaptureLogger
-from vaswani.training import checkpoints
+from vaswani.commands.main import main
+from vaswani.commands.train import make_parser
+from vaswani.corpora.reading import DataError, read_pairs
+from vaswani.training import checkpoints, run
 from vaswani.training.checkpoints import last_complete_checkpoint
+from vaswani.training.run import TrainingRun, training_arguments
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniConfig, VaswaniTokenizer, VaswaniTranslationPipeline
@@ -28,28 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "examples" / "recipes"
 
 
-@pytest.fixture
-def train(monkeypatch):
-    """examples/train_translation.py as a module; `train.command_line` runs it with arguments."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import train_translation
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", [train_translation.__file__, *map(str, arguments)])
-        train_translation.main()
-
-    monkeypatch.setattr(train_translation, "command_line", run, raising=False)
-    return train_translation
+def train(*arguments):
+    """Run `vaswani train`."""
+    main(["train", *map(str, arguments)])
 
 
-def recipe_of(train, name, *arguments):
-    return train.parse_args(["--recipe", str(RECIPES / f"{name}.yaml"), *arguments])
+def recipe_of(name, *arguments):
+    return make_parser().parse_args(["--recipe", str(RECIPES / f"{name}.yaml"), *arguments])
 
 
-def config_of(train, args):
-    return VaswaniConfig.preset(
-        args.preset, **{"vocab_size": args.vocab_size, **train.settings(args.set)}
-    )
+def config_of(args):
+    return VaswaniConfig.preset(args.preset, **{"vocab_size": args.vocab_size, **args.set})
 
 
 # Rows: Wu et al. (2021; the updates are ours) and fairseq's logs as references of the recipes, the
@@ -65,10 +57,10 @@ NAMES = (*PUBLISHED, "g2p-eng_us")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_recipes_are_the_published_settings(train, name):
-    args = recipe_of(train, name)
-    config = config_of(train, args)
-    arguments = train.training_arguments(args, config.d_model)
+def test_recipes_are_the_published_settings(name):
+    args = recipe_of(name)
+    config = config_of(args)
+    arguments = training_arguments(args, config.d_model)
     assert config.encoder_layers == config.decoder_layers
     assert config.encoder_ffn_dim == config.decoder_ffn_dim
     assert config.encoder_attention_heads == config.decoder_attention_heads
@@ -94,20 +86,20 @@ def test_recipes_are_the_published_settings(train, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_setting_of_a_run_stands_in_its_recipe(train, name):
+def test_every_setting_of_a_run_stands_in_its_recipe(name):
     """A field of the preset that differs from the default has to be visible in the file."""
-    args = recipe_of(train, name)
-    fields = train.settings(args.set)
+    args = recipe_of(name)
+    fields = args.set
     preset, default = (VaswaniConfig.preset(row).to_dict() for row in (args.preset, "base"))
     assert {key for key in preset if preset[key] != default[key]} <= set(fields)
     sizes = {"d_model", "dropout", "attention_dropout", "activation_dropout", "label_smoothing"}
     sizes |= {f"{s}_{size}" for s in ("encoder", "decoder") for size in ("layers", "ffn_dim")}
     assert sizes <= set(fields)
     assert {"adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm"} <= set(
-        train.settings(args.trainer)
+        args.trainer
     )
-    settings = {"length_penalty_type", "length_penalty", "max_length_offset"}
-    assert settings == set(train.settings(args.generation))
+    settings = {"num_beams", "length_penalty_type", "length_penalty", "max_length_offset"}
+    assert settings == set(args.generation)
     text = (RECIPES / f"{name}.yaml").read_text()
     stated = set(re.findall(r"^([\w-]+):", text, re.M))
     assert {"train", "valid", "test", "output", "steps", "warmup", "scheduler", "beams"} <= stated
@@ -115,9 +107,9 @@ def test_every_setting_of_a_run_stands_in_its_recipe(train, name):
     assert {"bf16", "seed", "save-steps", "eval-steps", "average", "bleu-tokenize"} <= stated
 
 
-def test_r_drop_goes_on_from_multi30k_tiny_and_its_settings_stand_in_its_recipe(train):
+def test_r_drop_goes_on_from_multi30k_tiny_and_its_settings_stand_in_its_recipe():
     path = RECIPES / "multi30k-tiny-r-drop.yaml"
-    first, more = (recipe_of(train, name) for name in ("multi30k-tiny", path.stem))
+    first, more = (recipe_of(name) for name in ("multi30k-tiny", path.stem))
     assert more.model == first.output
     assert (first.r_drop, more.r_drop) == (0, 2)
     same = ("train", "valid", "test", "trainer", "generation", "beams", "bleu_tokenize", "average")
@@ -126,55 +118,54 @@ def test_r_drop_goes_on_from_multi30k_tiny_and_its_settings_stand_in_its_recipe(
     stated = set(re.findall(r"^([\w-]+):", path.read_text(), re.M))
     assert {"max-source-tokens", "accumulate", "steps", "warmup", "learning-rate"} <= stated
     assert {"save-steps", "eval-steps", "output"} | set(same) - {"bleu_tokenize"} <= stated
-    assert re.findall(r"^#   (python .*)$", path.read_text(), re.M) == [
-        f"python examples/train_translation.py --recipe examples/recipes/{name}.yaml"
+    assert re.findall(r"^#   (vaswani .*)$", path.read_text(), re.M) == [
+        f"vaswani train --recipe examples/recipes/{name}.yaml"
         for name in ("multi30k-tiny", path.stem)
     ]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_command_in_a_recipe_reads_that_recipe(train, name):
+def test_the_command_in_a_recipe_reads_that_recipe(name):
     comments = re.findall(r"^# ?(.*)$", (RECIPES / f"{name}.yaml").read_text(), re.M)
     text = "\n".join(comments)
-    (command,) = re.findall(r"^ +((?:python|accelerate launch)(?:.*\\\n)*.*)$", text, re.M)
+    (command,) = re.findall(r"^ +((?:vaswani|accelerate launch)(?:.*\\\n)*.*)$", text, re.M)
     words = shlex.split(command.replace("\\\n", " "))
-    script = words.index("examples/train_translation.py")
-    arguments = words[script + 1 :]
+    arguments = words[words.index("train") + 1 :]
     assert arguments[:2] == ["--recipe", f"examples/recipes/{name}.yaml"]
-    assert train.parse_args(["--recipe", str(RECIPES / f"{name}.yaml"), *arguments[2:]])
+    assert make_parser().parse_args(["--recipe", str(RECIPES / f"{name}.yaml"), *arguments[2:]])
     if "--num_processes" in words:
         processes = int(words[words.index("--num_processes") + 1])
-        args = recipe_of(train, name, *arguments[2:])
-        assert args.max_source_tokens * processes == recipe_of(train, name).max_source_tokens
+        args = recipe_of(name, *arguments[2:])
+        assert args.max_source_tokens * processes == recipe_of(name).max_source_tokens
 
 
-def test_the_command_line_comes_after_the_recipe(train):
-    args = recipe_of(train, "multi30k-tiny", "--set", "dropout=0.2", "--steps", "7", "--bf16")
+def test_the_command_line_comes_after_the_recipe():
+    args = recipe_of("multi30k-tiny", "--set", "dropout=0.2", "--steps", "7", "--bf16")
     assert (args.steps, args.bf16, args.warmup) == (7, True, 2000)
-    assert train.settings(args.set)["dropout"] == 0.2
-    assert train.settings(args.set)["d_model"] == 128
-    args = recipe_of(train, "multi30k-tiny", "--no-bf16", "--generation", "length_penalty=0.6")
+    assert args.set["dropout"] == 0.2
+    assert args.set["d_model"] == 128
+    args = recipe_of("multi30k-tiny", "--no-bf16", "--generation", "length_penalty=0.6")
     assert args.bf16 is False
-    assert train.settings(args.generation)["length_penalty"] == 0.6
-    assert train.settings(args.trainer)["adam_epsilon"] == 1e-8
+    assert args.generation["length_penalty"] == 0.6
+    assert args.trainer["adam_epsilon"] == 1e-8
 
 
 @pytest.mark.parametrize(
     ("recipe", "complaint"),
     [
-        ("stepz: 7", "unrecognized arguments: --stepz=7"),
-        ("steps: many", "invalid int value: 'many'"),
+        ("stepz: 7", "--stepz is unknown: did you mean --steps?"),
+        ("steps: many", "argument --steps: invalid integer value: 'many'"),
         ("- steps", "holds no settings"),
         ("steps: [7", "recipe.yaml"),
         (None, "No such file"),
     ],
 )
-def test_a_recipe_that_makes_no_sense_is_refused(train, tmp_path, capsys, recipe, complaint):
+def test_a_recipe_that_makes_no_sense_is_refused(tmp_path, capsys, recipe, complaint):
     path = tmp_path / "recipe.yaml"
     if recipe is not None:
         path.write_text(recipe)
     with pytest.raises(SystemExit) as error:
-        train.parse_args(["--recipe", str(path), "--train", "x.tsv", "--output", "unused"])
+        make_parser().parse_args(["--recipe", str(path), "--train", "x.tsv", "--output", "unused"])
     assert complaint in capsys.readouterr().err + str(error.value)
 
 
@@ -183,14 +174,14 @@ def test_a_recipe_that_makes_no_sense_is_refused(train, tmp_path, capsys, recipe
     [
         (["--max-target-tokens", "8"], "--max-target-tokens needs --max-source-tokens"),
         (["--patience", "3"], "--patience needs --valid"),
-        (["--r-drop", "nan"], "--r-drop must be 0 or more, got nan"),
+        (["--r-drop", "nan"], "--r-drop: must be 0 or more, got nan"),
         (["--nbest", "5"], "--nbest 5 needs as many --beams, got 4"),
-        (["--average", "0"], "--average must be at least 1, got 0"),
+        (["--average", "0"], "--average: must be at least 1, got 0"),
     ],
 )
-def test_settings_that_need_others_are_refused_without(train, capsys, arguments, complaint):
+def test_settings_that_need_others_are_refused_without(capsys, arguments, complaint):
     with pytest.raises(SystemExit):
-        train.parse_args(["--train", "x.tsv", "--output", "unused", *arguments])
+        make_parser().parse_args(["--train", "x.tsv", "--output", "unused", *arguments])
     assert complaint in capsys.readouterr().err
 
 
@@ -231,8 +222,8 @@ def recipe(tmp_path):
     return path
 
 
-def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, tmp_path):
-    train.command_line("--recipe", recipe)
+def test_a_run_leaves_model_scores_translations_picture_and_logs(recipe, tmp_path):
+    train("--recipe", recipe)
     output = tmp_path / "run"
     model, tokenizer = (
         auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
@@ -279,9 +270,9 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(train, recipe, 
 
 
 @pytest.mark.parametrize(("save", "dropout"), [(1, 0), (2, 0), (2, 0.2)])
-def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_path, save, dropout):
+def test_a_killed_run_resumes_and_ends_with_the_same_model(recipe, tmp_path, save, dropout):
     options = ("--recipe", recipe, "--bpe-dropout", dropout, "--r-drop", 10 * dropout)
-    train.command_line(*options, "--output", tmp_path / "whole")
+    train(*options, "--output", tmp_path / "whole")
 
     def train_until_killed():
         to_json, saves = TrainerState.save_to_json, []
@@ -293,7 +284,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
             to_json(*args)
 
         TrainerState.save_to_json = deadly
-        train.command_line(*options)
+        train(*options)
 
     assert in_child(train_until_killed) == -signal.SIGKILL
     with CaptureLogger(checkpoints.logger) as log:
@@ -301,8 +292,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
     assert (last and last.name) == (None if save == 1 else "checkpoint-3")
     assert f"checkpoint-{3 * save} is incomplete" in log.out
     with pytest.raises(SystemExit, match="is from an earlier run: pass --resume"):
-        train.command_line(*options)
-    train.command_line(*options, "--resume")
+        train(*options)
+    train(*options, "--resume")
     whole, resumed = (
         (tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "run")
     )
@@ -314,12 +305,12 @@ def test_a_killed_run_resumes_and_ends_with_the_same_model(train, recipe, tmp_pa
     assert scores[0] == scores[1]
 
 
-def test_an_epoch_of_bpe_dropout_has_every_pair_in_several_cuts(train, recipe):
-    args = train.parse_args(["--recipe", str(recipe), "--bpe-dropout", "0.3", "--segmentations=3"])
-    pairs = train.read_pairs(args.train, args.columns, "train")
-    _, tokenizer = train.build(args, pairs, None)
-    data = train.training_data(args, pairs, tokenizer, tokenizer)
-    columns = data[:]
+def test_an_epoch_of_bpe_dropout_has_every_pair_in_several_cuts(recipe):
+    args = make_parser().parse_args(
+        ["--recipe", str(recipe), "--bpe-dropout", "0.3", "--segmentations=3"]
+    )
+    run = TrainingRun(args)
+    columns, pairs, tokenizer = run.trainer.train_dataset[:], run.train_pairs, run.tokenizer
     for side, name in enumerate(("input_ids", "labels")):
         ids = columns[name]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -328,14 +319,11 @@ def test_an_epoch_of_bpe_dropout_has_every_pair_in_several_cuts(train, recipe):
     lengths = zip(map(len, columns["input_ids"]), map(len, columns["labels"]), strict=True)
     assert columns["length"] == [max(pair) for pair in lengths]
     args.tokenizer_kind = "word"
-    _, tokenizer = train.build(args, pairs, None)
-    with pytest.raises(SystemExit, match=r"--bpe-dropout: .* not of WordLevel"):
-        train.training_data(args, pairs, tokenizer, tokenizer)
+    with pytest.raises(DataError, match=r"--bpe-dropout: .* not of WordLevel"):
+        _ = TrainingRun(args).trainer
 
 
-def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(
-    train, recipe, tmp_path, monkeypatch
-):
+def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(recipe, tmp_path, monkeypatch):
     compute_loss = VaswaniTrainer.compute_loss
 
     def diverging(self, *args, **kwargs):
@@ -344,12 +332,12 @@ def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(
 
     monkeypatch.setattr(VaswaniTrainer, "compute_loss", diverging)
     with pytest.raises(SystemExit, match=r"loss is nan in update 5.*checkpoint-3 is complete"):
-        train.command_line("--recipe", recipe)
+        train("--recipe", recipe)
     assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
 
 
-def test_training_stops_when_the_score_no_longer_rises(train, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "TranslationMetric", lambda *args: Falling())
+def test_training_stops_when_the_score_no_longer_rises(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TranslationMetric", lambda *args: Falling())
 
     class Falling:
         scores = iter(range(100, 0, -1))
@@ -360,74 +348,74 @@ def test_training_stops_when_the_score_no_longer_rises(train, recipe, tmp_path, 
             return dict.fromkeys(names, next(self.scores)) | dict.fromkeys(signatures, "none")
 
     arguments = ["--patience", 2, "--eval-steps", 3, "--steps", 100, "--average", 1]
-    train.command_line("--recipe", recipe, *arguments)
+    train("--recipe", recipe, *arguments)
     for lost in ("results.json", "checkpoint-9"):  # killed at the end, and before it stopped
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["steps"] == 9
         path = tmp_path / "run" / lost
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-        train.command_line("--recipe", recipe, *arguments, "--resume")
+        train("--recipe", recipe, *arguments, "--resume")
     assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] == 9
 
 
-def test_a_run_that_ends_with_its_time_is_resumed_and_averaged_to_its_last_update(
-    train, recipe, tmp_path
-):
+def test_a_run_that_ends_with_its_time_is_resumed_and_averaged_to_its_last_update(recipe, tmp_path):
     output, arguments = tmp_path / "run", ["--minutes", 1e-9, "--save-steps", 50]
-    train.command_line("--recipe", recipe, *arguments)
+    train("--recipe", recipe, *arguments)
     results = json.loads((output / "results.json").read_text())
     assert (results["steps"], results["averaged"]) == (1, ["checkpoint-1"])
     # A kill may leave one of a higher number than the run now comes to.
     checkpoints.begin_checkpoint(output / "checkpoint-50")
-    train.command_line("--recipe", recipe, *arguments, "--resume")
+    train("--recipe", recipe, *arguments, "--resume")
     results = json.loads((output / "results.json").read_text())
     assert (results["steps"], results["averaged"]) == (2, ["checkpoint-1", "checkpoint-2"])
 
 
-def test_a_run_killed_while_it_reads_its_data_can_be_resumed(train, recipe, tmp_path, monkeypatch):
+def test_a_run_killed_while_it_reads_its_data_can_be_resumed(recipe, tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "read_pairs", killed)
+    monkeypatch.setattr(run, "read_pairs", killed)
     for arguments in ([], ["--resume"]):
         with pytest.raises(KeyboardInterrupt):
-            train.command_line("--recipe", recipe, *arguments)
+            train("--recipe", recipe, *arguments)
 
 
-def test_weights_of_16_bits_are_fine_tuned_in_32(train, tmp_path):
+def test_weights_of_16_bits_are_fine_tuned_in_32(recipe, tmp_path):
     frozen = ROOT / "tests" / "frozen" / "0.1"
-    AutoModelForSeq2SeqLM.from_pretrained(frozen, dtype=torch.float16).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(frozen).save_pretrained(tmp_path)
-    args = train.parse_args(["--model", str(tmp_path), "--train", "x.tsv", "--output", "unused"])
-    model, _ = train.build(args, [], None)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    folder, output = tmp_path / "half", tmp_path / "fine"
+    AutoModelForSeq2SeqLM.from_pretrained(frozen, dtype=torch.float16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(frozen).save_pretrained(folder)
+    train("--model", folder, "--train", tmp_path / "pairs.tsv", "--steps", 1, "--output", output)
+    assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 @pytest.mark.parametrize("value", ["null", "7", '["eins"]'])
-def test_a_record_that_is_no_text_is_refused_by_file_and_record(train, tmp_path, value):
+def test_a_record_that_is_no_text_is_refused_by_file_and_record(tmp_path, value):
     path = tmp_path / "pairs.jsonl"
     path.write_text(f'{{"en": "two", "de": "zwei"}}\n{{"en": "one", "de": {value}}}\n')
-    with pytest.raises(SystemExit, match=r"pairs\.jsonl, record 2: 'de' is .*, not text"):
-        train.read_pairs([str(path)], ("en", "de"), "train")
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line 2: 'de' is .*, not text"):
+        read_pairs([str(path)], ("en", "de"), "train")
     path.write_text('["one", "eins"]\n', encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"line 1: .* is no JSON object"):
-        train.read_pairs([str(path)], ("en", "de"), "train")
+    with pytest.raises(DataError, match=r"line 1: .* is no JSON object"):
+        read_pairs([str(path)], ("en", "de"), "train")
 
 
-def test_an_empty_file_beside_a_full_one_is_refused_with_both_names(train, tmp_path):
+def test_an_empty_file_beside_a_full_one_is_refused_with_both_names(tmp_path):
     for name, text in (("empty", ""), ("full", "a\nb\n")):
         (tmp_path / name).write_text(text)
-    with pytest.raises(SystemExit, match=r"full has 2 lines, .*empty has 0.*line 1 has no partner"):
-        train.read_pairs([str(tmp_path / "full"), str(tmp_path / "empty")], ("a", "b"), "train")
+    with pytest.raises(DataError, match=r"full has 2 lines, .*empty has 0.*line 1 has no partner"):
+        read_pairs([str(tmp_path / "full"), str(tmp_path / "empty")], ("a", "b"), "train")
 
 
-def test_the_g2p_pattern_makes_a_token_of_every_letter_and_every_phone(train):
+def test_the_g2p_pattern_makes_a_token_of_every_letter_and_every_phone():
     if "VASWANI_DATA" not in os.environ:
         pytest.skip("VASWANI_DATA, a folder that holds g2p-eng_us/, is not set")
     data = Path(os.environ["VASWANI_DATA"]) / "g2p-eng_us" / "train.tsv.gz"
     with gzip.open(data, "rt", encoding="utf-8") as file:
         pairs = [line.rstrip("\n").split("\t") for line in file]
-    args = recipe_of(train, "g2p-eng_us")
+    args = recipe_of("g2p-eng_us")
     tokenizer = VaswaniTokenizer.train_from_iterator(
         [text for pair in pairs for text in pair],
         args.tokenizer_kind,

@@ -15,7 +15,7 @@ from documents import ROOT
 from launches import environment, free_port
 from safetensors.torch import load_file
 
-SCRIPT = ROOT / "examples" / "train_translation.py"
+TRAIN = ("-m", "vaswani", "train")
 SIZES = ["d_model=32", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=4"]
 SIZES += ["decoder_attention_heads=4", "encoder_ffn_dim=64", "decoder_ffn_dim=64"]
 RESTARTS = 10
@@ -32,7 +32,7 @@ def arguments(tmp_path_factory):
         words = [random.choices("abcdefgh", k=random.randint(1, 9)) for _ in range(150)]
         (folder / side).write_text("".join(" ".join(line) + "\n" for line in words))
     return [
-        SCRIPT, "--train", folder / "source", folder / "target", "--vocab-size", 300,
+        *TRAIN, "--train", folder / "source", folder / "target", "--vocab-size", 300,
         "--steps", 120, "--eval-steps", 10, "--warmup", 20, "--max-source-tokens", 200,
         "--set", *SIZES, "--resume", "auto",
     ]  # fmt: skip
@@ -65,7 +65,7 @@ def workers(run):
     """The processes that train, without those of data loading and the launcher."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [
-            child for child in psutil.Process(run.pid).children() if str(SCRIPT) in child.cmdline()
+            child for child in psutil.Process(run.pid).children() if TRAIN[1] in child.cmdline()
         ]
     return []
 

@@ -25,10 +25,10 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from vaswani.modeling import generation_vaswani, incremental_vaswani
-from vaswani.modeling.generation_vaswani import token_rules
-from vaswani.modeling.incremental_vaswani import IncrementalDecoder
-from vaswani.modeling.search_vaswani import best_continuations
+from vaswani.generation import generation_vaswani, incremental_vaswani
+from vaswani.generation.generation_vaswani import token_rules
+from vaswani.generation.incremental_vaswani import IncrementalDecoder
+from vaswani.generation.search_vaswani import best_continuations
 
 from vaswani import VaswaniForConditionalGeneration
 

@@ -32,11 +32,10 @@ from vaswani import (
 )
 
 PACKAGE = Path(vaswani.__file__).parent.parent
+TRAVELLING_ROOMS = ("configuration", "tokenization", "generation", "modeling")
 ROOMS = Path(inspect.getfile(VaswaniConfig)).parent.parent
 CODE = {
-    path.name: path
-    for room in ("configuration", "modeling", "tokenization")
-    for path in (ROOMS / room).glob("*_vaswani.py")
+    path.name: path for room in TRAVELLING_ROOMS for path in (ROOMS / room).glob("*_vaswani.py")
 }
 CONFIG_FILES = {"config.json", *CODE}
 MODEL_FILES = {"model.safetensors", "generation_config.json", *CONFIG_FILES}
@@ -179,7 +178,7 @@ def test_code_is_saved_with_its_licence_and_unchanged_but_for_imports_across_roo
     assert about.startswith("# Part of vaswani")
     assert blank == ""
     source = CODE[name].read_text(encoding="utf-8").splitlines()
-    for room in ("configuration", "modeling", "tokenization"):
+    for room in TRAVELLING_ROOMS:
         source = [line.replace(f"from ..{room}.", "from .") for line in source]
     assert flat == source
     assert not any(line.lstrip().startswith("from ..") for line in flat)

@@ -398,7 +398,7 @@ def test_a_saved_tokenizer_brings_the_code_that_reads_it(tmp_path):
     for name in (f"{module}.py", "configuration_vaswani.py", "tokenizer.json"):
         assert (tmp_path / name).is_file()
         assert str(tmp_path / name) in saved
-    assert "from .configuration_vaswani import" in (tmp_path / f"{module}.py").read_text()
+    assert "from .remote_code_vaswani import" in (tmp_path / f"{module}.py").read_text()
 
 
 @every_variant

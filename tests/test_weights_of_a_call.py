@@ -26,8 +26,8 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim.swa_utils import AveragedModel
 from transformers import LogitsProcessorList
-from vaswani.modeling import linear_vaswani
-from vaswani.modeling.linear_vaswani import PreparedLinear, prepare, prepared_copy
+from vaswani.generation import linear_vaswani
+from vaswani.generation.linear_vaswani import PreparedLinear, prepare, prepared_copy
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 

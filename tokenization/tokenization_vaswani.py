@@ -35,20 +35,15 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import extract_commit_hash
 
-from ..configuration.configuration_vaswani import save_remote_code
 from ..configuration.places_vaswani import check_path
-
-if TYPE_CHECKING:
-    # Where this file is remote code, transformers copies with it what it seems to import: a folder
-    # saved from such classes gets its pipeline by this line.
-    from .pipeline_vaswani import VaswaniTranslationPipeline  # noqa: F401
+from ..configuration.remote_code_vaswani import save_remote_code
 
 SUBWORD_KINDS = ("bpe", "wordpiece", "unigram")
 KINDS = (*SUBWORD_KINDS, "word", "char", "regex")
@@ -143,12 +138,12 @@ def _untrained(
         )
     match kind:
         case "bpe":
-            model = models.BPE(unk_token=_UNK, byte_fallback=True)
-            return _subword_backend(model, space_after, split_punctuation)
+            pairs = models.BPE(unk_token=_UNK, byte_fallback=True)
+            return _subword_backend(pairs, space_after, split_punctuation)
         case "wordpiece":
             # The default limit of 100 characters would turn longer words into <unk>.
-            model = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
-            return _subword_backend(model, space_after, split_punctuation)
+            pieces = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
+            return _subword_backend(pieces, space_after, split_punctuation)
         case "unigram":
             return _subword_backend(models.Unigram(), space_after, split_punctuation)
         case "word":

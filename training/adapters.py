@@ -1,6 +1,7 @@
 """LoRA on every linear layer, the map to the vocabulary included, through PEFT."""
 
 import copy
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ def untie_embeddings(model: PreTrainedModel) -> None:
         model: a VaswaniForConditionalGeneration without adapters.
     """
     model.config.tie_word_embeddings = False
-    base = model.base_model
+    base: Any = model.base_model
     if base.decoder.embed_tokens is base.encoder.embed_tokens:
         base.decoder.embed_tokens = copy.deepcopy(base.encoder.embed_tokens)
     seen = set()

@@ -1,20 +1,15 @@
 """Checkpoint averaging (section 6.1): the mean of a run's last checkpoints becomes one model.
 
-    python -m vaswani.training.averaging runs/x --last 5 --output runs/x-averaged
-    python -m vaswani.training.averaging runs/x/checkpoint-900 runs/x/checkpoint-1000 -o averaged
-
 The paper averages the last 5 checkpoints of its base models and the last 20 of its big ones. The
 result is a folder like any other saved model: `from_pretrained`, translation and fine-tuning read
 it. It appears complete or not at all; a kill can leave a hidden folder ".NAME.*.partial" beside it.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -25,8 +20,8 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..modeling.checkpoints_vaswani import is_finite
-from .atomic_folder import new_folder, refuse_existing
+from ..corpora.atomic_folder import new_folder, refuse_existing
+from ..modeling.loading_vaswani import is_finite
 from .checkpoints import TRAINER_STATE, run_checkpoints
 
 logger = logging.get_logger(__name__)
@@ -347,47 +342,4 @@ def _run_folder(args: TrainingArguments) -> Path:
     return Path(args.output_dir or "trainer_output").resolve()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m vaswani.training.averaging",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "checkpoints",
-        nargs="+",
-        metavar="FOLDER",
-        help="with --last the folder that a Trainer wrote its checkpoint-N folders to; without it "
-        "the saved models to average, oldest first",
-    )
-    parser.add_argument(
-        "--last",
-        type=int,
-        metavar="K",
-        help="average the K checkpoints of the highest numbers (paper: 5 for base, 20 for big)",
-    )
-    parser.add_argument(
-        "--output",
-        "-o",
-        required=True,
-        metavar="FOLDER",
-        help="folder of the averaged model; it must not exist, or be empty",
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    args = _parser().parse_args(argv)
-    checkpoints = args.checkpoints
-    if len(checkpoints) == 1:
-        checkpoints = checkpoints[0]
-    try:
-        output = average_checkpoints(checkpoints, args.output, args.last)
-    except (OSError, ValueError) as error:
-        sys.exit(f"averaging: {error}")
-    sys.stdout.write(f"{output}\n")
-
-
-if __name__ == "__main__":
-    main()
+__all__ = ["AverageCheckpoints", "average_checkpoints"]

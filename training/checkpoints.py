@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
-from .atomic_folder import flush
+from ..corpora.atomic_folder import flush
 
 logger = logging.get_logger(__name__)
 

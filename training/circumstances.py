@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -40,6 +41,15 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def weights_sha256(folder: str | os.PathLike) -> str | None:
+    """SHA-256 of a saved model's weights, which the Hub shows beside the file; None for shards."""
+    path = Path(folder) / "model.safetensors"
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _hardware() -> dict[str, Any]:
     fields = {}
     information = Path("/proc/cpuinfo")
@@ -76,4 +86,4 @@ def _commit(folder: Path) -> str:
     return found.stdout.strip() or "unknown"
 
 
-__all__ = ["circumstances"]
+__all__ = ["circumstances", "weights_sha256"]

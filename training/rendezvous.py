@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -34,7 +35,7 @@ def renew_store() -> None:
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
-def _port_that_answers(host: str, launchers: TCPStore) -> int:
+def _port_that_answers(host: str, launchers: Any) -> int:
     end = time.monotonic() + launchers.timeout.total_seconds()
     while time.monotonic() < end:
         port = int(launchers.get(_ADDRESS))

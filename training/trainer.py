@@ -20,11 +20,9 @@ from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
 from ..configuration.extras import needs
-from ..hub_cards.card import CARD, write_model_card
-from ..hub_cards.results import weights_sha256
+from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
+from ..corpora.token_batches import TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from .atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
-from .batching import TokenBatchSampler
 from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
@@ -34,7 +32,7 @@ from .checkpoints import (
     last_complete_checkpoint,
     limit_checkpoints,
 )
-from .circumstances import circumstances
+from .circumstances import circumstances, weights_sha256
 from .processes import whole_weights
 from .r_drop import RDropLoss, twice
 from .schedule import noam_schedule
@@ -44,6 +42,8 @@ with needs("vaswani[train]"):
     import pyarrow.compute
 
 logger = logging.get_logger(__name__)
+
+_CARD = "README.md"
 
 
 class VaswaniTrainer(Seq2SeqTrainer):
@@ -305,7 +305,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if self.args.push_to_hub:
             self._report_failed_pushes()
             if self._has_whole_model(folder):
-                write_model_card(folder, output=run, repo_id=self.hub_model_id)
+                self._write_card(folder, output=run, repo_id=self.hub_model_id)
             super()._push_from_checkpoint(str(folder))
 
     def _save(
@@ -317,8 +317,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             return
         try:
             with replaced_files(folder) as partial:
-                if (folder / CARD).exists():
-                    shutil.copyfile(folder / CARD, partial / CARD)  # PEFT adds to a card
+                if (folder / _CARD).exists():
+                    shutil.copyfile(folder / _CARD, partial / _CARD)  # PEFT adds to a card
                 super()._save(str(partial), state_dict)
         except OSError as error:
             raise OSError(
@@ -415,7 +415,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         }
         with replaced_file(output / "training.json") as path:
             path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        write_model_card(
+        self._write_card(
             output,
             repo_id=self.hub_model_id,
             language=language,
@@ -424,6 +424,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
             base_model=finetuned_from,
             datasets=dataset_tags,
         )
+
+    def _write_card(self, folder: Path, **options: Any) -> None:
+        model: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model.write_card(folder, **options)
 
     def _has_whole_model(self, folder: Path) -> bool:
         """Whether a folder holds what a card describes: no adapter, no shards of many processes."""

@@ -13,7 +13,7 @@ from transformers import Pipeline
 from transformers.utils import logging
 
 from ..configuration.places_vaswani import check_model_type
-from .tokenization_vaswani import half_character
+from ..tokenization.tokenization_vaswani import half_character
 
 # Seconds of work after which a progress bar appears by itself.
 _PROGRESS_AFTER = 5

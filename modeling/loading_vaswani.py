@@ -1,8 +1,9 @@
-"""Checkpoints load whole or not at all, and are pushed with a card."""
+"""Strict loading: a model is loaded whole or not at all. A push of it brings a model card."""
 
-import importlib
 import os
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -56,8 +57,12 @@ def _are_copies(one: Any, other: Any) -> bool:
     return torch.equal(one, other)
 
 
-class WholeCheckpoints(PreTrainedModel):
-    """A model that is not loaded by half, and not pushed with an empty card."""
+class StrictlyLoadedModel(PreTrainedModel):
+    """A model that is never loaded by half, and never pushed with an empty card."""
+
+    # The package sets both. Remote code has neither: what writes cards does not travel.
+    write_card: ClassVar[Callable[..., Path] | None] = None
+    add_card_to_push: ClassVar[Callable[..., None] | None] = None
 
     _dtype_to_save: torch.dtype | None = None
 
@@ -151,7 +156,9 @@ class WholeCheckpoints(PreTrainedModel):
     def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Gather the weights to save, and tie again what gathering, here or before, has copied."""
         weights = super().gather_sharded_state_dict_for_save(*args, **kwargs)
-        for target, source in self.all_tied_weights_keys.items():
+        # The keys stay when an adapter unties the matrices.
+        tied = self.all_tied_weights_keys if self.config.tie_word_embeddings else {}
+        for target, source in tied.items():
             if _are_copies(weights.get(target), weights.get(source)):
                 weights[target] = weights[source]
         return weights
@@ -173,12 +180,10 @@ class WholeCheckpoints(PreTrainedModel):
         files_timestamps: dict[str, float],
         **kwargs: Any,
     ) -> Any:
-        # All of transformers' ways to push a model end here, with an empty draft for a card. A card
-        # speaks of a model that translates. Remote code keeps the draft: what writes cards does not
-        # travel.
-        if self._auto_class is None and self.can_generate():
-            cards = importlib.import_module("vaswani.hub_cards.card")
-            cards.add_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
+        # All of transformers' ways to push a model end here, with an empty draft for a card. Cards
+        # describe models that translate.
+        if self.add_card_to_push is not None and self.can_generate():
+            self.add_card_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
 
@@ -197,4 +202,4 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
-__all__ = ["WholeCheckpoints", "first_not_finite", "is_finite"]
+__all__ = ["StrictlyLoadedModel", "first_not_finite", "is_finite"]

@@ -6,7 +6,7 @@ of `generate` is transformers' own.
 
 import copy
 import functools
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
@@ -43,6 +43,11 @@ from .settings_vaswani import (
     checked_factor,
     checked_offset,
 )
+
+if TYPE_CHECKING:
+    # Where this file is remote code, transformers copies with it what it seems to import: a folder
+    # saved from such a model gets its pipeline by this line.
+    from .pipeline_vaswani import VaswaniTranslationPipeline  # noqa: F401
 
 # Implementations of the same attention, between which our searches need not choose.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

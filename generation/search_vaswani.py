@@ -291,10 +291,10 @@ def _candidates(
     """Find enough candidates to go on with K hypotheses where each could also end."""
     count = max(2, 1 + len(settings.eos_token_ids)) * settings.num_beams
     forced = beam.limits == length
-    any_forced = rules.forced_last is not None and bool(forced.any())
+    forced_token = rules.forced_last if bool(forced.any()) else None
     if beam.running.shape[1] == 1 < settings.num_beams:
         choices = logits.shape[1] - len(rules.never | rules.ends)
-        if any_forced or choices < count:  # one hypothesis has too few continuations
+        if forced_token is not None or choices < count:  # one hypothesis has too few continuations
             logits = logits.repeat_interleave(settings.num_beams, dim=0)
             missing = (0, settings.num_beams - 1)
             beam.running = torch.nn.functional.pad(beam.running, missing, value=_RULED_OUT)
@@ -303,13 +303,13 @@ def _candidates(
         logits[:, banned] = -torch.inf
         banned = None
     best = _Candidates(*best_continuations(logits, beam.running, count, open_rows, banned))
-    if any_forced:
-        _force(best, beam.running, forced, rules.forced_last)
+    if forced_token is not None:
+        _force(best, beam.running, forced, forced_token)
     return best
 
 
 def _force(
-    candidates: _Candidates, running: torch.Tensor, sentences: torch.Tensor, token: int | None
+    candidates: _Candidates, running: torch.Tensor, sentences: torch.Tensor, token: int
 ) -> None:
     """Let `token` follow all hypotheses of some sentences (B,), with probability 1."""
     scores, order = running.sort(dim=1, descending=True)

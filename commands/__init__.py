@@ -1,0 +1,1 @@
+"""The commands of `vaswani`, one file each; `main.py` chooses between them."""

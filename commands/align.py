@@ -1,0 +1,61 @@
+"""Link the words of given translations by the decoder's attention (section 3.2.3).
+
+    vaswani align runs/en-de source.txt target.txt > links.txt
+
+A line of the output holds links "0-0 1-2" in Pharaoh format: source word and target word, counted
+from 0. Words are what stands between white space; --level token links tokens instead.
+"""
+
+import argparse
+
+from .parser import CommandError, CommandParser, positive
+
+
+def make_parser() -> CommandParser:
+    """Describe the command line."""
+    parser = CommandParser("align", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hub id of a saved model with its tokenizer")
+    add("source", metavar="SOURCE", help="text file, one sentence a line, plain or .gz")
+    add("target", metavar="TARGET", help="as many lines")
+    add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
+    add("--level", choices=("word", "token"), default="word", help="default: word")
+    add(
+        "--layer",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="decoder layers to average, negative from the last (default: all)",
+    )
+    add("--heads", type=int, nargs="+", metavar="N", help="heads to average (default: all)")
+    add(
+        "--batch-tokens",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="padded tokens of a batch, on either side (default: 4096)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Align."""
+    from ..corpora.reading import read_parallel
+    from .text import check_text, load, write_lines
+
+    check_text(args.source, args.output)
+    try:
+        model, tokenizer = load(args.model)
+        sources, targets = read_parallel(args.source, args.target)
+        links = model.align(
+            sources,
+            targets,
+            tokenizer,
+            level=args.level,
+            layer=args.layer,
+            heads=args.heads,
+            max_tokens=args.batch_tokens,
+        )
+        write_lines(links, args.output)
+    except (OSError, TypeError, ValueError) as error:
+        raise CommandError(error) from error

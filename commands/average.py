@@ -1,0 +1,39 @@
+"""Average the last checkpoints of a run into one model (section 6.1).
+
+    vaswani average runs/en-de --last 5 --output runs/en-de-averaged
+    vaswani average runs/en-de/checkpoint-900 runs/en-de/checkpoint-1000 --output averaged
+
+The paper averages the last 5 checkpoints of its base models and the last 20 of its big ones. The
+output folder appears complete or not at all.
+"""
+
+import argparse
+
+from .parser import CommandError, CommandParser, positive
+
+
+def make_parser() -> CommandParser:
+    """Describe the command line."""
+    parser = CommandParser("average", __doc__)
+    add = parser.add_argument
+    add(
+        "checkpoints",
+        nargs="+",
+        metavar="FOLDER",
+        help="with --last the output folder of a run; without it saved models, oldest first",
+    )
+    add("--last", type=positive, metavar="N", help="average the N newest checkpoints of a run")
+    add("--output", "-o", required=True, metavar="FOLDER", help="folder to write; must not exist")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Average."""
+    from ..training.averaging import average_checkpoints
+
+    one = len(args.checkpoints) == 1
+    checkpoints = args.checkpoints[0] if one else args.checkpoints
+    try:
+        print(average_checkpoints(checkpoints, args.output, args.last))
+    except (OSError, ValueError) as error:
+        raise CommandError(error) from error

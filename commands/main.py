@@ -1,0 +1,71 @@
+"""`vaswani COMMAND ...`: choose the command, and run it once its arguments are right."""
+
+import difflib
+import importlib.metadata
+import signal
+import sys
+from collections.abc import Sequence
+
+from . import align, average, card, convert, demo, score, train, translate
+from .parser import CommandError
+
+COMMANDS = {
+    "train": (train, "train a model on your own pairs, or fine-tune one"),
+    "translate": (translate, "translate lines of text"),
+    "score": (score, "log-probabilities of given translations"),
+    "align": (align, "link the words of given translations"),
+    "average": (average, "make one model of a run's last checkpoints"),
+    "convert": (convert, "bring a model of another toolkit, or take one there"),
+    "card": (card, "write the model card of a saved model"),
+    "demo": (demo, "open a page that translates and shows attention"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command line; exits with 2 where it is wrong."""
+    if argv is None and hasattr(signal, "SIGPIPE"):
+        # A reader that closes the pipe (head) ends the program quietly, as with other filters.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_manual())
+        return
+    if argv[0] == "--version":
+        print(importlib.metadata.version("vaswani"))
+        return
+    name, *rest = argv
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f": did you mean {nearest[0]}?" if nearest else "."
+        sys.stderr.write(f"vaswani: {name} is unknown{hint}\nvaswani --help lists the commands.\n")
+        sys.exit(2)
+    command = COMMANDS[name][0]
+    parser = command.make_parser()
+    args = parser.parse_args(rest)
+    try:
+        _prepare()
+        command.run(args)
+    except CommandError as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def _prepare() -> None:
+    """Import torch and register, now that the arguments are right."""
+    from transformers.utils import logging
+
+    from .. import registration  # noqa: F401
+
+    logging.disable_progress_bar()  # of each file that is read or written
+
+
+def _manual() -> str:
+    lines = [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "vaswani COMMAND ...: the Transformer of 'Attention Is All You Need'",
+            "",
+            *lines,
+            "",
+            "vaswani COMMAND --help shows what a command takes.",
+        ]
+    )

@@ -1,0 +1,55 @@
+"""Options about scores and the output folder."""
+
+import argparse
+
+from .parser import positive
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add them."""
+    add = parser.add_argument_group("scores and output").add_argument
+    add(
+        "--beams",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="beam size of the test set, saved as default (default: 4)",
+    )
+    add(
+        "--generation",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other generation settings, saved as default: --generation length_penalty=1.0",
+    )
+    add(
+        "--nbest",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="also count references among the N best translations",
+    )
+    add(
+        "--score",
+        default="bleu",
+        choices=("bleu", "chrf", "compound_split_bleu", "exact_match"),
+        help="score of the learning curve and of --patience (default: bleu)",
+    )
+    add(
+        "--bleu-tokenize",
+        default="13a",
+        metavar="NAME",
+        help="sacreBLEU's tokenizer; none for text that is tokenised already (default: 13a)",
+    )
+    add("--output", required=True, metavar="FOLDER", help="folder of the model and all else")
+    add("--results", metavar="FILE", help="write results.json here too")
+    add(
+        "--languages",
+        nargs="+",
+        metavar="CODE",
+        help="ISO 639 codes for the model card, the source's first (default: the names of the "
+        "columns or the endings of the files, if these have two letters)",
+    )
+    add("--license", metavar="ID", help="of the weights, for the model card: --license cc-by-4.0")
+    add("--push-to-hub", metavar="HUB_ID", help="upload the finished model to this repository")

@@ -1,0 +1,55 @@
+"""Score given translations: the log-probability of each target line after its source line.
+
+    vaswani score runs/en-de source.txt target.txt > scores.txt
+    vaswani score runs/en-de source.txt target.txt --penalised --output scores.txt
+
+A line of the output is log P(target | source), the end of the sentence included. With --penalised
+it is divided by the length penalty (section 6.1), which is what beam search ranks by. The last line
+on standard error is the perplexity of all target tokens.
+"""
+
+import argparse
+import math
+
+from .parser import CommandError, CommandParser, positive
+
+
+def make_parser() -> CommandParser:
+    """Describe the command line."""
+    parser = CommandParser("score", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hub id of a saved model with its tokenizer")
+    add("source", metavar="SOURCE", help="text file, one sentence a line, plain or .gz")
+    add("target", metavar="TARGET", help="as many lines")
+    add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
+    add("--penalised", action="store_true", help="divide by the length penalty")
+    add(
+        "--batch-tokens",
+        type=positive,
+        default=4096,
+        metavar="N",
+        help="padded tokens of a batch, on either side (default: 4096)",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Score."""
+    import sys
+
+    from ..corpora.reading import read_parallel
+    from .text import check_text, load, write_lines
+
+    check_text(args.source, args.output)
+    try:
+        model, tokenizer = load(args.model)
+        sources, targets = read_parallel(args.source, args.target)
+        scores = model.score(sources, targets, tokenizer, max_tokens=args.batch_tokens)
+        values = scores.sequences_scores if args.penalised else scores.sums
+        write_lines((f"{value:.4f}" for value in values.tolist()), args.output)
+    except (OSError, TypeError, ValueError) as error:
+        raise CommandError(error) from error
+    tokens = sum(map(len, scores.log_probs))
+    if tokens:
+        perplexity = math.exp(-scores.sums.double().sum().item() / tokens)
+        print(f"perplexity {perplexity:.4f} over {tokens} target tokens", file=sys.stderr)

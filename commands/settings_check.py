@@ -1,0 +1,47 @@
+"""Checks of `vaswani train` that need transformers: names and values of settings, and places."""
+
+import argparse
+import dataclasses
+
+from transformers import Seq2SeqTrainingArguments
+
+from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.names_vaswani import complaints
+from ..configuration.places_vaswani import check_path
+from ..generation.settings_vaswani import VaswaniGenerationConfig
+from ..hub_cards.results import is_language
+from ..training.presets import PRESETS
+
+
+class SettingsError(ValueError):
+    """Settings that are unknown or have no meaning."""
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Refuse what would fail later, before any data are read.
+
+    Raises:
+        OSError: --model or --tokenizer is no place to load from.
+        SettingsError: a name or value is wrong; says what may be meant.
+    """
+    known = {
+        "trainer": [
+            field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init
+        ],
+        "generation": [name for name in vars(VaswaniGenerationConfig()) if name[0] != "_"],
+    }
+    for option, names in known.items():
+        if wrong := complaints(getattr(args, option), names):
+            raise SettingsError(f"--{option}: {wrong}")
+    for code in args.languages or ():
+        if not is_language(code):
+            raise SettingsError(f"--languages takes ISO 639 codes, such as de, not {code!r}")
+    try:
+        VaswaniConfig.preset("base" if args.preset in PRESETS else args.preset, **args.set)
+        VaswaniGenerationConfig(**args.generation)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error)) from error
+    if args.model:
+        VaswaniConfig.from_pretrained(args.model)
+    if args.tokenizer:
+        check_path(args.tokenizer)

@@ -1,0 +1,134 @@
+"""Options about the model, its training, and what a run leaves."""
+
+import argparse
+import math
+
+from .parser import positive
+
+
+def not_negative(text: str) -> float:
+    """Read a finite number of at least 0."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return number
+
+
+not_negative.__name__ = "number"  # argparse names the type in its errors
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that make or choose a model."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", metavar="FOLDER_OR_HUB_ID", help="fine-tune this model instead of a fresh one")
+    add(
+        "--preset",
+        default="base",
+        metavar="NAME",
+        help="tiny or small, with training settings for CPUs and small data, or a row of the "
+        "paper's Table 3: base, big, C-N2, ... (default: base)",
+    )
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="fields of VaswaniConfig that differ from the preset: --set d_model=128 dropout=0.3",
+    )
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of section 5."""
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=positive, metavar="N", help="updates (default: 100000)")
+    add("--epochs", type=float, metavar="N", help="passes over the data, instead of --steps")
+    add("--minutes", type=float, help="stop after this many minutes of training")
+    add(
+        "--batch-size",
+        type=positive,
+        default=128,
+        metavar="PAIRS",
+        help="sentence pairs per device and batch (default: 128)",
+    )
+    add(
+        "--max-source-tokens",
+        type=positive,
+        metavar="TOKENS",
+        help="padded source tokens per device and batch, instead of --batch-size (section 5.1)",
+    )
+    add(
+        "--max-target-tokens",
+        type=positive,
+        metavar="TOKENS",
+        help="likewise for the target (default: as many)",
+    )
+    add(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="batches per update (default: 1)",
+    )
+    add(
+        "--r-drop",
+        type=not_negative,
+        default=0.0,
+        metavar="ALPHA",
+        help="train on each batch twice and pull the two predictions together (default: 0)",
+    )
+    add(
+        "--warmup",
+        type=positive,
+        default=4000,
+        metavar="N",
+        help="updates of rising learning rate (default: 4000)",
+    )
+    add(
+        "--learning-rate",
+        type=float,
+        help="its peak (default: 1 / sqrt(d_model * warmup), section 5.3)",
+    )
+    add(
+        "--scheduler",
+        default="noam",
+        help="noam, which is equation 3, or any of transformers' (default: noam)",
+    )
+    add(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compute in bfloat16 where it is safe; faster where the hardware has it",
+    )
+    add("--eval-steps", type=positive, default=1000, metavar="N", help="default: 1000")
+    add("--save-steps", type=positive, metavar="N", help="default: --eval-steps")
+    add(
+        "--average",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="the model is the mean of the last N checkpoints (default: 1; section 6.1: 5 or 20)",
+    )
+    add(
+        "--patience",
+        type=positive,
+        metavar="N",
+        help="stop after N evaluations without a better --score",
+    )
+    add("--seed", type=int, default=42, help="default: 42")
+    add(
+        "--resume",
+        nargs="?",
+        const="must",
+        choices=("must", "auto"),
+        help="continue from the last complete checkpoint in the output folder; auto starts a new "
+        "run where there is none, for launchers that restart it",
+    )
+    add(
+        "--trainer",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other Seq2SeqTrainingArguments: --trainer max_grad_norm=25 save_total_limit=2",
+    )

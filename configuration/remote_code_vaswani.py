@@ -1,0 +1,109 @@
+"""Code that travels with a model: the files, and the references to code in a config.json.
+
+A saved folder holds flat copies of the package's files, so that it loads without the package. Its
+config.json names classes in them under `auto_map` and `custom_pipelines`.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+_TRAVELLING_FILES = (
+    "configuration/configuration_vaswani.py",
+    "configuration/remote_code_vaswani.py",
+    "configuration/names_vaswani.py",
+    "configuration/places_vaswani.py",
+    "modeling/modeling_vaswani.py",
+    "generation/generation_vaswani.py",
+    "generation/search_vaswani.py",
+    "modeling/loading_vaswani.py",
+    "modeling/dropout_vaswani.py",
+    "modeling/embeddings_vaswani.py",
+    "generation/fallback_vaswani.py",
+    "generation/incremental_vaswani.py",
+    "generation/limits_vaswani.py",
+    "generation/linear_vaswani.py",
+    "modeling/loss_vaswani.py",
+    "modeling/parallel_vaswani.py",
+    "modeling/pickling_vaswani.py",
+    "generation/scoring_vaswani.py",
+    "generation/settings_vaswani.py",
+    "tokenization/tokenization_vaswani.py",
+    "generation/pipeline_vaswani.py",
+)
+# A copy leaves the folder that holds the licence.
+_LICENSE = (
+    "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
+    "# SPDX-License-Identifier: Apache-2.0\n\n"
+)
+_IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
+
+
+class _FromFile(str):
+    """A reference to code that a file makes. It may name a stranger's code: no save repeats it."""
+
+
+def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
+    """Write flat copies of the files that travel, so that `folder` loads without the package.
+
+    Returns the paths written. `from ..room.file import` becomes `from .file import` in the copies,
+    and each names its licence.
+    """
+    rooms = Path(__file__).resolve().parent.parent
+    target_folder = Path(folder)
+    target_folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in _TRAVELLING_FILES:
+        source = (rooms / name).read_text(encoding="utf-8")
+        target = target_folder / Path(name).name
+        flat = _IMPORT_ACROSS_ROOMS.sub(r"\1\2", source)
+        target.write_text(_LICENSE + flat, encoding="utf-8")
+        written.append(str(target))
+    return tuple(written)
+
+
+def references_of_file(name: str, value: Any, place: str | None) -> dict[str, Any]:
+    """Return the references to code that a file makes under `name`, marked as such.
+
+    Raises:
+        ValueError: the file holds no mapping there.
+    """
+    if not isinstance(value, dict | None):
+        raise ValueError(
+            f"{name} in the config.json{f' of {place}' if place else ''} must be a mapping, got "
+            f"{value!r}: remove it from the file, or get the file again."
+        )
+    return {
+        key: _FromFile(reference) if isinstance(reference, str) else reference
+        for key, reference in (value or {}).items()
+    }
+
+
+def without_marks(references: Any) -> Any:
+    """Remove the marks of a file from references to code."""
+    if isinstance(references, dict):
+        return {name: without_marks(reference) for name, reference in references.items()}
+    return str(references) if isinstance(references, str) else references
+
+
+def is_own(reference: Any) -> bool:
+    """Tell whether this process made a reference to code, not a file that was loaded."""
+    return type(reference) is str
+
+
+class TasksOfFolder(dict):
+    """Pipeline tasks whose code lies in the folder, by name.
+
+    `pipeline` runs such code only with `trust_remote_code=True`. A task that is registered with
+    transformers is not `in` this mapping, so that `pipeline` takes the registered class instead.
+    """
+
+    def __contains__(self, task: object) -> bool:
+        pipelines = sys.modules.get("transformers.pipelines")
+        registered = pipelines.PIPELINE_REGISTRY.supported_tasks if pipelines else {}
+        return task not in registered and super().__contains__(task)
+
+
+__all__ = ["TasksOfFolder", "is_own", "references_of_file", "save_remote_code", "without_marks"]

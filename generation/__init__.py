@@ -1,0 +1,1 @@
+"""Decoding: `generate`, its searches, `score`, `align` and the pipeline. All files travel."""

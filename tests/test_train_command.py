@@ -1,0 +1,307 @@
+"""`vaswani train` does what its manual says, on small data, and refuses wrong settings."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+from loopback_hub import LoopbackHub
+from num2words import num2words
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from vaswani.commands.main import main
+from vaswani.commands.train import make_parser
+from vaswani.corpora import atomic_folder
+from vaswani.training.run import training_arguments
+
+from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+FROZEN = ROOT / "tests" / "frozen" / "0.1"
+TINY = ["--vocab-size", "340", "--set", "d_model=32", "encoder_layers=1", "decoder_layers=1"]
+TINY += ["encoder_attention_heads=4", "decoder_attention_heads=4"]
+TINY += ["encoder_ffn_dim=64", "decoder_ffn_dim=64"]
+
+
+@pytest.fixture
+def pairs():
+    return [(num2words(n), num2words(n, lang="de")) for n in range(100, 180)]
+
+
+@pytest.fixture
+def parallel_files(pairs, tmp_path):
+    """Two parallel files, the target compressed."""
+    source, target = tmp_path / "train.en", tmp_path / "train.de.gz"
+    source.write_text("".join(f"{english}\n" for english, _ in pairs), encoding="utf-8")
+    with gzip.open(target, "wt", encoding="utf-8") as file:
+        file.writelines(f"{german}\n" for _, german in pairs)
+    return [str(source), str(target)]
+
+
+@pytest.fixture
+def command():
+    """Run the command `vaswani` in this process."""
+
+    def run(*words):
+        main([str(word) for word in words])
+
+    return run
+
+
+def subprocess_environment(**extra):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
+
+
+def test_training_on_parallel_files_writes_a_model_that_auto_classes_load(
+    command, parallel_files, pairs, tmp_path
+):
+    output = tmp_path / "run"
+    command(
+        "train", "--train", *parallel_files, "--valid", *parallel_files,
+        "--test", *parallel_files, *TINY, "--steps", 20, "--eval-steps", 10, "--warmup", 5,
+        "--batch-size", 32, "--output", output,
+    )  # fmt: skip
+    model, tokenizer = (
+        auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    assert model.config.d_model == 32
+    assert (model.generation_config.num_beams, model.generation_config.max_length) == (4, None)
+    assert tokenizer(pairs[0][0])["input_ids"][-1] == model.config.eos_token_id
+    results = json.loads((output / "results.json").read_text())
+    assert results["steps"] == 20
+    assert [entry["eval_bleu"] for entry in results["log"] if "eval_bleu" in entry]
+    # The score in the file is sacreBLEU's of the translations in the file beside it.
+    translations = (output / "test.txt").read_text(encoding="utf-8").splitlines()
+    score = sacrebleu.corpus_bleu(translations, [[german for _, german in pairs]])
+    assert results["test"]["bleu"] == round(score.score, 2)
+    assert "tok:13a" in results["test"]["signature"]
+    assert (output / "tokenization_vaswani.py").exists()
+
+
+def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(command, tmp_path):
+    numbers = range(1000, 1100)  # the frozen model has seen none above 999
+    pairs, output = tmp_path / "pairs.tsv", tmp_path / "run"
+    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]
+    pairs.write_text("".join(rows), encoding="utf-8")
+    command(
+        "train", "--model", FROZEN, "--train", pairs, "--valid", pairs,
+        "--steps", 30, "--eval-steps", 30, "--warmup", 5, "--learning-rate", 1e-3,
+        "--batch-size", 32, "--output", output,
+    )  # fmt: skip
+    before, after = (
+        AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (FROZEN, output)
+    )
+    assert (output / "tokenizer.json").read_bytes() == (FROZEN / "tokenizer.json").read_bytes()
+    assert after.config.vocab_size == before.config.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    english, german = num2words(1042), num2words(1042, lang="de")
+    batch = tokenizer([english], text_target=[german], return_tensors="pt")
+    with torch.no_grad():
+        assert after(**batch).loss < before(**batch).loss
+    # And again from there: a fine-tuned checkpoint is a checkpoint like any other.
+    command(
+        "train", "--model", output, "--train", pairs, "--steps", 2,
+        "--output", tmp_path / "again",
+    )  # fmt: skip
+    assert (tmp_path / "again" / "model.safetensors").exists()
+
+
+def test_validation_bleu_is_sacrebleus_of_the_models_own_greedy_translations(command, tmp_path):
+    # Sentences of several words and lengths: any shuffling of predictions would show.
+    numbers = [n * 37 % 1000 for n in range(1, 41)]
+    english = [f"{num2words(n)} {num2words(n + 1)}" for n in numbers]
+    pairs = [(words, num2words(n, lang="de")) for words, n in zip(english, numbers, strict=True)]
+    data, output = tmp_path / "pairs.tsv", tmp_path / "run"
+    data.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+    command(
+        "train", "--model", FROZEN, "--train", data, "--valid", data, "--steps", 1,
+        "--learning-rate", 1e-12, "--batch-size", 7, "--output", output,
+    )  # fmt: skip
+    model, tokenizer = (
+        auto.from_pretrained(output) for auto in (AutoModelForSeq2SeqLM, AutoTokenizer)
+    )
+    outputs = VaswaniTranslationPipeline(model, tokenizer, num_beams=1)(english)
+    translations = [output["translation_text"] for output in outputs]
+    expected = sacrebleu.corpus_bleu(translations, [[target for _, target in pairs]])
+    results = json.loads((output / "results.json").read_text())
+    assert results["valid"]["greedy_bleu"] == round(expected.score, 2)
+
+
+def test_fine_tuning_keeps_the_checkpoints_generation_settings(command, parallel_files, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_pretrained(FROZEN)
+    model.generation_config.update(length_penalty=1.2, max_length_offset=7, no_repeat_ngram_size=3)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(FROZEN).save_pretrained(tmp_path / "model")
+    command(
+        "train", "--model", tmp_path / "model", "--train", *parallel_files,
+        "--valid", *parallel_files, "--steps", 1, "--beams", 5, "--output", tmp_path / "run",
+    )  # fmt: skip
+    kept = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").generation_config
+    assert (kept.length_penalty, kept.max_length_offset, kept.no_repeat_ngram_size) == (1.2, 7, 3)
+    assert (kept.num_beams, kept.max_length) == (5, None)
+
+
+def test_fine_tuning_keeps_separate_vocabularies_apart(
+    command, parallel_files, pairs, tmp_path, tiny_model
+):
+    english, german = (
+        VaswaniTokenizer.train_from_iterator(lines, "bpe", vocab_size=size, show_progress=False)
+        for lines, size in zip(zip(*pairs, strict=True), (300, 350), strict=True)
+    )
+    model = tiny_model(
+        dtype=torch.float32,
+        vocab_size=len(english),
+        decoder_vocab_size=len(german),
+        share_encoder_decoder_embeddings=False,
+    )
+    model.save_pretrained(tmp_path / "model")
+    english.save_pretrained(tmp_path / "model")
+    german.save_pretrained(tmp_path / "model" / "target_tokenizer")
+    command(
+        "train", "--model", tmp_path / "model", "--train", *parallel_files,
+        "--valid", *parallel_files, "--steps", 60, "--eval-steps", 60, "--batch-size", 40,
+        "--warmup", 10, "--learning-rate", 0.01, "--output", tmp_path / "run",
+    )  # fmt: skip
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "target_tokenizer")
+    assert saved.get_vocab() == german.get_vocab()
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").get_vocab() == english.get_vocab()
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").eval()
+    sources, targets = zip(*pairs, strict=True)
+    labels = german(text_target=list(targets))["input_ids"]
+    found = model.score(english(list(sources))["input_ids"], labels).sums.sum()
+    tokens = sum(map(len, labels))
+    assert found / tokens > -3, "chance is -5.9 a token"
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(
+    command, parallel_files, tmp_path
+):
+    output = tmp_path / "run"
+    common = ["--train", *parallel_files, *TINY, "--eval-steps", 2, "--output", output]
+    command("train", *common, "--steps", 4)
+    tokenizer = (output / "tokenizer.json").read_bytes()
+    with pytest.raises(SystemExit, match=r"checkpoint-4 is from an earlier run"):
+        command("train", *common, "--steps", 6)
+    Path(parallel_files[0]).write_text("other words\n" * 80)
+    command("train", *common, "--steps", 6, "--resume")
+    results = json.loads((output / "results.json").read_text())
+    assert (results["steps"], results["resumed"]) == (6, True)
+    assert (output / "checkpoint-6").exists()
+    assert (output / "tokenizer.json").read_bytes() == tokenizer
+    with pytest.raises(SystemExit, match="no checkpoint in"):
+        command("train", *common[:-1], tmp_path / "absent", "--resume")
+
+
+def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
+    command, parallel_files, tmp_path, monkeypatch
+):
+    output = tmp_path / "run"
+    arguments = [
+        "train", "--model", FROZEN, "--train", *parallel_files, "--test", *parallel_files,
+        "--steps", 4, "--save-steps", 2, "--average", 2, "--output", output,
+    ]  # fmt: skip
+    command(*arguments)
+    flush = atomic_folder.flush
+    for name in ("model.safetensors", "test.txt", "results.json", "README.md"):
+        before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
+
+        def full(path, name=name):
+            if name in path.name:
+                raise OSError("No space left on device")
+            flush(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_folder, "flush", full)
+            said = r"run\S* could not be saved: No space left on device \(\d+ MiB are free there"
+            with pytest.raises(SystemExit, match=rf"vaswani train: .*{said}"):
+                command(*arguments, "--resume")
+        assert {path for path in output.iterdir() if path.is_file()} == set(before)
+        assert (output / name).read_bytes() == before[output / name]
+        json.loads((output / "results.json").read_text())
+    AutoModelForSeq2SeqLM.from_pretrained(output)
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_training_does_not_replace_a_model_that_it_did_not_save(
+    resume, command, parallel_files, tmp_path
+):
+    """Above all the one that is fine-tuned."""
+    shutil.copytree(FROZEN, tmp_path / "model")
+    before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(SystemExit, match=r"model\.safetensors would be replaced: pass another"):
+        command(
+            "train", "--model", tmp_path / "model", "--train", *parallel_files,
+            "--steps", 1, "--output", tmp_path / "model", *resume,
+        )  # fmt: skip
+    assert {path: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_default_training_arguments_are_the_papers():
+    args = make_parser().parse_args(["--train", "x.tsv", "--output", "unused"])
+    arguments = training_arguments(args, d_model=512)
+    assert arguments.learning_rate == pytest.approx(512**-0.5 * 4000**-0.5)
+    assert (arguments.lr_scheduler_type, arguments.warmup_steps) == ("inverse_sqrt", 4000)
+    adam = (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon)
+    assert adam == (0.9, 0.98, 1e-9)
+    assert (arguments.weight_decay, arguments.max_grad_norm, arguments.max_steps) == (0, 0, 100_000)
+
+
+def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_path):
+    command(
+        "train", "--train", *parallel_files, *TINY, "--steps", 100_000, "--minutes", 0.02,
+        "--output", tmp_path / "run",
+    )  # fmt: skip
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] < 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--preset", "huge"], "Unknown preset 'huge'"),
+        (["--set", "dropout=1.5"], r"dropout must lie in \[0, 1\)"),
+        (["--set", "dropout"], "expected NAME=VALUE"),
+        (["--set", "d_modle=32"], "'d_modle' is unknown: did you mean 'd_model'"),
+        (["--set", "num_heads=4", "ffn_dim=128"], "'num_heads'.*'decoder_attention_heads'.*'ffn_"),
+        (["--set", "my_note=32"], "'my_note' is unknown"),
+        (
+            ["--trainer", "leaning_rate=1"],
+            "'leaning_rate' is unknown: did you mean 'learning_rate'",
+        ),
+        (["--generation", "lenght_penalty=1"], "'lenght_penalty'.* mean 'length_penalty'"),
+        (["--generation", "length_penalty=high"], "length_penalty must be a number, got 'high'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_training(
+    command, parallel_files, tmp_path, arguments, complaint, capsys
+):
+    with pytest.raises(SystemExit) as error:
+        command(
+            "train", "--train", *parallel_files, "--vocab-size", 340, *arguments,
+            "--output", tmp_path / "run",
+        )  # fmt: skip
+    assert re.search(complaint, f"{error.value} {capsys.readouterr().err}")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_training_pushes_a_complete_repository(parallel_files, tmp_path):
+    with LoopbackHub() as hub:
+        arguments = [
+            "--model", FROZEN, "--train", *parallel_files, "--steps", "2",
+            "--output", tmp_path / "run", "--push-to-hub", "someone/numbers",
+        ]  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-m", "vaswani", "train", *arguments],
+            env=subprocess_environment(**hub.environment),
+            capture_output=True,
+            check=True,
+        )
+        names = set(hub.files("someone/numbers"))
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
+    assert {f"{room}_vaswani.py" for room in ("configuration", "modeling", "tokenization")} <= names

@@ -1,0 +1,151 @@
+"""What a run tells while it trains: one line, with the time that is left."""
+
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+_SECONDS_BETWEEN_LINES = 1.0
+
+
+class ProgressLine(TrainerCallback):
+    """Show update, loss and minutes left in one line, and a line for each evaluation.
+
+    A terminal's line is overwritten. A log file gets the lines of evaluations only.
+
+    Args:
+        score: the evaluation metric to show, without its "eval_".
+        minutes: limit of the run, if it has one.
+    """
+
+    def __init__(self, score: str = "bleu", minutes: float | None = None) -> None:
+        self.score, self.minutes = score, minutes
+        self.loss = math.nan
+        self.first_step, self.started, self.shown = 0, time.monotonic(), -math.inf
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self.first_step, self.started = state.global_step, time.monotonic()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Remember the last loss."""
+        self.loss = (logs or {}).get("loss", self.loss)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Overwrite the line, at most once a second."""
+        now = time.monotonic()
+        if not state.is_world_process_zero or not sys.stdout.isatty():
+            return
+        if now - self.shown >= _SECONDS_BETWEEN_LINES:
+            self.shown = now
+            loss = "" if math.isnan(self.loss) else f", loss {self.loss:.3f}"
+            _write(f"\r\033[Kupdate {self._position(state)}{loss}, {self._left(state)} left")
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the figures of an evaluation."""
+        if not state.is_world_process_zero:
+            return
+        figures = [f"update {self._position(state)}"]
+        if (loss := (metrics or {}).get("eval_loss")) is not None:
+            figures.append(f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 99)):.2f}")
+        if (score := (metrics or {}).get(f"eval_{self.score}")) is not None:
+            figures.append(f"{self.score} {score:.2f}")
+        start = "\r\033[K" if sys.stdout.isatty() else ""
+        _write(f"{start}{', '.join(figures)}, {self._left(state)} left\n")
+
+    def _position(self, state: TrainerState) -> str:
+        return f"{state.global_step:,} of {state.max_steps:,}"
+
+    def _left(self, state: TrainerState) -> str:
+        """Estimate the time that is left, from the updates so far."""
+        elapsed = time.monotonic() - self.started
+        done = max(state.global_step - self.first_step, 1)
+        seconds = elapsed / done * (state.max_steps - state.global_step)
+        if self.minutes is not None:
+            seconds = min(seconds, self.minutes * 60 - elapsed)
+        return f"{max(seconds, 0) / 60:.0f} min"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class EvaluateAtEnd(TrainerCallback):
+    """Log and evaluate the last update, so that the learning curve always has it."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ask for both."""
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            control.should_log = True
+            control.should_evaluate = args.eval_strategy != "no"
+
+
+class StopWithoutProgress(EarlyStoppingCallback):
+    """transformers' early stopping, which ends at once a resumed run that had already stopped."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the evaluations that the checkpoint remembers."""
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+
+class StopAfter(TrainerCallback):
+    """Stop training once its time is up."""
+
+    def __init__(self, minutes: float) -> None:
+        self.seconds = minutes * 60
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self.start = time.monotonic()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Look at the clock."""
+        late = torch.tensor(float(time.monotonic() - self.start > self.seconds), device=args.device)
+        if args.world_size > 1:
+            # Clocks differ. A process that stopped alone would leave the others waiting for it.
+            torch.distributed.all_reduce(late)
+        if late > 0:
+            control.should_training_stop = True
+            # For --average and --resume, as transformers does after the last update.
+            control.should_save = args.save_strategy != "no"
+
+
+__all__ = ["EvaluateAtEnd", "ProgressLine", "StopAfter", "StopWithoutProgress"]

@@ -1,0 +1,408 @@
+"""A whole run: data and model, training, the saved model and its scores.
+
+The options of a run are those of `vaswani train`, as an `argparse.Namespace`.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from huggingface_hub import upload_folder
+from huggingface_hub.errors import StrictDataclassError
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    set_seed,
+)
+
+from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.extras import needs
+from ..corpora.atomic_folder import replaced_file, replaced_files
+from ..corpora.reading import Pair, read_pairs
+from ..corpora.tokenising import dropout_encoders, encoders, tokenised
+from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
+from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..tokenization.tokenization_vaswani import VaswaniTokenizer
+from .averaging import average_checkpoints
+from .checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
+from .circumstances import circumstances, weights_sha256
+from .presets import PRESETS
+from .processes import (
+    describe_processes,
+    device_settings,
+    forget_sharding,
+    join_processes,
+    of_main_process,
+)
+from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress
+from .trainer import VaswaniTrainer
+
+with needs("vaswani[train]"):
+    import datasets
+
+    from .curves import LearningCurve
+    from .metrics import TranslationMetric, evaluate_perplexity
+    from .scores import translate_and_score
+
+
+class RunError(ValueError):
+    """Options or data with which a run cannot go on."""
+
+
+class OrderedEvaluation(VaswaniTrainer):
+    """VaswaniTrainer that evaluates in file order, where each prediction meets its reference.
+
+    transformers' "group_by_length" shuffles the evaluation set, too.
+    """
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> SequentialSampler:
+        return SequentialSampler(eval_dataset)
+
+
+class TrainingRun:
+    """One run of `vaswani train`.
+
+    Args:
+        options: of the command line, with the settings NAME=VALUE as dicts.
+
+    Raises:
+        DataError, RunError: the data or the options do not make a run; names what is wrong.
+        FloatingPointError, OSError: see VaswaniTrainer.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+        self.options, self.output = options, Path(options.output)
+        self.processes = join_processes()
+        self.say(describe_processes(self.processes))
+        self.checkpoint = of_main_process(self._checkpoint_to_resume())
+        self.circumstances = circumstances()
+        set_seed(options.seed)
+        self.train_pairs = read_pairs(options.train, options.columns, "train")
+        self.valid_pairs = self._pairs("valid", "validation")
+        self.test_pairs = self._pairs("test", "test")
+        self.model, self.tokenizer = self._build()
+        # A separate target vocabulary has a tokenizer of its own.
+        self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
+        self.parameters = self.model.num_parameters()
+        self.say(
+            f"{len(self.train_pairs):,} pairs, {len(self.tokenizer):,} tokens in the vocabulary, "
+            f"{self.parameters:,} parameters"
+        )
+        try:
+            self.model.generation_config.update(**options.generation)
+        except ValueError as error:  # a setting contradicts those of --model
+            raise RunError(f"--generation: {error}") from error
+        self.metric = TranslationMetric(options.bleu_tokenize)
+
+    def say(self, text: str) -> None:
+        """Print in the main process."""
+        if self.processes.is_main_process:
+            print(text, flush=True)  # noqa: T201  a run tells what it does
+
+    def _pairs(self, option: str, split: str) -> list[Pair]:
+        data = getattr(self.options, option)
+        return read_pairs(data, self.options.columns, split) if data else []
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        """Find the checkpoint to continue from; None for a new run."""
+        resume, output = self.options.resume, self.output
+        if resume == "must" and not output.is_dir():
+            raise RunError(
+                f"--resume: no checkpoint in {output}: there is no such folder (--resume auto "
+                "starts a new run there)"
+            )
+        if resume and (checkpoint := last_complete_checkpoint(output)):
+            return checkpoint
+        if resume:
+            self.say(f"There is no complete checkpoint in {output}: training from the start.")
+        elif output.is_dir() and (earlier := run_checkpoints(output)):
+            raise RunError(
+                f"{earlier[-1]} is from an earlier run: pass --resume or another --output"
+            )
+        if models := sorted(output.glob("model*.safetensors")):
+            raise RunError(f"{models[0]} would be replaced: pass another --output, or remove it")
+        # The folder comes first, so that --resume finds it after a kill in the first seconds.
+        output.mkdir(parents=True, exist_ok=True)
+        return None
+
+    def _build(self) -> tuple[VaswaniForConditionalGeneration, PreTrainedTokenizerBase]:
+        """Load the model to fine-tune, or train a vocabulary and make a fresh model."""
+        options = self.options
+        if options.model:
+            # float32, whatever type was saved: updates are too small for 16 bits.
+            return (
+                AutoModelForSeq2SeqLM.from_pretrained(options.model, dtype=torch.float32),
+                AutoTokenizer.from_pretrained(options.model),
+            )
+        tokenizer = self._build_tokenizer()
+        fields = {
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "decoder_start_token_id": tokenizer.eos_token_id,
+            **options.set,
+        }
+        row = "base" if options.preset in PRESETS else options.preset
+        try:
+            return VaswaniForConditionalGeneration(VaswaniConfig.preset(row, **fields)), tokenizer
+        except (ValueError, StrictDataclassError) as error:
+            raise RunError(str(error)) from error
+
+    def _build_tokenizer(self) -> PreTrainedTokenizerBase:
+        options = self.options
+        if self.checkpoint or options.tokenizer:
+            # A resumed run keeps its vocabulary: the data may have changed since.
+            return AutoTokenizer.from_pretrained(self.checkpoint or options.tokenizer)
+        try:
+            return VaswaniTokenizer.train_from_iterator(
+                (text for pair in self.train_pairs for text in pair),
+                options.tokenizer_kind,
+                options.vocab_size,
+                pattern=options.pattern,
+                space_after=options.space_after,
+                split_punctuation=options.split_punctuation,
+                show_progress=False,
+            )
+        except ValueError as error:
+            raise RunError(str(error)) from error
+
+    @cached_property
+    def trainer(self) -> VaswaniTrainer:
+        """The trainer, with data and callbacks."""
+        options, model = self.options, self.model
+        plain = encoders(self.tokenizer, self.target_tokenizer)
+        sides, pairs = plain, self.train_pairs
+        if options.bpe_dropout:
+            sides = dropout_encoders(
+                self.tokenizer, self.target_tokenizer, options.bpe_dropout, options.seed
+            )
+            pairs = pairs * options.segmentations
+        train_data = tokenised(pairs, sides, options.max_length)
+        if len(train_data) < len(pairs):
+            self.say(
+                f"Dropped {len(pairs) - len(train_data)} of {len(pairs)} pairs longer than "
+                f"{options.max_length} tokens."
+            )
+        noam = {}
+        if options.scheduler == "noam":
+            scale = math.sqrt(model.config.d_model * options.warmup)
+            factor = options.learning_rate * scale if options.learning_rate else 1.0
+            noam = {"noam_warmup_steps": options.warmup, "noam_factor": factor}
+        trainer = OrderedEvaluation(
+            model=model,
+            args=training_arguments(options, model.config.d_model),
+            train_dataset=train_data,
+            eval_dataset=tokenised(self.valid_pairs, plain) if self.valid_pairs else None,
+            data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
+            processing_class=self.tokenizer,
+            compute_metrics=self._score_validation,
+            callbacks=self._callbacks(),
+            max_source_tokens=options.max_source_tokens,
+            max_target_tokens=options.max_target_tokens,
+            r_drop=options.r_drop,
+            **noam,
+        )
+        trainer.remove_callback(PrinterCallback)  # ProgressLine prints
+        return trainer
+
+    def _callbacks(self) -> list[TrainerCallback]:
+        options = self.options
+        callbacks: list[TrainerCallback] = [
+            ProgressLine(options.score, options.minutes),
+            LearningCurve(options.score),
+        ]
+        if options.minutes:
+            callbacks.append(StopAfter(options.minutes))
+        if options.patience:
+            callbacks.append(StopWithoutProgress(options.patience))
+        return [*callbacks, EvaluateAtEnd()]
+
+    def _score_validation(self, prediction: EvalPrediction) -> dict[str, float]:
+        references = [target for _, target in self.valid_pairs]
+        # Several processes repeat sentences at the end, so that each has as many batches.
+        rows = np.asarray(prediction.predictions)[: len(references)].tolist()
+        hypotheses = self.target_tokenizer.batch_decode(
+            [[token for token in row if token >= 0] for row in rows], skip_special_tokens=True
+        )
+        scores = self.metric.compute(predictions=hypotheses, references=references)
+        return {name: scores[name] for name in {"bleu", "chrf", self.options.score}}
+
+    def train(self) -> dict[str, Any]:
+        """Train and save the model; return what a results file says of the training."""
+        started = time.monotonic()
+        trainer = self.trainer
+        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        step, warmup = trainer.state.global_step, self.options.warmup
+        if step < warmup:
+            self.say(
+                f"Warning: the run ended at update {step}, inside the warm-up of {warmup} updates. "
+                "Its learning rate was never as high as it should be: train longer, or pass "
+                f"--warmup {max(step // 10, 1)}."
+            )
+        results = {
+            **self.circumstances,
+            "training_minutes": round((time.monotonic() - started) / 60, 1),
+            "resumed": self.checkpoint is not None,
+            "steps": step,
+            "parameters": self.parameters,
+            "pairs": {
+                "train": len(self.train_pairs),
+                "valid": len(self.valid_pairs),
+                "test": len(self.test_pairs),
+            },
+            "settings": vars(self.options),
+            "arguments": trainer.settings(),
+        }
+        trainer.save_model()
+        if self.target_tokenizer is not self.tokenizer and self.processes.is_main_process:
+            with replaced_files(self.output / "target_tokenizer") as folder:
+                self.target_tokenizer.save_pretrained(folder)
+        return results
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Average and score the saved model, and write results.json, in the main process."""
+        # The scores are those of the saved model, whatever wrapped it while it was trained.
+        forget_sharding()
+        model = AutoModelForSeq2SeqLM.from_pretrained(self.output)
+        if self.options.average > 1:
+            results["averaged"] = self._average(model)
+        model.to(self.trainer.args.device).eval()
+        self.model = model
+        translator = VaswaniTranslationPipeline(
+            model, self.tokenizer, self.target_tokenizer, device=model.device
+        )
+        if self.valid_pairs:
+            results["valid"] = self._scores_of_validation(translator)
+        if self.test_pairs:
+            results["test"] = self._scores_of_test(translator)
+        results["weights_sha256"] = weights_sha256(self.output)
+        results["log"] = self.trainer.state.log_history
+        for path in filter(None, (self.output / "results.json", self.options.results)):
+            write(Path(path), json.dumps(results, indent=1) + "\n")
+
+    def _average(self, model: PreTrainedModel) -> list[str]:
+        """Make the saved model the mean of the last checkpoints (6.1); return their names."""
+        complete = [path for path in run_checkpoints(self.output) if flaw_of(path) is None]
+        checkpoints = complete[-self.options.average :]
+        with replaced_files(self.output) as folder:
+            mean = average_checkpoints(checkpoints, folder / "mean")
+            averaged = AutoModelForSeq2SeqLM.from_pretrained(mean, dtype=model.dtype)
+            model.load_state_dict(averaged.state_dict())
+            shutil.rmtree(mean)
+            model.save_pretrained(folder)
+        self.say(f"The model is the mean of the last {len(checkpoints)} checkpoints.")
+        return [path.name for path in checkpoints]
+
+    def _scores_of_validation(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:
+        """Perplexity, and the scores of greedy and of beam search."""
+        batches = DataLoader(
+            cast(Any, self.trainer.eval_dataset).remove_columns("length"),
+            batch_size=self.options.batch_size,
+            collate_fn=self.trainer.data_collator,
+        )
+        perplexity = evaluate_perplexity(translator.model, batches)
+        scores = []
+        for beams, search in ((1, "greedy search"), (self.options.beams, "beam search")):
+            self.say(f"Translating the validation set with {search} ...")
+            scores.append(translate_and_score(translator, self.metric, self.valid_pairs, beams)[0])
+        return {**perplexity, "greedy_bleu": scores[0]["bleu"], **scores[1]}
+
+    def _scores_of_test(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:
+        """The scores of the test set, whose translations go to test.txt."""
+        options, pairs = self.options, self.test_pairs
+        self.say("Translating the test set with beam search ...")
+        scores, candidates = translate_and_score(
+            translator, self.metric, pairs, options.beams, options.nbest
+        )
+        write(self.output / "test.txt", "".join(f"{best}\n" for best, *_ in candidates))
+        scores["samples"] = [
+            {"source": source, "translation": best, "reference": reference}
+            for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]
+        ]
+        return scores
+
+    def push(self, repo_id: str) -> None:
+        """Upload the finished model and its tokenizers."""
+        cast(Any, self.model).push_to_hub(repo_id)
+        self.tokenizer.push_to_hub(repo_id)
+        if self.target_tokenizer is not self.tokenizer:
+            folder = self.output / "target_tokenizer"
+            upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=folder.name)
+
+
+def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrainingArguments:
+    """The paper's optimizer and schedule (5.3) in transformers' words.
+
+    Raises:
+        RunError: an option has a value that transformers refuses.
+    """
+    length: dict[str, Any] = {"max_steps": options.steps}
+    if options.epochs:
+        length = {"num_train_epochs": options.epochs}
+    fields = {
+        **length,
+        "output_dir": options.output,
+        "per_device_train_batch_size": options.batch_size,
+        "per_device_eval_batch_size": options.batch_size,
+        "gradient_accumulation_steps": options.accumulate,
+        "train_sampling_strategy": "group_by_length",
+        "learning_rate": options.learning_rate or (d_model * options.warmup) ** -0.5,
+        # transformers' schedule nearest to "noam", which VaswaniTrainer makes itself.
+        "lr_scheduler_type": "inverse_sqrt" if options.scheduler == "noam" else options.scheduler,
+        "warmup_steps": options.warmup,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.98,
+        "adam_epsilon": 1e-9,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "bf16": options.bf16,
+        **device_settings(),
+        "seed": options.seed,
+        "logging_steps": 100,
+        "eval_strategy": "steps" if options.valid else "no",
+        "eval_steps": options.eval_steps,
+        "save_steps": options.save_steps or options.eval_steps,
+        # The best checkpoint may be older than those to average.
+        "save_total_limit": max(options.average, 5) + bool(options.patience),
+        "metric_for_best_model": options.score if options.patience else None,
+        "greater_is_better": True if options.patience else None,
+        # A resumed run goes on counting evaluations without progress.
+        "restore_callback_states_from_checkpoint": bool(options.patience),
+        "predict_with_generate": True,
+        "generation_num_beams": 1,
+        "report_to": "tensorboard",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    try:
+        return Seq2SeqTrainingArguments(**{**fields, **options.trainer})
+    except (TypeError, ValueError) as error:
+        raise RunError(str(error)) from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that is whole or, if that fails, as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+__all__ = ["RunError", "TrainingRun", "training_arguments", "write"]
