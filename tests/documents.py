@@ -1,10 +1,6 @@
-"""README.md and the pages of docs/ as tests read them: blocks, commands, links.
-
-python tests/documents.py    put right the line numbers in docs/ after code has moved
-"""
+"""README.md and the pages of docs/ as tests read them: blocks, commands, links."""
 
 import contextlib
-import importlib
 import inspect
 import io
 import os
@@ -12,10 +8,11 @@ import re
 import shlex
 from pathlib import Path
 
+from vaswani.commands import main as commands
+from vaswani.conversion import find
+
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-# [`what the line holds`](../folder/file.py#L12)
-_LINE = re.compile(r"(\[`([^`]+)`\]\(([^()#\s]+)#L)(\d+)\)")
 
 
 class Page:
@@ -27,7 +24,7 @@ class Page:
         self.blocks = _BLOCK.findall(self.text)  # (language, body)
 
     def python(self):
-        """Its Python blocks, each with what it prints: the block without a language behind it."""
+        """The Python blocks, each with its output: the next block, if that has no language."""
         following = [*self.blocks, ("", None)][1:]
         return [
             (body, printed if not language_of_next else None)
@@ -37,8 +34,8 @@ class Page:
             if language == "python"
         ]
 
-    def commands(self, language, containing=""):
-        """The commands in blocks of a language, each in one line."""
+    def commands(self, language="sh", containing=""):
+        """The commands in blocks of a language, each on one line."""
         return [
             line
             for block_language, body in self.blocks
@@ -47,51 +44,40 @@ class Page:
             if containing in line and line.strip() and not line.startswith("#")
         ]
 
+    def rows(self, header):
+        """The cells, row by row, of the table whose header starts with a text."""
+        table = self.text[self.text.index(f"\n| {header}") :].split("\n\n")[0]
+        rows = table.strip().splitlines()[2:]
+        return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
     def local_links(self):
-        """Where its links lead inside the repository: (path, what stands behind "#")."""
+        """The targets of links inside the repository, as pairs of a path and an anchor."""
         prose = _BLOCK.sub("", self.text)
         targets = re.findall(r"\]\((?!https?:)([^()\s]+)\)", prose)
         for target in targets:
             path, _, anchor = target.partition("#")
             yield (self.path.parent / path if path else self.path), anchor
 
+    def code_links(self):
+        """Links to code, as pairs of a path and the fragment of code that is the link's text."""
+        for fragment, target in re.findall(r"\[`([^`]+)`\]\(([^()\s]+\.(?:py|yaml))\)", self.text):
+            yield self.path.parent / target, fragment
+
     def anchors(self):
-        """What GitHub calls its headings."""
+        """The anchors that GitHub makes of the headings."""
         headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", self.text), re.M)
         return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings}
 
-    def with_right_lines(self):
-        """The text, each link to a line leading to the only one that holds the link's text.
-
-        Raises:
-            ValueError: no line of the file holds it, or several do.
-        """
-
-        def right(match):
-            start, code, path, _ = match.groups()
-            lines = (self.path.parent / path).read_text(encoding="utf-8").splitlines()
-            found = [number for number, line in enumerate(lines, start=1) if code in line]
-            if len(found) != 1:
-                places = f"lines {', '.join(map(str, found))}" if found else "no line"
-                raise ValueError(
-                    f"{self.path.name}: {path} holds `{code}` in {places}, not in one."
-                )
-            return f"{start}{found[0]})"
-
-        return _LINE.sub(right, self.text)
-
-    def line_links(self):
-        """How many links to lines `with_right_lines` sees."""
-        return len(_LINE.findall(self.text))
-
 
 def pages():
-    """The pages of docs/."""
-    return [Page(path) for path in sorted((ROOT / "docs").glob("*.md"))]
+    """The pages of docs/ by name, and the README."""
+    found = {path.stem: Page(path) for path in sorted((ROOT / "docs").glob("*.md"))}
+    found["index"] = found.pop("README")
+    return {"README": Page(ROOT / "README.md"), **found}
 
 
 def printed_by(code, name, names=None):
-    """Run a block and return what it prints; `names` are what blocks before it have left."""
+    """Run a block and return its output; `names` are the names that earlier blocks defined."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(compile(code, name, "exec"), {} if names is None else names)
@@ -113,30 +99,36 @@ def written_tests(pattern="test_*.py"):
     }
 
 
-def training_call(command, monkeypatch):
-    """Parse a command of train_translation.py: its arguments, and those of accelerate, if any."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.chdir(ROOT)  # where recipes are
-    train = importlib.import_module("train_translation")
-    if command.startswith("accelerate launch "):
+def parsed(command, monkeypatch):
+    """Parse a command `vaswani ...` with its own parser, and return the arguments.
+
+    The command may stand behind accelerate's or torch's launcher. The second value has the
+    launcher's arguments, or None.
+    """
+    words, launcher = shlex.split(command), None
+    if words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser
 
-        launch = launch_command_parser().parse_args(shlex.split(command)[2:])
-        assert launch.training_script == "examples/train_translation.py"
-        return train.parse_args(launch.training_script_args), launch
-    before, script, arguments = command.partition(" examples/train_translation.py ")
-    assert script, command
-    assert before.startswith("python")
-    return train.parse_args(shlex.split(arguments)), None
+        launcher = launch_command_parser().parse_args(words[2:])
+    elif words[:3] == ["python", "-m", "torch.distributed.run"]:
+        from torch.distributed.run import get_args_parser
+
+        launcher = get_args_parser().parse_args(words[3:])
+    if launcher is not None:
+        assert launcher.module, "the launcher needs -m"
+        words = [launcher.training_script, *launcher.training_script_args]
+    assert words[0] == "vaswani", command
+    if words[1] == "convert":
+        return converter_call(command, monkeypatch), None
+    monkeypatch.chdir(ROOT)  # recipes are relative to it
+    return commands.COMMANDS[words[1]][0].make_parser().parse_args(words[2:]), launcher
 
 
 def converter_call(command, monkeypatch):
-    """Parse a command of vaswani.conversion: the toolkit, and what its converter would get."""
+    """Parse a command `vaswani convert ...`, and return what its converter would get."""
     words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "vaswani.conversion"]
-    toolkit = words[3]
-    command_line = importlib.import_module("vaswani.conversion.__main__")
-    converter = command_line.find(toolkit)
+    assert words[:2] == ["vaswani", "convert"]
+    converter = find(words[2])
     known = {
         keyword
         for name in {"convert", "load"} & set(dir(converter))
@@ -145,12 +137,7 @@ def converter_call(command, monkeypatch):
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(converter, "convert", lambda **arguments: calls.append(arguments))
-        command_line.main(words[3:])
+        commands.main(words[1:])
     (arguments,) = calls
     assert arguments.keys() <= known
-    return toolkit, arguments
-
-
-if __name__ == "__main__":
-    for page in pages():
-        page.path.write_text(page.with_right_lines(), encoding="utf-8")
+    return {"converter": words[2], **arguments}
