@@ -57,9 +57,9 @@ def free_port():
 
 
 def readme_flags(containing):
-    """The flags of the README's `accelerate launch` command that has one of them."""
-    (command,) = Page(ROOT / "README.md").commands("sh", containing)
-    before, script, _ = command.partition(" examples/")
+    """The flags of the `accelerate launch` command in docs/cluster.md that has one of them."""
+    (command,) = Page(ROOT / "docs" / "cluster.md").commands("sh", containing)
+    before, script, _ = command.partition(" -m vaswani train ")
     words = shlex.split(before)
     assert script
     assert words[:2] == ["accelerate", "launch"]

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from documents import ROOT, converter_call, environment, pages, parsed, printed_by, written_tests
+from documents import (
+    ROOT,
+    Page,
+    converter_call,
+    environment,
+    pages,
+    parsed,
+    printed_by,
+    written_tests,
+)
 from loopback_hub import LoopbackHub
 from num2words import num2words
 from test_conversion_fairseq import (
@@ -150,6 +159,18 @@ def test_every_command_is_understood_by_its_program(page, monkeypatch):
 def test_the_index_has_every_page():
     listed = {path.name for path, _ in DOCS["index"].local_links()}
     assert {page.path.name for page in DOCS.values()} <= listed | {"README.md"}
+
+
+def test_contributing_lists_the_rooms_of_the_contract_in_its_order():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = project["tool"]["importlinter"]["contracts"]
+    layers = [set(layer.split(" | ")) for layer in contract["layers"]]
+    listed = [
+        {"vaswani." + {"vaswani": "registration"}.get(room, room) for room in rooms}
+        for cell, _ in Page(ROOT / "CONTRIBUTING.md").rows("room |")
+        if (rooms := re.findall(r"`(\w+)/`", cell))
+    ]
+    assert listed == layers
 
 
 # paper.md
