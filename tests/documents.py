@@ -21,6 +21,7 @@ class Page:
     def __init__(self, path):
         self.path = path
         self.text = path.read_text(encoding="utf-8")
+        self.words = " ".join(self.text.split())  # a sentence without its line breaks
         self.blocks = _BLOCK.findall(self.text)  # (language, body)
 
     def python(self):

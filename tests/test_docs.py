@@ -274,7 +274,7 @@ def test_rows_of_table_3_have_the_papers_figures():
     assert len(rows) == 7
     for name, _, bleu in rows:
         assert float(bleu) == presets[name.strip("`")]["bleu"]
-    assert f"base has {presets['base']['bleu']})" in DOCS["train"].text
+    assert f"base has {presets['base']['bleu']})" in DOCS["train"].words
 
 
 def recipe_of(name):
@@ -344,10 +344,10 @@ def test_scores_come_from_results_files():
             cores = runs[0]["hardware"]["cores"]
             together = f" for all, {at_once[1]} at once on {cores} CPU cores" if at_once else ""
             assert f"{longest:.0f} min{together or ' on one CPU core'}" in row
-        assert f"`{runs[0]['test']['signature']}`" in page.text
+        assert f"`{runs[0]['test']['signature']}`" in page.words
         if errors:
             *_, among_the_best = runs[0]["test"]["nbest_accuracy"]
-            assert f"{among_the_best:.2f}% of the words" in page.text
+            assert f"{among_the_best:.2f}% of the words" in page.words
 
 
 def test_ingredients_come_from_results_files():
@@ -407,7 +407,7 @@ def test_training_compared_with_marian_comes_from_its_results_file():
     )
     matrices = results["matrix_flops_per_second"]["float32"] / 1e9
     found = re.search(
-        r"(\d+) GFLOP/s, MarianMT (\d+), and the aim is (\d+)\..*?(\d+) on this", page.text, re.S
+        r"(\d+) GFLOP/s, MarianMT (\d+), and the aim is (\d+)\..*?(\d+) on this", page.words
     )
     assert [int(rate) for rate in found.groups()] == [
         round(rate) for rate in (ours, marian, 1.4 * marian, matrices)
@@ -733,7 +733,7 @@ def test_the_gain_of_batches_comes_from_its_results_file():
         for row in results["speed"]
         if (row["engine"], row["precision"]) == ("ours", "bfloat16")
     }
-    assert f"batches of 32 are {speed[4, 32] / speed[4, 1]:.1f} times" in DOCS["deploy"].text
+    assert f"batches of 32 are {speed[4, 32] / speed[4, 1]:.1f} times" in DOCS["deploy"].words
     bleu = {row["beams"]: row["bleu"] for row in results["speed"] if row["engine"] == "ours"}
     assert bleu[1] < bleu[4], "greedy search scores less BLEU"
 

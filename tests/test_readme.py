@@ -76,6 +76,14 @@ def test_results_come_from_results_files():
     assert speed == ", ".join(f"{value:.2f} times in {name}" for name, value in ratios.items())
 
 
+def test_transformers_is_tested_in_the_versions_printed():
+    pinned = [
+        re.search(r"^transformers==(.+)$", (ROOT / file).read_text(encoding="utf-8"), re.M)[1]
+        for file in ("constraints-min.txt", "constraints.txt")
+    ]
+    assert re.findall(r"tested with ([\d.]+\d) and ([\d.]+\d)", PAGE.words) == [tuple(pinned)]
+
+
 def test_the_picture_is_in_the_repository_and_small():
     (picture,) = re.findall(r'<img src="([^"]+)"', PAGE.text)
     assert 0 < (ROOT / picture).stat().st_size < 100_000
