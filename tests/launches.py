@@ -1,4 +1,4 @@
-"""Scripts in several processes on CPUs, which talk through gloo, with the README's launch flags."""
+"""Scripts in several processes on CPUs, which talk through gloo, with the launch flags of the docs."""
 
 import os
 import shlex
@@ -56,7 +56,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def readme_flags(containing):
+def printed_flags(containing):
     """The flags of the `accelerate launch` command in docs/cluster.md that has one of them."""
     (command,) = Page(ROOT / "docs" / "cluster.md").commands("sh", containing)
     before, script, _ = command.partition(" -m vaswani train ")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES
-from launches import launch, readme_flags
+from launches import launch, printed_flags
 from safetensors.torch import load_file
 from test_batching import make_trainer, training_data
 from test_processes import SMALL
@@ -96,7 +96,7 @@ def trained(tmp_path_factory):
     def run(name):
         output = tmp_path_factory.mktemp("run")
         stage, _, _, gathered = RUNS[name]
-        flags = readme_flags("--use_deepspeed")
+        flags = printed_flags("--use_deepspeed")
         flags[flags.index("--zero_stage") + 1] = str(stage)
         if stage == 3:
             flags += ["--zero3_save_16bit_model", str(gathered).lower()]
@@ -158,7 +158,7 @@ def test_the_readmes_command_writes_a_float32_model_and_a_card_with_its_scores(
         2, __file__, "script", "--train", *number_words, "--valid", *number_words,
         "--test", *number_words, "--vocab-size", 340, "--steps", 4, "--eval-steps", 2,
         "--max-source-tokens", 300, "--average", 2, "--bf16", "--set", *SMALL,
-        "--output", tmp_path, flags=readme_flags("--use_deepspeed"), **VARIABLES,
+        "--output", tmp_path, flags=printed_flags("--use_deepspeed"), **VARIABLES,
     )  # fmt: skip
     card = (tmp_path / "README.md").read_text()
     bleu = json.loads((tmp_path / "results.json").read_text())["test"]["bleu"]

@@ -1,7 +1,7 @@
 """FSDP2 through Accelerate trains, saves and resumes models, however their matrices are tied.
 
 The tests run on CPUs with a copy of Accelerate that allows it there (`launches`), and with the
-launch flags that the README prints.
+launch flags that docs/cluster.md prints.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import SIZES
-from launches import TRAIN, accelerate_with_fsdp_on_cpus, launch, readme_flags
+from launches import TRAIN, accelerate_with_fsdp_on_cpus, launch, printed_flags
 from safetensors.torch import load_file
 from test_batching import collator, make_trainer, training_data
 from test_processes import SMALL, assert_equal_weights
@@ -137,7 +137,7 @@ def accelerate_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, accelerate_folder):
     output = tmp_path_factory.mktemp("runs")
-    flags = readme_flags("--use_fsdp")
+    flags = printed_flags("--use_fsdp")
     launch(2, __file__, output, flags=flags, paths=[accelerate_folder])
     return output
 
@@ -191,7 +191,7 @@ def test_sharded_models_generate_what_the_saved_model_generates(trained, tmp_pat
 def test_the_readmes_command_trains_averages_and_scores_as_one_process(
     accelerate_folder, number_words, tmp_path, how_saved
 ):
-    flags = readme_flags("--use_fsdp")
+    flags = printed_flags("--use_fsdp")
     flags[flags.index("--fsdp_state_dict_type") + 1] = how_saved
     for processes in (1, 2):
         launch(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SIZES
-from launches import TRAIN, free_port, launch, readme_flags
+from launches import TRAIN, free_port, launch, printed_flags
 from safetensors.torch import load_file
 from test_batching import BUDGET, collator, training_data
 from torch import distributed
@@ -137,7 +137,7 @@ def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
         "--set", *SMALL, "dropout=0.0",
     ]  # fmt: skip
     launch(1, *arguments, "--accumulate", 2, "--output", tmp_path / "1")
-    flags = readme_flags("--num_machines")
+    flags = printed_flags("--num_machines")
     flags[flags.index("--main_process_ip") + 1] = "127.0.0.1"
     flags[flags.index("--main_process_port") + 1] = str(free_port())
 
