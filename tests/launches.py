@@ -1,4 +1,4 @@
-"""Scripts in several processes on CPUs, which talk through gloo, with the launch flags of the docs."""
+"""Scripts in several processes on CPUs, connected by gloo, with the launch flags of the docs."""
 
 import os
 import shlex
