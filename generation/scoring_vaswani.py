@@ -38,6 +38,16 @@ class VaswaniScores:
     sums: torch.Tensor
     sequences_scores: torch.Tensor
 
+    def __repr__(self) -> str:
+        """Print as a table: a line for each pair."""
+        rows = zip(self.log_probs, self.sums, self.sequences_scores, strict=True)
+        lines = [
+            f"{number:>5}  {len(log_probs):>6}  {total:>8.3f}  {penalised:>8.3f}  "
+            f"{total / max(len(log_probs), 1):>9.3f}"
+            for number, (log_probs, total, penalised) in enumerate(rows)
+        ]
+        return "\n".join([" pair  tokens       sum     score  per token", *lines])
+
 
 def batches_by_length(lengths: Sequence[tuple[int, int]], max_tokens: int) -> Iterator[list[int]]:
     """Group the indices of pairs of similar (source, target) lengths, the longest pairs first.

@@ -175,10 +175,11 @@ def _metadata_of(
         "datasets": run.hub_data_sets() if run else [],
         "base_model": _hub_id(run.settings.get("model")) if run else None,
     }
-    chosen = {
-        key: next((said[key] for said in (stated, recorded, *earlier) if said.get(key)), None)
-        for key in stated
-    }
+    # A fine-tuned model translates what the model that it comes from translates.
+    tuned = run.settings.get("model") if run else None
+    origin = {"language": _metadata(Path(tuned) / CARD).get("language")} if tuned else {}
+    sources = (stated, recorded, *earlier, origin)
+    chosen = {key: next((said[key] for said in sources if said.get(key)), None) for key in stated}
     kept = [
         tag
         for said in earlier

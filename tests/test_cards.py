@@ -619,6 +619,18 @@ def test_training_leaves_a_card_of_its_own_results_and_recipe(tmp_path, monkeypa
     assert {**vars(repeated), "recipe": None} == {**vars(told), "columns": list(told.columns)}
 
 
+def test_a_fine_tuned_model_keeps_the_language_pair_of_its_card(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(FROZEN, "numbers")
+    write_model_card("numbers", language=["en", "de"], license="mit")
+    Path("more.tsv").write_text("one\teins\ntwo\tzwei\n" * 9)
+    main(["train", "--model", "numbers", "--train", "more.tsv", "--steps", "1", "--output", "run"])
+    data = ModelCard.load("run/README.md").data
+    assert data.language == ["en", "de"]
+    assert "en-de" in data.tags
+    assert data.license is None
+
+
 def test_a_checkpoint_that_a_trainer_pushes_has_a_card(tmp_path, monkeypatch):
     pushed = []
 

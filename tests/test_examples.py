@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from num2words import num2words
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
-TINY = ["--vocab-size", "340", "--set", "d_model=32", "encoder_layers=1", "decoder_layers=1"]
-TINY += ["encoder_attention_heads=4", "decoder_attention_heads=4"]
-TINY += ["encoder_ffn_dim=64", "decoder_ffn_dim=64"]
 
 
 def subprocess_environment(**extra):
@@ -51,3 +51,50 @@ def test_help_shows_a_command_to_copy():
     )
     assert "python examples/quickstart.py" in done.stdout
     assert "default" in done.stdout
+
+
+def run_notebook(steps, pairs, folder, monkeypatch):
+    """Execute the cells of examples/paper.ipynb, and return their names."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    notebook = json.loads((ROOT / "examples" / "paper.ipynb").read_text(encoding="utf-8"))
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"])
+            code = code.replace("STEPS, PAIRS = 600, 6000", f"STEPS, PAIRS = {steps}, {pairs}")
+            exec(compile(code, cell["id"], "exec"), names)
+    assert (names["STEPS"], names["PAIRS"]) == (steps, pairs)
+    return names
+
+
+def test_the_notebooks_formulas_are_those_of_the_package(tmp_path, monkeypatch):
+    names = run_notebook(2, 300, tmp_path, monkeypatch)
+    assert names["trainer"].state.global_step == 2
+    assert names["figure"].axes
+    assert len(names["translations"]) == 100
+
+
+@pytest.mark.slow
+def test_the_model_of_the_notebook_learns_to_reorder(tmp_path, monkeypatch):
+    assert run_notebook(600, 6000, tmp_path, monkeypatch)["right"] >= 80
+
+
+def test_a_saved_model_is_fine_tuned_with_seq2seq_trainer_alone(tmp_path):
+    numbers = range(1000, 1100)  # the frozen model has seen none above 999
+    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]
+    (tmp_path / "pairs.tsv").write_text("".join(rows), encoding="utf-8")
+    output = tmp_path / "out"
+    subprocess.run(
+        [sys.executable, ROOT / "examples" / "fine_tune.py", FROZEN, tmp_path / "pairs.tsv",
+         "--output", output, "--learning-rate", "1e-3"],
+        env=subprocess_environment(), check=True, capture_output=True,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    batch = tokenizer([num2words(1042)], text_target=[num2words(1042, lang="de")])
+    before, after = (
+        AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (FROZEN, output)
+    )
+    tensors = {name: torch.tensor(batch[name]) for name in ("input_ids", "labels")}
+    with torch.no_grad():
+        assert after(**tensors).loss < before(**tensors).loss

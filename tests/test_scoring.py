@@ -430,3 +430,15 @@ def test_strings_of_separate_vocabularies_are_read_by_their_own_tokenizers(tiny_
     target.save_pretrained(tmp_path / "target_tokenizer")
     assert torch.equal(model.score(english, german, source).sums, expected)
     assert model.align(english, german, source) == model.align(*ids)
+
+
+def test_scores_print_as_a_table_with_a_line_for_each_pair(tiny_model):
+    scores = tiny_model().score([[3, 4, 2], [5, 2]], [[6, 7, 8, 2], [9, 2]])
+    head, *rows = str(scores).splitlines()
+    assert head.split() == ["pair", "tokens", "sum", "score", "per", "token"]
+    for number, row in enumerate(rows):
+        total, ranked = scores.sums[number].item(), scores.sequences_scores[number].item()
+        tokens = len(scores.log_probs[number])
+        figures = [f"{figure:.3f}" for figure in (total, ranked, total / tokens)]
+        assert row.split() == [str(number), str(tokens), *figures]
+    assert len(rows) == 2
