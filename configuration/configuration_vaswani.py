@@ -137,6 +137,13 @@ class VaswaniConfig(PreTrainedConfig):
         "num_hidden_layers": "encoder_layers",
     }
 
+    # The encoder-only and decoder-only configurations replace the following.
+    stacks: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
+    readable_types: ClassVar[tuple[str, ...]] = ("vaswani",)  # of a config.json
+    _absent: ClassVar[frozenset[str]] = frozenset()  # fields that the configuration lacks
+    _own_auto_map: ClassVar[dict[str, str]] = _AUTO_MAP
+    _own_pipelines: ClassVar[dict[str, Any]] = _CUSTOM_PIPELINES
+
     # Heads, inner states and the vocabulary are divided among processes (tensor parallelism).
     base_model_tp_plan: ClassVar[dict[str, str]] = _tensor_parallel_plan()
     # FSDP2 of transformers' own: what is in no layer, the embeddings for example, is one group.
@@ -196,7 +203,7 @@ class VaswaniConfig(PreTrainedConfig):
             self.decoder_vocab_size = self.vocab_size
         if self.max_position_embeddings is None and self.position_encoding != "learned":
             self.max_position_embeddings = NO_LONGEST_SEQUENCE
-        self.custom_pipelines = _CUSTOM_PIPELINES
+        self.custom_pipelines = self._own_pipelines
         self._mark_code_of_file(kwargs)
         super().__post_init__(**kwargs)
         self.architectures = self.architectures or []  # AutoModel searches it for a class
@@ -208,7 +215,7 @@ class VaswaniConfig(PreTrainedConfig):
             kwargs["auto_map"] = references_of_file("auto_map", kwargs["auto_map"], place)
         if "custom_pipelines" in kwargs:
             pipelines = references_of_file("custom_pipelines", kwargs["custom_pipelines"], place)
-            kwargs["custom_pipelines"] = _CUSTOM_PIPELINES | {
+            kwargs["custom_pipelines"] = self._own_pipelines | {
                 task: references_of_file(f"custom_pipelines[{task!r}]", pipeline, place)
                 for task, pipeline in pipelines.items()
             }
@@ -216,13 +223,28 @@ class VaswaniConfig(PreTrainedConfig):
     @classmethod
     def _complaints_about(cls, names: Iterable[str]) -> str:
         """Say which names are misspelt fields, or what another library calls a field."""
-        own = [field.name for field in dataclasses.fields(VaswaniConfig)]
-        known = [name for name in own if name in VaswaniConfig.__annotations__]
-        known += cls.attribute_map
+        known = [*cls._own_fields(), *cls.attribute_map]
         # Other models have more special tokens, whose names are near those of ours.
         foreign = [name for name in names if name not in known and not name.endswith("_token_id")]
         wrong = [name for name in foreign if meant_names(name, known)]
         return f"{cls.__name__}: {complaints(wrong, known)}" if wrong else ""
+
+    @classmethod
+    def _own_fields(cls) -> list[str]:
+        """List the fields that transformers' own configuration does not have."""
+        own = {
+            name
+            for kind in cls.__mro__
+            if issubclass(kind, VaswaniConfig)
+            for name in vars(kind).get("__annotations__", ())
+        }
+        fields = (field.name for field in dataclasses.fields(cls))
+        return [name for name in fields if name in own and name not in cls._absent]
+
+    @property
+    def attends_to_source(self) -> bool:
+        """Whether the decoder's layers have attention to an encoder's output."""
+        return True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a field; a shared vocabulary is one, so `vocab_size` sets the target's size too."""
@@ -245,7 +267,7 @@ class VaswaniConfig(PreTrainedConfig):
         """Refuse values out of range and fields that contradict each other."""
         super().validate_architecture()
         self._refuse_out_of_range()
-        for side in ("encoder", "decoder"):
+        for side in self.stacks:
             heads = getattr(self, f"{side}_attention_heads")
             if (self.d_k is None or self.d_v is None) and self.d_model % heads != 0:
                 raise ValueError(
@@ -281,7 +303,7 @@ class VaswaniConfig(PreTrainedConfig):
             "d_v",
             "max_position_embeddings",
         ]
-        for side in ("encoder", "decoder"):
+        for side in self.stacks:
             sizes += [f"{side}_layers", f"{side}_attention_heads", f"{side}_ffn_dim"]
         for name in sizes:
             value = getattr(self, name)
@@ -329,8 +351,13 @@ class VaswaniConfig(PreTrainedConfig):
         place = pretrained_model_name_or_path
         check_place(place, **kwargs)
         found, kwargs = super().get_config_dict(place, **kwargs)
-        check_model_type(place, found.get("model_type"), cls.model_type)
-        return found, kwargs
+        check_model_type(place, found.get("model_type"), *cls.readable_types)
+        return cls._own_part(found), kwargs
+
+    @classmethod
+    def _own_part(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """Take what belongs to this configuration out of a config.json."""
+        return found
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "VaswaniConfig":
@@ -343,11 +370,13 @@ class VaswaniConfig(PreTrainedConfig):
             raise ValueError(
                 f"Unknown preset {name!r}; the rows of Table 3 are {', '.join(_TABLE_3)}."
             )
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = [field.name for field in dataclasses.fields(cls) if field.name not in cls._absent]
         known += [*cls.attribute_map, "attn_implementation", "output_attentions"]
         if wrong := complaints(overrides, known):
             raise ValueError(f"{cls.__name__}: {wrong}")
-        changes, _ = _TABLE_3[name]
+        changes = {
+            field: value for field, value in _TABLE_3[name][0].items() if field not in cls._absent
+        }
         return cls(**{**changes, **overrides})
 
     @classmethod
@@ -393,10 +422,12 @@ class VaswaniConfig(PreTrainedConfig):
     def _forget_code_of_file(self) -> None:
         # The references may name a stranger's code, which runs where this folder is trusted.
         auto_map = getattr(self, "auto_map", None) or {}
-        self.auto_map = _AUTO_MAP | {name: code for name, code in auto_map.items() if is_own(code)}
+        self.auto_map = self._own_auto_map | {
+            name: code for name, code in auto_map.items() if is_own(code)
+        }
         if self.architectures == ["VaswaniEncoderModel"]:
             self.auto_map["AutoModel"] = _AUTO_MAP["AutoModelForTextEncoding"]
-        self.custom_pipelines = _CUSTOM_PIPELINES | {
+        self.custom_pipelines = self._own_pipelines | {
             task: pipeline
             for task, pipeline in self.custom_pipelines.items()
             if is_own(pipeline.get("impl"))

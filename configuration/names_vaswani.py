@@ -97,8 +97,10 @@ def meant_names(name: str, known: Collection[str]) -> list[str]:
     """
     folded = name.lower().replace("-", "_")
     for fields, foreign in _FOREIGN_NAMES.items():
-        if folded in foreign.split() and set(fields.split()) <= set(known):
-            return fields.split()
+        # A model of one stack alone has one of the two fields.
+        meant = [field for field in fields.split() if field in known]
+        if folded in foreign.split() and meant:
+            return meant
     distances = {other: _distance(folded, other) for other in known}
     # Short names have unrelated neighbours: d_k and d_v differ in one letter.
     near = [other for other, letters in distances.items() if letters <= 1 + (len(other) > 5)]

@@ -19,6 +19,12 @@ from huggingface_hub.errors import HfHubHTTPError
 _FAIRSEQ = (b"encoder_embed_dim", b"optimizer_history")
 _OPENNMT = (b"transformer_ff", b"decoder_type")
 _JOEYNMT = (b"best_ckpt_score", b"best_ckpt_iteration")
+# What a folder of each type holds, and which Auto class loads it.
+_KINDS = {
+    "vaswani": ("a translation model", "AutoModelForSeq2SeqLM"),
+    "vaswani_encoder": ("an encoder alone", "AutoModel or AutoModelForMaskedLM"),
+    "vaswani_decoder": ("a decoder alone", "AutoModelForCausalLM"),
+}
 _CHECKPOINTS = (".pt", ".pth", ".ckpt")
 _BYTES_READ = 2**26  # of a pickle: a vocabulary of 100,000 words is a few million bytes
 
@@ -116,18 +122,24 @@ def check_toolkit(place: str | os.PathLike) -> None:
         )
 
 
-def check_model_type(place: str | os.PathLike, model_type: str | None, ours: str) -> None:
-    """Refuse a config.json of another architecture.
+def check_model_type(place: str | os.PathLike, model_type: str | None, *ours: str) -> None:
+    """Refuse a config.json of another architecture; `ours` are the types that can be read.
 
     Raises:
         OSError: names the architecture, and for Marian the command that converts it.
     """
-    if model_type in (None, ours):
+    if model_type in (None, *ours):
         return
+    if model_type in _KINDS:
+        kind, auto_class = _KINDS[model_type]
+        raise OSError(
+            f"{place} holds {kind} (model_type {model_type!r}), but this class needs "
+            f"{_KINDS[ours[0]][0]} ({ours[0]!r}): load the folder with {auto_class}."
+        )
     if model_type != "marian":
         raise OSError(
             f"{place} holds a model of type {model_type!r}. This class loads models of type "
-            f"{ours!r}; AutoModelForSeq2SeqLM loads others."
+            f"{ours[0]!r}; {_KINDS[ours[0]][1]} loads others."
         )
     raise OSError(
         f"{place} holds a model of Marian. Convert it, and load OUTPUT instead: "

@@ -123,6 +123,14 @@ class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
 
     config: Any
+    # What a call of `generate` may pass to the model, for the fast search to apply.
+    _known_inputs: ClassVar[frozenset[str]] = frozenset(
+        # Seq2SeqTrainer passes labels, for nothing.
+        {"encoder_outputs", "attention_mask", "use_cache", "past_key_values", "logits_to_keep"}
+        | {"labels"}
+    )
+    _beam_output: ClassVar[type] = GenerateBeamEncoderDecoderOutput
+    _greedy_output: ClassVar[type] = GenerateEncoderDecoderOutput
     # The network's classes, the model itself last: the fast search knows what their `forward` does.
     _network_classes: ClassVar[tuple[type[torch.nn.Module], ...]] = ()
 
@@ -316,12 +324,10 @@ class VaswaniGenerationMixin(GenerationMixin):
         Our searches know the paper's decoding and `TokenRules`: whatever changes scores, stops
         otherwise, or wants to see more than the outcome is left to transformers' searches.
         """
-        expected = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
-        expected |= {"logits_to_keep", "labels"}  # Seq2SeqTrainer passes labels, for nothing
-        unexpected = {name for name, value in model_kwargs.items() if value is not None} - expected
+        given = {name for name, value in model_kwargs.items() if value is not None}
         rules = token_rules(logits_processor, prompt.shape[1], config)
         if (
-            unexpected
+            given - self._known_inputs
             or rules is None
             or config.do_sample
             or config.low_memory
@@ -335,7 +341,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             or not self._runs_as_written()
         ):
             return None
-        device = model_kwargs["encoder_outputs"][0].device
+        device = prompt.device
         longest = [
             criterion.max_length
             for criterion in stopping_criteria
@@ -362,7 +368,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         decoder = model.model.decoder
         modules = [model.model, decoder, *decoder.layers]
         for layer in decoder.layers:
-            modules += [layer.self_attn, layer.encoder_attn]
+            modules += filter(None, (layer.self_attn, layer.encoder_attn))
         prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
         return (
             prepare is GenerationMixin.prepare_inputs_for_generation
@@ -383,6 +389,12 @@ class VaswaniGenerationMixin(GenerationMixin):
             and not _forward_replaced(module)
             and _hooks_are_harmless(module)
         )
+
+    def _incremental_decoder(self, model_kwargs: dict[str, Any], beams: int) -> IncrementalDecoder:
+        """Start a decoder over the sources of a call, whose inputs are repeated for each beam."""
+        mask = model_kwargs.get("attention_mask")
+        source = model_kwargs["encoder_outputs"][0][::beams]
+        return IncrementalDecoder(self, source, None if mask is None else mask[::beams])
 
     def _beam_search(
         self,
@@ -411,11 +423,7 @@ class VaswaniGenerationMixin(GenerationMixin):
                 **model_kwargs,
             )
         limits, rules = fast
-        mask = model_kwargs.get("attention_mask")
-        source = model_kwargs["encoder_outputs"][0][:: config.num_beams]
-        decoder = IncrementalDecoder(
-            self, source, None if mask is None else mask[:: config.num_beams]
-        )
+        decoder = self._incremental_decoder(model_kwargs, config.num_beams)
         tokens, beams, scores = beam_search(
             decoder, prompt, limits, _search_settings(config), rules
         )
@@ -428,7 +436,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         sequences: Any = torch.cat((prompt, tokens), dim=1)
         if not config.return_dict_in_generate:
             return sequences
-        return GenerateBeamEncoderDecoderOutput(
+        return self._beam_output(
             sequences=sequences,
             # Copies: the search made its own in inference mode, which autograd would refuse.
             sequences_scores=cast(Any, scores.clone()),
@@ -462,15 +470,13 @@ class VaswaniGenerationMixin(GenerationMixin):
                 **model_kwargs,
             )
         limits, rules = fast
-        decoder = IncrementalDecoder(
-            self, model_kwargs["encoder_outputs"][0], model_kwargs.get("attention_mask")
-        )
+        decoder = self._incremental_decoder(model_kwargs, 1)
         tokens = greedy_search(decoder, input_ids, limits, _search_settings(config), rules)
         tokens = tokens.masked_fill(tokens == FILL, int(config._pad_token_tensor))
         sequences: Any = torch.cat((input_ids, tokens), dim=1)
         if not config.return_dict_in_generate:
             return sequences
-        return GenerateEncoderDecoderOutput(sequences=sequences)
+        return self._greedy_output(sequences=sequences)
 
     def adjust_generation_fn(
         self,

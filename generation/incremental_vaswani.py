@@ -26,8 +26,9 @@ class _DecoderLayer:
         self.past, self.source = layer.self_attn, layer.encoder_attn
         self.past_inputs = prepare(self.past.q_proj, self.past.k_proj, self.past.v_proj)
         self.past_output = prepare(self.past.out_proj)
-        self.source_query = prepare(self.source.q_proj)
-        self.source_output = prepare(self.source.out_proj)
+        if self.source is not None:
+            self.source_query = prepare(self.source.q_proj)
+            self.source_output = prepare(self.source.out_proj)
         self.inner, self.outer = prepare(layer.fc1), prepare(layer.fc2)
 
     def __call__(
@@ -40,11 +41,12 @@ class _DecoderLayer:
             lambda x: self.past_output(attend_past(self.past_inputs(x))),
             layer.self_attn_layer_norm,
         )
-        states = layer.add_norm(
-            states,
-            lambda x: self.source_output(attend_source(self.source_query(x))),
-            layer.encoder_attn_layer_norm,
-        )
+        if self.source is not None:
+            states = layer.add_norm(
+                states,
+                lambda x: self.source_output(attend_source(self.source_query(x))),
+                layer.encoder_attn_layer_norm,
+            )
         return layer.add_norm(
             states, lambda x: self.outer(layer.activation_fn(self.inner(x))), layer.final_layer_norm
         )
@@ -59,44 +61,78 @@ class IncrementalDecoder:
     never change places. When the list is full, positions no hypothesis descends from are dropped.
 
     Args:
-        model: a VaswaniForConditionalGeneration.
-        source: (B, S, D) the encoder's output.
+        model: a VaswaniForConditionalGeneration, or a VaswaniForCausalLM.
+        source: (B, S, D) the encoder's output; None for a language model.
         source_mask: (B, S), nonzero at real source tokens; None where there is no padding.
+        prompt_mask: (B, T), nonzero at real tokens of the prompt, whose padding is on the left;
+            None where there is no padding.
+        prefix_mask: (B, T), nonzero at tokens of the prompt that see each other in both directions.
     """
 
     def __init__(
-        self, model: Any, source: torch.Tensor, source_mask: torch.Tensor | None = None
+        self,
+        model: Any,
+        source: torch.Tensor | None,
+        source_mask: torch.Tensor | None = None,
+        prompt_mask: torch.Tensor | None = None,
+        prefix_mask: torch.Tensor | None = None,
     ) -> None:
         self.decoder = model.model.decoder
         self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
         self.to_vocabulary = prepare(model.lm_head)
         self.source_mask = None  # (B, 1, 1, S), 0 at real tokens and -inf at padding
-        if source_mask is not None and not source_mask.all():
+        if source is not None and source_mask is not None and not source_mask.all():
             padding = (source_mask == 0)[:, None, None]
             self.source_mask = torch.zeros_like(padding, dtype=source.dtype)
             self.source_mask.masked_fill_(padding, -torch.inf)
         # Keys and values of the source by layer, (B, H, S, d_k or d_v).
-        self.source = [layer.source._keys_values(source) for layer in self.layers]
+        self.source: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if source is not None:
+            self.source = [layer.source._keys_values(source) for layer in self.layers]
+        self.padding = None  # (B, T), True at padding of the prompt
+        if prompt_mask is not None and not prompt_mask.all():
+            self.padding = prompt_mask == 0
+        self.prefix_mask = None if prefix_mask is None else prefix_mask != 0
         # Keys, then values of all heads, by layer and position: (L, B, N, H d_k + H d_v).
-        self.target = source.new_empty((len(self.layers), len(source), 0, self._cached_width()))
+        self.target = torch.empty(0)
         self.used = 0  # positions of these N that are taken
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, or -inf
-        self.position = 0  # of the next token in the sentence
-        self.positions = source.new_empty((0, source.shape[-1]))  # encoded ahead of the sentence
+        self.position = 0  # of the next token in the sentence, its padding included
+        weight = self.decoder.embed_tokens.weight
+        self.positions = weight.new_empty((0, weight.shape[1]))  # encoded ahead of the sentence
 
     def _cached_width(self) -> int:
-        return sum(keys.shape[1] * keys.shape[3] for keys in self.source[0]) if self.source else 0
+        """Return the width of the keys and values of a position, in the heads of this process."""
+        if self.source:
+            return sum(keys.shape[1] * keys.shape[3] for keys in self.source[0])
+        attention = self.layers[0].past
+        return sum(len(_own_rows(map.weight)) for map in (attention.k_proj, attention.v_proj))
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
-        length = prefix.shape[1]
-        states = self.decoder.embed(prefix, None)
-        causal_mask = None
-        if length > 1:
-            causal_mask = states.new_full((length, length), -torch.inf).triu(1)
-        states = self._decode(states.flatten(0, 1), prefix.shape, None, causal_mask)
+        sentences, length = prefix.shape
+        shape = (len(self.layers), sentences, 0, self._cached_width() if self.layers else 0)
+        self.target = self.positions.new_empty(shape)
+        position_ids = None
+        if self.padding is not None:
+            position_ids = ((~self.padding).cumsum(dim=1) - 1).clamp(min=0)
+        states = self.decoder.embed(prefix, None, position_ids=position_ids)
+        mask = self._mask_of_prompt(states) if length > 1 else None
+        states = self._decode(states.flatten(0, 1), prefix.shape, None, mask)
         self.position = length
         return self.to_vocabulary(states.view(*prefix.shape, -1)[:, -1])
+
+    def _mask_of_prompt(self, states: torch.Tensor) -> torch.Tensor:
+        """Say what the prompt's tokens see of each other: (T, T) or (B, 1, T, T), 0 or -inf."""
+        length = states.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=states.device).tril()
+        if self.prefix_mask is not None:
+            seen = seen | (self.prefix_mask[:, :, None] & self.prefix_mask[:, None])
+        if self.padding is not None:
+            # Padding sees itself, because softmax over nothing is NaN.
+            seen = (seen & ~self.padding[:, None]) | torch.eye(length, device=seen.device).bool()
+        mask = states.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        return mask if mask.dim() == 2 else mask[:, None]
 
     def step(
         self,
@@ -109,8 +145,9 @@ class IncrementalDecoder:
         `parents` (B, K) says which hypothesis of the step before each of the new ones extends.
         `open_rows` (R,) restricts the work to those of the B * K.
         """
-        states = self._embed(tokens.flatten() if open_rows is None else tokens.flatten()[open_rows])
-        mask = self._descend(tokens.shape, parents, states) if tokens.shape[1] > 1 else None
+        states = self._embed(tokens, open_rows)
+        masked = tokens.shape[1] > 1 or self.padding is not None
+        mask = self._descend(tokens.shape, parents, states) if masked else None
         states = self._decode(states, tokens.shape, open_rows, mask)
         self.position += 1
         return self.to_vocabulary(states)
@@ -122,20 +159,27 @@ class IncrementalDecoder:
             for keys, values in self.source
         ]
         self.target = self.target.index_select(1, sentences)
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, sentences)
         if self.source_mask is not None:
             self.source_mask = self.source_mask.index_select(0, sentences)
         if self.past is not None:
             self.past = self.past.index_select(0, sentences)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed tokens (R,) at the next position (3.4, 3.5): (R, D)."""
+    def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """Embed the tokens (B, K) of some rows at their next positions (3.4, 3.5): (R, D)."""
         if self.position >= len(self.positions):
             end = self.position + 1
             if not isinstance(self.decoder.embed_positions, nn.Embedding):
                 end *= 2  # learned positions end somewhere
             self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)
+        position: Any = self.position
+        if self.padding is not None:  # a number for each row
+            position = (position - self.padding.sum(dim=1))[:, None].expand_as(tokens).flatten()
+            position = position if rows is None else position[rows]
+        tokens = tokens.flatten() if rows is None else tokens.flatten()[rows]
         embeddings = self.decoder.embed_tokens(tokens) * self.decoder.embed_scale
-        return embeddings + self.positions[self.position]
+        return embeddings + self.positions[position]
 
     def _decode(
         self,
@@ -187,6 +231,8 @@ class IncrementalDecoder:
         if self.past is None:
             self.past = like.new_full((sentences, beams, self.target.shape[2]), -torch.inf)
             self.past[:, :, : self.used] = 0
+            if self.padding is not None:
+                self.past[:, :, : self.used].masked_fill_(self.padding[:, None], -torch.inf)
         elif parents is not None:
             self.past = self.past.gather(1, parents[:, :, None].expand_as(self.past))
         self._make_room(beams)
@@ -223,6 +269,11 @@ class IncrementalDecoder:
             *self.target.shape[:2], -1, self.target.shape[3]
         )
         self.target[:, :, : self.used] = self.target.gather(2, kept)
+
+
+def _own_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return the part of a weight that this process holds."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _attend(

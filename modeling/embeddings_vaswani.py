@@ -20,12 +20,12 @@ class SharedEmbeddings(DividedModel):
         base: Any = self.base_model
         if self.config.tie_word_embeddings and _layers_alone_are_sharded(base):
             return base.decoder.embed_tokens
-        return getattr(base, "encoder", base).embed_tokens
+        return _first_stack(base).embed_tokens
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace that embedding, and the decoder's where the two are shared."""
         base: Any = self.base_model
-        getattr(base, "encoder", base).embed_tokens = value
+        _first_stack(base).embed_tokens = value
         decoder = getattr(base, "decoder", None)
         if decoder is not None and self._one_table():
             decoder.embed_tokens = value
@@ -87,6 +87,11 @@ class SharedEmbeddings(DividedModel):
                 decoder.embed_tokens, embeddings.num_embeddings
             )
         return embeddings
+
+
+def _first_stack(base: Any) -> Any:
+    """Return the encoder; the decoder where it is alone; a model that is a stack itself."""
+    return getattr(base, "encoder", getattr(base, "decoder", base))
 
 
 def _has_both_stacks(module: Any) -> bool:

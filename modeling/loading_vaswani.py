@@ -1,7 +1,8 @@
 """Strict loading: a model is loaded whole or not at all. A push of it brings a model card."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..configuration.places_vaswani import check_place
+from ..configuration.places_vaswani import check_model_type, check_place
 
 # Quantised weights are of other types, and have other tests.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -86,6 +87,10 @@ class StrictlyLoadedModel(PreTrainedModel):
         """
         place = pretrained_model_name_or_path
         check_place(place, **kwargs)
+        if (config := kwargs.get("config")) is not None and hasattr(config, "model_type"):
+            check_model_type(
+                place or config.name_or_path, config.model_type, *cls._loadable_types()
+            )
         if isinstance(kwargs.get("device_map"), dict):
             kwargs["device_map"] = dict(kwargs["device_map"])  # ours to change, see below
         try:
@@ -101,8 +106,11 @@ class StrictlyLoadedModel(PreTrainedModel):
             return loaded
         model, info = loaded
         same_class = cls.__name__ in (model.config.architectures or ())
+        if "state_dict" not in kwargs:
+            model.refuse_half_loaded(place, info["missing_keys"])
         for what, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
-            if same_class and "state_dict" not in kwargs and (names := sorted(info[keys])):
+            names = sorted(name for name in info[keys] if not model.may_be_new(name, info[keys]))
+            if same_class and "state_dict" not in kwargs and names:
                 others = f" and {len(names) - 1} others" if len(names) > 1 else ""
                 raise OSError(
                     f"{place} {what} {names[0]}{others}: its weights and its configuration do not "
@@ -116,6 +124,36 @@ class StrictlyLoadedModel(PreTrainedModel):
                 "another dtype, or pass output_loading_info=True to get the model all the same."
             )
         return model
+
+    @classmethod
+    def _loadable_types(cls) -> tuple[str, ...]:
+        """List the model types of configurations that a caller may pass, this class' own first."""
+        return (cls.config_class.model_type,)
+
+    def may_be_new(self, name: str, missing: Collection[str]) -> bool:
+        """Tell whether a missing weight belongs to a part that a checkpoint may lack as a whole.
+
+        A decoder gets its attention to an encoder when it becomes a part of an encoder-decoder.
+        """
+        if ".encoder_attn" not in name or self.config.is_encoder_decoder:
+            return False
+        parts = {other for other, _ in self.named_parameters() if ".encoder_attn" in other}
+        return parts <= set(missing)
+
+    def refuse_half_loaded(self, place: Any, missing: Collection[str]) -> None:
+        """Refuse a model whose encoder or decoder would have random weights.
+
+        Raises:
+            OSError: names the stack that the checkpoint lacks.
+        """
+        for stack in ("encoder", "decoder"):
+            lacking = [name for name in missing if re.match(rf"(model\.)?{stack}\.", name)]
+            if any(not self.may_be_new(name, missing) for name in lacking):
+                raise OSError(
+                    f"{place} has no {stack} for {type(self).__name__}, whose {stack} would be "
+                    f"random ({sorted(lacking)[0]} is missing): load the folder with the class "
+                    "that saved it, or pass output_loading_info=True to get the model all the same."
+                )
 
     def save_pretrained(
         self,

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -37,12 +36,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.siblings_vaswani import VaswaniEncoderConfig
 from ..generation.generation_vaswani import VaswaniGenerationMixin
 from ..generation.scoring_vaswani import VaswaniScoringMixin
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .dropout_vaswani import drop_out
 from .embeddings_vaswani import SharedEmbeddings
-from .loss_vaswani import chunked_cross_entropy
+from .language_head_vaswani import LanguageHead
 from .pickling_vaswani import PicklableModule
 
 
@@ -63,12 +63,17 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
         """Encode the positions start, ..., start + length - 1: (T, D) in float32."""
-        positions = torch.arange(length, device=device) + (start + self.offset)
+        return self.encode(torch.arange(length, device=device) + start)
+
+    def encode(self, positions: torch.Tensor) -> torch.Tensor:
+        """Encode `positions` (..., T), counted from 0: (..., T, D) in float32."""
+        positions, device = positions + self.offset, positions.device
         pairs = torch.arange(self.pairs, device=device, dtype=torch.float32)
-        angles = positions.to(torch.float32)[:, None] * torch.exp(pairs * self.log_step)  # (T, D/2)
+        steps = torch.exp(pairs * self.log_step)
+        angles = positions.to(torch.float32)[..., None] * steps  # (..., T, D/2)
         if self.interleaved:
-            return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # (T, D)
-        return torch.cat((angles.sin(), angles.cos()), dim=-1)  # (T, D)
+            return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
 class LearnedPositions(nn.Embedding):
@@ -85,7 +90,20 @@ class LearnedPositions(nn.Embedding):
         Raises:
             ValueError: a position lies beyond the table.
         """
-        limit, end = self.num_embeddings - self.offset, start + length
+        self._check(start + length)
+        return super().forward(torch.arange(length, device=device) + (start + self.offset))
+
+    def encode(self, positions: torch.Tensor) -> torch.Tensor:
+        """Look up `positions` (..., T), counted from 0: (..., T, D).
+
+        Raises:
+            ValueError: a position lies beyond the table.
+        """
+        self._check(positions.max() + 1)
+        return super().forward(positions + self.offset)
+
+    def _check(self, end: int | torch.Tensor) -> None:
+        limit = self.num_embeddings - self.offset
         # A static cache counts in a tensor, whose reading would interrupt a GPU; while a graph is
         # traced, lengths may be symbols.
         known = not torch.compiler.is_compiling() and (
@@ -97,8 +115,6 @@ class LearnedPositions(nn.Embedding):
                 f"({limit}) of the learned positions: shorten it, or use "
                 "position_encoding='sinusoidal', which has no limit."
             )
-        positions = torch.arange(length, device=self.weight.device) + (start + self.offset)
-        return super().forward(positions)
 
 
 def eager_attention_forward(
@@ -157,7 +173,7 @@ class VaswaniAttention(PicklableModule):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from (B, Q, D) to itself, or to `encoder_hidden_states` (B, K, D)."""
@@ -194,13 +210,14 @@ class VaswaniAttention(PicklableModule):
         return keys, self._split_heads(self.v_proj(states), self.d_v)
 
     def _self_keys_values(
-        self, states: torch.Tensor, past: EncoderDecoderCache | None
+        self, states: torch.Tensor, past: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the new positions and put them behind those already decoded."""
         keys_values = self._keys_values(states)
         if past is None:
             return keys_values
-        return past.self_attention_cache.update(*keys_values, self.layer_idx)
+        own = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
+        return own.update(*keys_values, self.layer_idx)
 
     def _cross_keys_values(
         self, states: torch.Tensor, past: EncoderDecoderCache | None
@@ -269,21 +286,26 @@ class VaswaniEncoderLayer(VaswaniLayer):
 
 
 class VaswaniDecoderLayer(VaswaniLayer):
-    """Masked self-attention, attention to the encoder's output, feed-forward network (3.1)."""
+    """Masked self-attention, attention to the encoder's output, feed-forward network (3.1).
+
+    A language model has no encoder, and its layers no attention to one.
+    """
 
     def __init__(self, config: VaswaniConfig, layer_idx: int) -> None:
         heads, ffn_dim = config.decoder_attention_heads, config.decoder_ffn_dim
         super().__init__(config, layer_idx, heads, ffn_dim, is_causal=True)
-        self.encoder_attn = VaswaniAttention(config, heads, layer_idx)
-        self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+        self.encoder_attn = None
+        if config.attends_to_source:
+            self.encoder_attn = VaswaniAttention(config, heads, layer_idx)
+            self.encoder_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values: EncoderDecoderCache | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Transform the target states (B, T, D), looking at the source states (B, S, D)."""
@@ -294,13 +316,14 @@ class VaswaniDecoderLayer(VaswaniLayer):
             )[0],
             self.self_attn_layer_norm,
         )
-        hidden_states = self.add_norm(
-            hidden_states,
-            lambda states: self.encoder_attn(
-                states, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs
-            )[0],
-            self.encoder_attn_layer_norm,
-        )
+        if (attention := self.encoder_attn) is not None:
+            hidden_states = self.add_norm(
+                hidden_states,
+                lambda states: attention(
+                    states, encoder_hidden_states, encoder_attention_mask, past_key_values, **kwargs
+                )[0],
+                self.encoder_attn_layer_norm,
+            )
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
@@ -368,8 +391,11 @@ class VaswaniStack(VaswaniPreTrainedModel):
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
         start: int | torch.Tensor = 0,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Embeddings times sqrt(d_model) (3.4) plus positions (3.5), with dropout (5.4): (B, T, D).
+
+        Positions count from `start`, unless `position_ids` (B, T) are given.
 
         Raises:
             ValueError: not exactly one of the two inputs is given, it is empty, or a token id has
@@ -388,8 +414,11 @@ class VaswaniStack(VaswaniPreTrainedModel):
                 f"{type(self).__name__} got sequences of no tokens: even an empty sentence has its "
                 "end-of-sentence token."
             )
-        positions = self.embed_positions(start, length, device).to(inputs_embeds)
-        hidden_states = inputs_embeds * self.embed_scale + positions
+        if position_ids is None:
+            positions = self.embed_positions(start, length, device)
+        else:
+            positions = self.embed_positions.encode(position_ids)
+        hidden_states = inputs_embeds * self.embed_scale + positions.to(inputs_embeds)
         return drop_out(hidden_states, self.dropout, self.training)
 
     def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -436,6 +465,18 @@ class VaswaniEncoder(VaswaniStack):
         return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
 
 
+def both_in_prefix(prefix_mask: torch.Tensor) -> Callable:
+    """Let positions of a prefix, marked by 1 in (B, T), see each other: a mask function."""
+    prefix, length = prefix_mask.bool(), prefix_mask.shape[1]
+
+    def allowed(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        inside = (query < length) & (key < length)
+        first, second = query.clamp(max=length - 1), key.clamp(max=length - 1)
+        return inside & prefix[batch, first] & prefix[batch, second]
+
+    return allowed
+
+
 class VaswaniDecoder(VaswaniStack):
     """N layers of masked self-attention, encoder-decoder attention, feed-forward network (3.1)."""
 
@@ -466,32 +507,40 @@ class VaswaniDecoder(VaswaniStack):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        prefix_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Decode `input_ids` (B, T) over `encoder_hidden_states` (B, S, D): (B, T, D)."""
-        if encoder_hidden_states is None:
-            raise ValueError("VaswaniDecoder needs encoder_hidden_states: it attends to a source.")
+        """Decode `input_ids` (B, T) over `encoder_hidden_states` (B, S, D): (B, T, D).
+
+        Positions that are 1 in `prefix_mask` (B, T) see each other in both directions.
+        """
+        self._check_source(encoder_hidden_states)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None and not isinstance(past_key_values, EncoderDecoderCache):
-            past_key_values = EncoderDecoderCache(past_key_values, DynamicCache(config=self.config))
+        if past_key_values is not None and self.config.attends_to_source:
+            past_key_values = self._with_cross_attention(past_key_values)
         start = past_key_values.get_seq_length() if past_key_values is not None else 0
 
-        hidden_states = self.embed(input_ids, inputs_embeds, start)
+        hidden_states = self.embed(input_ids, inputs_embeds, start, position_ids)
         causal_mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             past_key_values=past_key_values.self_attention_cache
-            if past_key_values is not None
-            else None,
+            if isinstance(past_key_values, EncoderDecoderCache)
+            else past_key_values,
+            position_ids=position_ids,
+            or_mask_function=None if prefix_mask is None else both_in_prefix(prefix_mask),
         )
-        source_mask = create_bidirectional_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=encoder_attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-        )
+        source_mask = None
+        if encoder_hidden_states is not None:
+            source_mask = create_bidirectional_mask(
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=encoder_attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+            )
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
@@ -504,6 +553,21 @@ class VaswaniDecoder(VaswaniStack):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.layer_norm(hidden_states), past_key_values=past_key_values
         )
+
+    def _check_source(self, encoder_hidden_states: torch.Tensor | None) -> None:
+        if self.config.attends_to_source and encoder_hidden_states is None:
+            raise ValueError("VaswaniDecoder needs encoder_hidden_states: it attends to a source.")
+        if encoder_hidden_states is not None and not self.config.attends_to_source:
+            raise ValueError(
+                "VaswaniDecoder got encoder_hidden_states, but a language model attends to no "
+                "source: set add_cross_attention=True in its configuration, or put the source "
+                "before the target in one sequence."
+            )
+
+    def _with_cross_attention(self, cache: Cache) -> EncoderDecoderCache:
+        if isinstance(cache, EncoderDecoderCache):
+            return cache
+        return EncoderDecoderCache(cache, DynamicCache(config=self.config))
 
 
 class VaswaniModel(VaswaniPreTrainedModel):
@@ -563,7 +627,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
 
 
 class VaswaniForConditionalGeneration(
-    VaswaniPreTrainedModel, VaswaniGenerationMixin, VaswaniScoringMixin
+    LanguageHead, VaswaniPreTrainedModel, VaswaniGenerationMixin, VaswaniScoringMixin
 ):
     """The Transformer with its pre-softmax linear map (3.4), loss (5.4) and `generate` (6.1)."""
 
@@ -624,47 +688,6 @@ class VaswaniForConditionalGeneration(
         shifted[:, 1:] = labels[:, :-1]
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id or 0)
 
-    def compute_loss(
-        self,
-        hidden_states: torch.Tensor,
-        logits: torch.Tensor | None,
-        labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor:
-        """Label-smoothed cross-entropy (5.4) summed over real target tokens, over their number.
-
-        Smoothing acts in training mode only. `num_items_in_batch` replaces the number where the
-        Trainer splits one update over batches or processes: gradients do not depend on the split.
-        Without `logits` (B, T, V) they are made and used up in chunks, for real tokens alone.
-
-        Raises:
-            ValueError: a label is neither -100 nor an entry of the target vocabulary.
-        """
-        labels, size = labels.to(hidden_states.device, torch.long), self.lm_head.out_features
-        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= size))]
-            if wrong.numel():
-                raise ValueError(
-                    f"Label {wrong[0].item()} is outside the {size} entries of the target "
-                    "vocabulary; positions to ignore are marked by -100."
-                )
-        epsilon = self.config.label_smoothing if self.training else 0.0
-        if logits is None:
-            total = chunked_cross_entropy(
-                hidden_states, self.lm_head.weight, labels, epsilon, self.lm_head.bias
-            )
-        else:
-            total = F.cross_entropy(
-                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
-                labels.flatten().to(logits.device),
-                ignore_index=-100,
-                reduction="sum",
-                label_smoothing=epsilon,
-            )
-        if num_items_in_batch is None:
-            num_items_in_batch = (labels != -100).sum()
-        return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
-
     @can_return_tuple
     def forward(
         self,
@@ -722,36 +745,38 @@ class VaswaniForConditionalGeneration(
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        if skip_logits is None:
-            head = self.lm_head
-            # A weight with a mesh is a DTensor, of which this process has a part.
-            whole = type(head) is nn.Linear and not hasattr(head.weight, "device_mesh")
-            skip_logits = self.training and whole
-        logits, loss = None, None
-        if labels is None or not skip_logits:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self.lm_head(hidden_states[:, kept])  # (B, T or those kept, V)
-        if labels is not None:
-            loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch)
+        logits, loss = self.predict(
+            hidden_states, labels, num_items_in_batch, logits_to_keep, skip_logits
+        )
         recorded = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **recorded)
 
 
 class VaswaniEncoderModel(VaswaniPreTrainedModel):
-    """The encoder alone (3.1), for sentence representations or as part of another model."""
+    """The encoder alone (3.1), for sentence representations or as part of another model.
 
+    A translation model's folder and configuration give its encoder.
+    """
+
+    config: VaswaniEncoderConfig
+    config_class = VaswaniEncoderConfig
     # Loading the encoder of a translation model is what this class is for.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
         r"^(model\.)?decoder\.",
         r"^lm_head\.",
+        r"^classifier\.",
     ]
 
-    def __init__(self, config: VaswaniConfig) -> None:
+    def __init__(self, config: Any) -> None:
+        if config.model_type != VaswaniEncoderConfig.model_type:
+            config = VaswaniEncoderConfig.of(config)
         super().__init__(config)
         self.encoder = VaswaniEncoder(config)
         self.post_init()
+
+    @classmethod
+    def _loadable_types(cls) -> tuple[str, ...]:
+        return VaswaniEncoderConfig.readable_types
 
     @can_return_tuple
     def forward(

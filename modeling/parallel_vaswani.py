@@ -32,7 +32,7 @@ class DividedModel(StrictlyLoadedModel):
             ValueError: the processes cannot have as many heads each.
         """
         processes = getattr(distributed_config, "tp_size", None) or 1
-        for side in ("encoder", "decoder"):
+        for side in model.config.stacks:
             heads = getattr(model.config, f"{side}_attention_heads")
             if heads % processes:
                 raise ValueError(

@@ -37,8 +37,15 @@ def __getattr__(name: str) -> Any:
 if not _is_own_command():
     from .registration import (
         VaswaniConfig,
+        VaswaniDecoderConfig,
+        VaswaniDecoderModel,
+        VaswaniEncoderConfig,
         VaswaniEncoderModel,
+        VaswaniForCausalLM,
         VaswaniForConditionalGeneration,
+        VaswaniForMaskedLM,
+        VaswaniForSequenceClassification,
+        VaswaniForTokenClassification,
         VaswaniGenerationConfig,
         VaswaniModel,
         VaswaniTokenizer,
@@ -47,8 +54,15 @@ if not _is_own_command():
 
 __all__ = [
     "VaswaniConfig",
+    "VaswaniDecoderConfig",
+    "VaswaniDecoderModel",
+    "VaswaniEncoderConfig",
     "VaswaniEncoderModel",
+    "VaswaniForCausalLM",
     "VaswaniForConditionalGeneration",
+    "VaswaniForMaskedLM",
+    "VaswaniForSequenceClassification",
+    "VaswaniForTokenClassification",
     "VaswaniGenerationConfig",
     "VaswaniModel",
     "VaswaniTokenizer",

@@ -6,16 +6,27 @@ from typing import Any
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     pipelines,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .configuration.configuration_vaswani import VaswaniConfig
+from .configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoderConfig
 from .generation.pipeline_vaswani import VaswaniTranslationPipeline
 from .generation.settings_vaswani import VaswaniGenerationConfig
+from .modeling.causal_lm_vaswani import VaswaniDecoderModel, VaswaniForCausalLM
+from .modeling.heads_vaswani import (
+    VaswaniForMaskedLM,
+    VaswaniForSequenceClassification,
+    VaswaniForTokenClassification,
+)
 from .modeling.loading_vaswani import StrictlyLoadedModel
 from .modeling.modeling_vaswani import (
     VaswaniEncoderModel,
@@ -24,16 +35,35 @@ from .modeling.modeling_vaswani import (
 )
 from .tokenization.tokenization_vaswani import VaswaniTokenizer
 
-_owner = CONFIG_MAPPING._extra_content.get("vaswani", VaswaniConfig)
-if _owner.__module__ != VaswaniConfig.__module__:
-    # AutoConfig.register protects transformers' own models only.
-    raise ValueError(f"model_type 'vaswani' is already registered by {_owner.__module__}.")
-AutoConfig.register("vaswani", VaswaniConfig)
-# An encoder saved alone names itself in its config, by which AutoModel chooses.
+_CONFIGS = (VaswaniConfig, VaswaniEncoderConfig, VaswaniDecoderConfig)
+_MODELS = {
+    AutoModelForSeq2SeqLM: VaswaniForConditionalGeneration,
+    AutoModelForCausalLM: VaswaniForCausalLM,
+    AutoModelForMaskedLM: VaswaniForMaskedLM,
+    AutoModelForSequenceClassification: VaswaniForSequenceClassification,
+    AutoModelForTextEncoding: VaswaniEncoderModel,
+    AutoModelForTokenClassification: VaswaniForTokenClassification,
+}
+
+for config in _CONFIGS:
+    owner = CONFIG_MAPPING._extra_content.get(config.model_type, config)
+    if owner.__module__ != config.__module__:
+        # AutoConfig.register protects transformers' own models only.
+        raise ValueError(
+            f"model_type {config.model_type!r} is already registered by {owner.__module__}."
+        )
+    AutoConfig.register(config.model_type, config)
+    AutoTokenizer.register(config, tokenizer_class=VaswaniTokenizer)
+# An encoder that version 0.1 saved names itself in its config, by which AutoModel chooses.
 AutoModel.register(VaswaniConfig, (VaswaniModel, VaswaniEncoderModel))
-AutoModelForSeq2SeqLM.register(VaswaniConfig, VaswaniForConditionalGeneration)
-AutoModelForTextEncoding.register(VaswaniConfig, VaswaniEncoderModel)
-AutoTokenizer.register(VaswaniConfig, tokenizer_class=VaswaniTokenizer)
+AutoModel.register(VaswaniEncoderConfig, VaswaniEncoderModel)
+AutoModel.register(VaswaniDecoderConfig, VaswaniDecoderModel)
+for auto_class, model_class in _MODELS.items():
+    for config in _CONFIGS:
+        # The class refuses a folder of another type, and says which Auto class loads it; from
+        # transformers there would be a list of all models. A tuple passes transformers' check.
+        own = config is model_class.config_class
+        auto_class.register(config, model_class if own else (model_class,))
 
 # transformers 5 has no translation task, and 5.23 refuses its name even where it is registered.
 getattr(pipelines, "REMOVED_TASKS", {}).pop("translation", None)
@@ -61,8 +91,15 @@ StrictlyLoadedModel.add_card_to_push = staticmethod(_add_card_to_push)
 
 __all__ = [
     "VaswaniConfig",
+    "VaswaniDecoderConfig",
+    "VaswaniDecoderModel",
+    "VaswaniEncoderConfig",
     "VaswaniEncoderModel",
+    "VaswaniForCausalLM",
     "VaswaniForConditionalGeneration",
+    "VaswaniForMaskedLM",
+    "VaswaniForSequenceClassification",
+    "VaswaniForTokenClassification",
     "VaswaniGenerationConfig",
     "VaswaniModel",
     "VaswaniTokenizer",

@@ -1,0 +1,88 @@
+"""`generate` of a language model: transformers' own, with our fast greedy and beam search."""
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
+
+from .generation_vaswani import VaswaniGenerationMixin
+from .incremental_vaswani import IncrementalDecoder
+from .linear_vaswani import prepared_copy
+from .search_vaswani import TokenRules
+from .settings_vaswani import check_tokens
+
+
+class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
+    """`generate` with transformers' arguments and defaults; prompts are padded on the left."""
+
+    _known_inputs: ClassVar[frozenset[str]] = frozenset(
+        {"attention_mask", "position_ids", "prefix_mask"}
+        | {"use_cache", "past_key_values", "logits_to_keep"}
+    )
+    _beam_output: ClassVar[type] = GenerateBeamDecoderOnlyOutput
+    _greedy_output: ClassVar[type] = GenerateDecoderOnlyOutput
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Go on writing as transformers does."""
+        for settings in (kwargs, vars(generation_config or self.generation_config)):
+            check_tokens(settings)
+        with torch.no_grad():
+            model: Any = self
+            if kwargs.get("custom_generate") is None:  # such a function may keep the model it gets
+                model = prepared_copy(model, self._is_as_written)
+            return super(VaswaniGenerationMixin, model).generate(
+                inputs, generation_config, *args, **kwargs
+            )
+
+    def _fast_search(
+        self,
+        prompt: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        config: Any,
+        model_kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, TokenRules] | None:
+        """Tell what the fast search may do, as for translation; None if it cannot read the prompt.
+
+        It can read prompts that are padded on the left, with the positions that `generate` counts.
+        """
+        if not prompt.shape[1]:
+            return None
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if mask is not None and not (
+            mask.shape[-1:] == prompt.shape[1:]
+            and mask.dim() == 2
+            and bool((mask[:, 1:] >= mask[:, :-1]).all())
+        ):
+            return None
+        if positions is not None:
+            counted = torch.arange(prompt.shape[1], device=prompt.device)
+            if mask is not None:
+                counted = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+            if positions.shape[-1] != prompt.shape[1] or not bool((positions == counted).all()):
+                return None
+        return super()._fast_search(
+            prompt, logits_processor, stopping_criteria, config, model_kwargs
+        )
+
+    def _incremental_decoder(self, model_kwargs: dict[str, Any], beams: int) -> IncrementalDecoder:
+        """Start a decoder over the prompts of a call, whose inputs are repeated for each beam."""
+        mask, prefix = model_kwargs.get("attention_mask"), model_kwargs.get("prefix_mask")
+        return IncrementalDecoder(
+            self,
+            source=None,
+            prompt_mask=None if mask is None else mask[::beams],
+            prefix_mask=None if prefix is None else prefix[::beams],
+        )
+
+
+__all__ = ["VaswaniCausalGenerationMixin"]

@@ -1,0 +1,181 @@
+"""The decoder alone: a language model, or the decoder of another library's encoder-decoder.
+
+Shapes: B texts, T tokens, S source tokens, D = d_model, V entries of the vocabulary.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import Cache
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from ..configuration.siblings_vaswani import VaswaniDecoderConfig
+from ..generation.causal_vaswani import VaswaniCausalGenerationMixin
+from ..generation.settings_vaswani import VaswaniGenerationConfig
+from .language_head_vaswani import LanguageHead
+from .modeling_vaswani import (
+    VaswaniAttention,
+    VaswaniDecoder,
+    VaswaniDecoderLayer,
+    VaswaniPreTrainedModel,
+)
+
+
+class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
+    """A model whose configuration is the decoder's."""
+
+    config: VaswaniDecoderConfig
+    config_class = VaswaniDecoderConfig
+    # A translation model has an encoder, too.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^(model\.)?encoder\."]
+
+
+class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
+    """The decoder alone (3.1), without the map to the vocabulary."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
+        r"^(model\.)?encoder\.",
+        r"^lm_head\.",
+    ]
+
+    def __init__(self, config: VaswaniDecoderConfig) -> None:
+        super().__init__(config)
+        self.decoder = VaswaniDecoder(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        prefix_mask: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Map tokens (B, T) to states (B, T, D); arguments are those of `VaswaniForCausalLM`."""
+        if prefix_mask is not None and attention_mask is not None and attention_mask.dim() == 4:
+            raise ValueError(
+                "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
+                f"{tuple(attention_mask.shape)}: a static cache makes such masks, so leave "
+                "cache_implementation out."
+            )
+        return self.decoder(
+            input_ids,
+            attention_mask,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache=use_cache,
+            position_ids=position_ids,
+            prefix_mask=prefix_mask,
+            return_dict=True,
+            **kwargs,
+        )
+
+
+class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCausalGenerationMixin):
+    """A language model: the decoder with its pre-softmax map (3.4), loss (5.4) and `generate`."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {
+        "lm_head.weight": "model.decoder.embed_tokens.weight"
+    }
+
+    def __init__(self, config: VaswaniDecoderConfig) -> None:
+        super().__init__(config)
+        self.model = VaswaniDecoderModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.lm_head_bias)
+        self.generation_config = VaswaniGenerationConfig(
+            pad_token_id=config.pad_token_id,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+        )
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        prefix_mask: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithCrossAttentions:
+        """Predict the next token at every position: logits (B, T, V).
+
+        Args:
+            input_ids: (B, T) tokens.
+            attention_mask: (B, T), 1 at real tokens; without it there is no padding.
+            position_ids: (B, T) positions counted from 0; by default 0, 1, 2, ...
+            past_key_values: the cache of an earlier call; then only new tokens are passed.
+            inputs_embeds: (B, T, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
+            encoder_hidden_states: (B, S, D) an encoder's output, with `add_cross_attention` alone.
+            encoder_attention_mask: (B, S), 1 at real source tokens.
+            labels: (B, T) the same tokens as `input_ids`, -100 at positions to ignore; they are
+                shifted here, and the loss is returned first.
+            use_cache: return `past_key_values`; off where `labels` are given.
+            logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
+            prefix_mask: (B, T), 1 at tokens that see each other in both directions, such as the
+                source before its translation.
+            num_items_in_batch: real tokens of the whole update, from the Trainer.
+            skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
+                does so in training mode, unless `lm_head` is wrapped (LoRA) or divided among
+                processes.
+            **kwargs: passed on to the attention backend.
+        """
+        if labels is not None:
+            use_cache = False
+            labels = F.pad(labels[:, 1:], (0, 1), value=-100)  # the next token at each position
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            use_cache=use_cache,
+            prefix_mask=prefix_mask,
+            return_dict=True,
+            **kwargs,
+        )
+        logits, loss = self.predict(
+            outputs.last_hidden_state, labels, num_items_in_batch, logits_to_keep, skip_logits
+        )
+        recorded: dict[str, Any] = {
+            name: value for name, value in outputs.items() if name != "last_hidden_state"
+        }
+        return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **recorded)
+
+
+VaswaniForCausalLM._network_classes = (
+    VaswaniAttention,
+    VaswaniDecoderLayer,
+    VaswaniDecoder,
+    VaswaniDecoderModel,
+    VaswaniForCausalLM,
+)
+
+__all__ = ["VaswaniDecoderModel", "VaswaniForCausalLM"]

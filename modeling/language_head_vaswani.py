@@ -1,0 +1,97 @@
+"""The map to the vocabulary (section 3.4) and the loss after it (5.4), for every model with one.
+
+Shapes: B sentences, T tokens, D = d_model, V entries of the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from .loss_vaswani import chunked_cross_entropy
+
+
+class LanguageHead:
+    """A model whose `lm_head` maps hidden states (B, T, D) to logits (B, T, V)."""
+
+    config: Any
+    lm_head: nn.Linear
+    training: bool
+
+    def predict(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return logits and loss; None for logits that are skipped, and for a loss without labels.
+
+        Args:
+            hidden_states: (B, T, D).
+            labels: (B, T) the token to predict at each position, -100 at positions to ignore.
+            num_items_in_batch: real tokens of the whole update, from the Trainer.
+            logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
+            skip_logits: with `labels`, never hold the logits of a whole batch; None does so in
+                training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+        """
+        if skip_logits is None:
+            head = self.lm_head
+            # A weight with a mesh is a DTensor, of which this process has a part.
+            whole = type(head) is nn.Linear and not hasattr(head.weight, "device_mesh")
+            skip_logits = self.training and whole
+        logits, loss = None, None
+        if labels is None or not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            logits = self.lm_head(hidden_states[:, kept])  # (B, T or those kept, V)
+        if labels is not None:
+            loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch)
+        return logits, loss
+
+    def compute_loss(
+        self,
+        hidden_states: torch.Tensor,
+        logits: torch.Tensor | None,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Label-smoothed cross-entropy (5.4) summed over real target tokens, over their number.
+
+        Smoothing acts in training mode only. `num_items_in_batch` replaces the number where the
+        Trainer splits one update over batches or processes: gradients do not depend on the split.
+        Without `logits` (B, T, V) they are made and used up in chunks, for real tokens alone.
+
+        Raises:
+            ValueError: a label is neither -100 nor an entry of the target vocabulary.
+        """
+        labels, size = labels.to(hidden_states.device, torch.long), self.lm_head.out_features
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= size))]
+            if wrong.numel():
+                raise ValueError(
+                    f"Label {wrong[0].item()} is outside the {size} entries of the target "
+                    "vocabulary; positions to ignore are marked by -100."
+                )
+        epsilon = self.config.label_smoothing if self.training else 0.0
+        if logits is None:
+            total = chunked_cross_entropy(
+                hidden_states, self.lm_head.weight, labels, epsilon, self.lm_head.bias
+            )
+        else:
+            total = F.cross_entropy(
+                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+                labels.flatten().to(logits.device),
+                ignore_index=-100,
+                reduction="sum",
+                label_smoothing=epsilon,
+            )
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != -100).sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
+
+
+__all__ = ["LanguageHead"]
