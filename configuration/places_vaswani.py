@@ -21,7 +21,7 @@ _OPENNMT = (b"transformer_ff", b"decoder_type")
 _JOEYNMT = (b"best_ckpt_score", b"best_ckpt_iteration")
 # What a folder of each type holds, and which Auto class loads it.
 _KINDS = {
-    "vaswani": ("a translation model", "AutoModelForSeq2SeqLM"),
+    "vaswani": ("a translation model", "AutoModelForSeq2SeqLM, whose halves split_halves gives"),
     "vaswani_encoder": ("an encoder alone", "AutoModel or AutoModelForMaskedLM"),
     "vaswani_decoder": ("a decoder alone", "AutoModelForCausalLM"),
 }
@@ -139,7 +139,7 @@ def check_model_type(place: str | os.PathLike, model_type: str | None, *ours: st
     if model_type != "marian":
         raise OSError(
             f"{place} holds a model of type {model_type!r}. This class loads models of type "
-            f"{ours[0]!r}; {_KINDS[ours[0]][1]} loads others."
+            f"{ours[0]!r}; {_KINDS[ours[0]][1].partition(',')[0]} loads others."
         )
     raise OSError(
         f"{place} holds a model of Marian. Convert it, and load OUTPUT instead: "

@@ -49,6 +49,7 @@ class VaswaniHalfConfig(VaswaniConfig):
             for name, value in changes.items():
                 setattr(half, name, value)
             return half
+        config.validate_architecture()
         half = cls.from_dict({**cls._own_part(config.to_dict()), **changes})
         half._attn_implementation_internal = config._attn_implementation_internal
         return half
@@ -123,8 +124,7 @@ class VaswaniEncoderConfig(VaswaniHalfConfig):
 class VaswaniDecoderConfig(VaswaniHalfConfig):
     r"""Sizes and switches of a decoder alone; the defaults are the paper's base model.
 
-    Fields are those of `VaswaniConfig` without the encoder's. `from_pretrained` reads a translation
-    model's config.json too, and takes the decoder's part of it.
+    Fields are those of `VaswaniConfig` without the encoder's.
 
     Args:
         add_cross_attention: give each layer attention to an encoder's output (3.2.3), for a decoder
@@ -142,7 +142,7 @@ class VaswaniDecoderConfig(VaswaniHalfConfig):
         "num_hidden_layers": "decoder_layers",
     }
     stacks: ClassVar[tuple[str, ...]] = ("decoder",)
-    readable_types: ClassVar[tuple[str, ...]] = ("vaswani_decoder", "vaswani")
+    readable_types: ClassVar[tuple[str, ...]] = ("vaswani_decoder",)
     _absent: ClassVar[frozenset[str]] = (
         _fields_of("encoder") | _OF_BOTH_STACKS | {"decoder_vocab_size"}
     )

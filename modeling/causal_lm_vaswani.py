@@ -33,17 +33,13 @@ class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
 
     config: VaswaniDecoderConfig
     config_class = VaswaniDecoderConfig
-    # A translation model has an encoder, too.
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^(model\.)?encoder\."]
 
 
 class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
     """The decoder alone (3.1), without the map to the vocabulary."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
-        r"^(model\.)?encoder\.",
-        r"^lm_head\.",
-    ]
+    # A language model has a map to the vocabulary, too.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^lm_head\."]
 
     def __init__(self, config: VaswaniDecoderConfig) -> None:
         super().__init__(config)

@@ -1,0 +1,158 @@
+"""Weights that move: a translation model into its two halves, and two halves into a whole.
+
+The halves have the whole's names for their parameters, so that weights move by name.
+"""
+
+import os
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.utils import logging
+
+from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoderConfig
+from .causal_lm_vaswani import VaswaniForCausalLM
+from .modeling_vaswani import VaswaniEncoderModel, VaswaniForConditionalGeneration
+
+logger = logging.get_logger(__name__)
+
+# What both stacks must agree on, because VaswaniConfig has one field for it.
+_SHARED_FIELDS = (
+    *("d_model", "d_k", "d_v", "activation_function", "norm_position", "final_layer_norm"),
+    *("position_encoding", "position_offset", "max_position_embeddings", "attention_bias"),
+    *("scale_embedding", "layer_norm_eps"),
+)
+_SIZES = ("layers", "attention_heads", "ffn_dim")
+
+
+def split_halves(
+    model: VaswaniForConditionalGeneration,
+) -> tuple[VaswaniEncoderModel, VaswaniForCausalLM]:
+    """Copy a translation model's weights into its two halves.
+
+    The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves` puts the two
+    together again, bit for bit.
+    """
+    encoder = VaswaniEncoderModel(VaswaniEncoderConfig.of(model.config))
+    decoder = VaswaniForCausalLM(VaswaniDecoderConfig.of(model.config))
+    for half in (encoder, decoder):
+        half.to(device=model.device, dtype=model.dtype)
+        half.train(model.training)
+    _copy_weights(model.model.encoder, encoder.encoder)
+    _copy_weights(model.model.decoder, decoder.model.decoder)
+    _copy_weights(model.lm_head, decoder.lm_head)
+    return encoder, decoder
+
+
+def join_halves(
+    encoder: Any, decoder: Any = None, **overrides: Any
+) -> tuple[VaswaniForConditionalGeneration, list[str]]:
+    """Copy the weights of two halves into a translation model.
+
+    Both halves may lie under any head, such as that of a masked language model.
+
+    Args:
+        encoder: a model with an encoder alone.
+        decoder: a model with a decoder alone; None leaves the decoder new. A new decoder has the
+            encoder's embedding, for a vocabulary that both sides share.
+        **overrides: fields of the translation model's configuration, such as dropout. They override
+            those of the halves.
+
+    Returns:
+        The model in evaluation mode, and the names of its weights that come from neither half.
+
+    Raises:
+        ValueError: the halves do not fit each other, with the field in which they differ.
+    """
+    source = encoder.base_model.encoder
+    target = None if decoder is None else decoder.base_model.decoder
+    config = _config_of_both(source, target, decoder, overrides)
+    model = VaswaniForConditionalGeneration(config).to(encoder.device, encoder.dtype).eval()
+    copied = _copy_weights(source, model.model.encoder, "model.encoder.")
+    if target is not None:
+        copied |= _copy_weights(target, model.model.decoder, "model.decoder.")
+        head = getattr(decoder, "lm_head", None)
+        if head is not None:
+            copied |= _copy_weights(head, model.lm_head, "lm_head.")
+    own = {id(weight): name for name, weight in model.named_parameters()}  # a tied one once
+    filled = {id(model.get_parameter(name)) for name in copied}
+    return model, sorted(name for number, name in own.items() if number not in filled)
+
+
+def load_halves(
+    encoder: str | os.PathLike, decoder: str | os.PathLike | None = None, **overrides: Any
+) -> VaswaniForConditionalGeneration:
+    """Load a folder or repository for each half and put them together, for a warm start.
+
+    Arguments are those of `join_halves`, with places instead of models. A warning names the weights that
+    come from neither place, such as the attention of the decoder to the encoder.
+    """
+    first = AutoModel.from_pretrained(encoder)
+    second = None if decoder is None else AutoModelForCausalLM.from_pretrained(decoder)
+    model, new = join_halves(first, second, **overrides)
+    if new:
+        kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in new})
+        logger.warning(
+            f"{len(new)} weights come from neither half and are new, so train the model before you "
+            f"translate with it: {', '.join(kinds)}."
+        )
+    return model
+
+
+def _config_of_both(
+    source: nn.Module, target: nn.Module | None, decoder: Any, overrides: dict[str, Any]
+) -> VaswaniConfig:
+    """Combine the configurations of two stacks; without a target, the decoder has equal sizes."""
+    ours: Any = source.config
+    fields = {name: value for name, value in ours.to_dict().items() if _is_field_of_whole(name)}
+    fields |= {"label_smoothing": VaswaniConfig.label_smoothing, "architectures": None}
+    if target is None:
+        fields |= {f"decoder_{size}": getattr(ours, f"encoder_{size}") for size in _SIZES}
+        return VaswaniConfig(**{**fields, **overrides})
+    theirs: Any = target.config
+    for name in _SHARED_FIELDS:
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ValueError(
+                f"The two halves differ in {name}: {getattr(ours, name)!r} in the encoder and "
+                f"{getattr(theirs, name)!r} in the decoder; a translation model has one for both."
+            )
+    fields |= {f"decoder_{size}": getattr(theirs, f"decoder_{size}") for size in _SIZES}
+    fields["decoder_vocab_size"] = theirs.vocab_size
+    shared = _equal(source.embed_tokens.weight, target.embed_tokens.weight)
+    if overrides.get("share_encoder_decoder_embeddings") and not shared:
+        raise ValueError(
+            "share_encoder_decoder_embeddings=True needs halves with the same embedding, but theirs "
+            "differ: leave the field out, and each side keeps its own."
+        )
+    fields["share_encoder_decoder_embeddings"] = shared
+    head = getattr(decoder, "lm_head", None)
+    fields["lm_head_bias"] = head is not None and head.bias is not None
+    fields["tie_word_embeddings"] = theirs.tie_word_embeddings
+    for name in ("eos_token_id", "pad_token_id", "unk_token_id"):
+        fields[name] = getattr(theirs, name)
+    fields["decoder_start_token_id"] = theirs.bos_token_id
+    return VaswaniConfig(**{**fields, **overrides})
+
+
+def _is_field_of_whole(name: str) -> bool:
+    return name in VaswaniConfig._own_fields() and name not in ("is_encoder_decoder", "use_cache")
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@torch.no_grad()
+def _copy_weights(source: nn.Module, target: nn.Module, prefix: str = "") -> set[str]:
+    """Copy the parameters that both have by the same name; return those, after a prefix."""
+    own = dict(target.named_parameters())
+    found = {name: weight for name, weight in source.named_parameters() if name in own}
+    for name, weight in found.items():
+        own[name].copy_(weight)
+    return {prefix + name for name in found}
+
+
+__all__ = ["join_halves", "load_halves", "split_halves"]

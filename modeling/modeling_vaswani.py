@@ -649,6 +649,23 @@ class VaswaniForConditionalGeneration(
         )
         self.post_init()
 
+    @classmethod
+    def from_encoder_decoder_pretrained(
+        cls, encoder: Any, decoder: Any = None, **overrides: Any
+    ) -> "VaswaniForConditionalGeneration":
+        """Put the encoder of one folder and the decoder of another together, for a warm start.
+
+        A warning names the weights that neither has, such as the attention to the encoder.
+
+        Args:
+            encoder: folder or repository of an encoder, under any head.
+            decoder: folder or repository of a language model; None leaves the decoder new.
+            **overrides: fields of the configuration.
+        """
+        from .halves_vaswani import load_halves
+
+        return load_halves(encoder, decoder, **overrides)
+
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None
     ) -> nn.Embedding:

@@ -50,6 +50,8 @@ if not _is_own_command():
         VaswaniModel,
         VaswaniTokenizer,
         VaswaniTranslationPipeline,
+        join_halves,
+        split_halves,
     )
 
 __all__ = [
@@ -68,4 +70,6 @@ __all__ = [
     "VaswaniTokenizer",
     "VaswaniTranslationPipeline",
     "__version__",
+    "join_halves",
+    "split_halves",
 ]

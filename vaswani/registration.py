@@ -22,6 +22,7 @@ from .configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoder
 from .generation.pipeline_vaswani import VaswaniTranslationPipeline
 from .generation.settings_vaswani import VaswaniGenerationConfig
 from .modeling.causal_lm_vaswani import VaswaniDecoderModel, VaswaniForCausalLM
+from .modeling.halves_vaswani import join_halves, split_halves
 from .modeling.heads_vaswani import (
     VaswaniForMaskedLM,
     VaswaniForSequenceClassification,
@@ -104,4 +105,6 @@ __all__ = [
     "VaswaniModel",
     "VaswaniTokenizer",
     "VaswaniTranslationPipeline",
+    "join_halves",
+    "split_halves",
 ]
