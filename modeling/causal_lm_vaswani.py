@@ -117,6 +117,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         prefix_mask: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         skip_logits: bool | None = None,
+        shift_labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
         """Predict the next token at every position: logits (B, T, V).
@@ -139,11 +140,14 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
                 does so in training mode, unless `lm_head` is wrapped (LoRA) or divided among
                 processes.
+            shift_labels: (B, T) the next token at each position, in place of `labels`, where a
+                trainer divides sequences among processes.
             **kwargs: passed on to the attention backend.
         """
-        if labels is not None:
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        if shift_labels is not None:
             use_cache = False
-            labels = F.pad(labels[:, 1:], (0, 1), value=-100)  # the next token at each position
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -158,7 +162,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             **kwargs,
         )
         logits, loss = self.predict(
-            outputs.last_hidden_state, labels, num_items_in_batch, logits_to_keep, skip_logits
+            outputs.last_hidden_state, shift_labels, num_items_in_batch, logits_to_keep, skip_logits
         )
         recorded: dict[str, Any] = {
             name: value for name, value in outputs.items() if name != "last_hidden_state"
