@@ -33,8 +33,8 @@ def split_halves(
 ) -> tuple[VaswaniEncoderModel, VaswaniForCausalLM]:
     """Copy a translation model's weights into its two halves.
 
-    The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves` puts the two
-    together again, bit for bit.
+    The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves` puts
+    the two together again, bit for bit.
     """
     encoder = VaswaniEncoderModel(VaswaniEncoderConfig.of(model.config))
     decoder = VaswaniForCausalLM(VaswaniDecoderConfig.of(model.config))
@@ -87,8 +87,8 @@ def load_halves(
 ) -> VaswaniForConditionalGeneration:
     """Load a folder or repository for each half and put them together, for a warm start.
 
-    Arguments are those of `join_halves`, with places instead of models. A warning names the weights that
-    come from neither place, such as the attention of the decoder to the encoder.
+    Arguments are those of `join_halves`, with places instead of models. A warning names the weights
+    that come from neither place, such as the attention of the decoder to the encoder.
     """
     first = AutoModel.from_pretrained(encoder)
     second = None if decoder is None else AutoModelForCausalLM.from_pretrained(decoder)
@@ -124,8 +124,8 @@ def _config_of_both(
     shared = _equal(source.embed_tokens.weight, target.embed_tokens.weight)
     if overrides.get("share_encoder_decoder_embeddings") and not shared:
         raise ValueError(
-            "share_encoder_decoder_embeddings=True needs halves with the same embedding, but theirs "
-            "differ: leave the field out, and each side keeps its own."
+            "share_encoder_decoder_embeddings=True needs halves with the same embedding, but those "
+            "of the two differ: leave the field out, and each side keeps its own."
         )
     fields["share_encoder_decoder_embeddings"] = shared
     head = getattr(decoder, "lm_head", None)

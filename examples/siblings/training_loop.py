@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-
 from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 
