@@ -117,7 +117,6 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         prefix_mask: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         skip_logits: bool | None = None,
-        shift_labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
         """Predict the next token at every position: logits (B, T, V).
@@ -140,10 +139,11 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
                 does so in training mode, unless `lm_head` is wrapped (LoRA) or divided among
                 processes.
-            shift_labels: (B, T) the next token at each position, in place of `labels`, where a
-                trainer divides sequences among processes.
-            **kwargs: passed on to the attention backend.
+            **kwargs: passed on to the attention backend. `shift_labels` (B, T) are the next tokens,
+                in place of `labels`, where processes share sequences.
         """
+        # Not in the signature: the Trainer would look for it in every batch, as for `labels`.
+        shift_labels: Any = kwargs.pop("shift_labels", None)  # type: ignore[typeddict-item]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
         if shift_labels is not None:

@@ -28,6 +28,7 @@ How the text survives:
   pieces never go on after "<", and such words are escaped by "\" (word) or cut after "<" (regex).
 """
 
+import copy
 import functools
 import gzip
 import json
@@ -53,6 +54,7 @@ KINDS = (*SUBWORD_KINDS, "word", "char", "regex")
 SMILES_PATTERN = r"\[[^\[\]]*\]|Cl|Br|[BCNOPSFI]|[bcnops]|%\d\d|%\(\d+\)|>>|[-=#$:~/\\.()+*>]|\d"
 
 _PAD, _UNK, _EOS = _SPECIAL_TOKENS = ("<pad>", "<unk>", "</s>")
+_MASK = "<mask>"
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _LEAST_UNIGRAM = 10
 _REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
@@ -440,6 +442,33 @@ class VaswaniTokenizer(TokenizersBackend):
     def _switch_to_target_mode(self) -> None:
         if self.init_kwargs.get("source_eos") is False:
             self.add_eos_token = True
+
+    def for_masked_words(self) -> Self:
+        """Return a copy with a token "<mask>", for a masked language model.
+
+        The copy recognises special tokens that are written in a text, such as the mask.
+        """
+        new = copy.deepcopy(self)
+        new.add_special_tokens({"mask_token": _MASK})
+        new._recognise_special_tokens()
+        return new
+
+    def for_language_model(self) -> Self:
+        """Return a copy that puts "</s>" before a text and not behind it, for a language model.
+
+        The model goes on writing the text. The copy pads on the left, and recognises special tokens
+        that are written in a text: trainers of language models write "</s>" behind each text.
+        """
+        new = copy.deepcopy(self)
+        new.bos_token = new.eos_token
+        new.add_eos_token = False
+        new.add_bos_token = True
+        new.padding_side = new.init_kwargs["padding_side"] = "left"
+        new._recognise_special_tokens()
+        return new
+
+    def _recognise_special_tokens(self) -> None:
+        self.split_special_tokens = self._tokenizer.encode_special_tokens = False
 
     def train_new_from_iterator(
         self,
