@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens, D = d_model, V entries of the vocabulary, C classes.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -37,12 +37,7 @@ class VaswaniEncoderPreTrainedModel(VaswaniPreTrainedModel):
         super().__init__(config)
         self.model = VaswaniEncoderModel(config)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: an encoder writes nothing."""
-        raise TypeError(
-            f"{type(self).__name__} cannot generate, because it has no decoder: "
-            "VaswaniForConditionalGeneration translates, and VaswaniForCausalLM goes on writing."
-        )
+    generate = VaswaniEncoderModel.generate
 
 
 class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):

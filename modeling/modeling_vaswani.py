@@ -795,6 +795,13 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
     def _loadable_types(cls) -> tuple[str, ...]:
         return VaswaniEncoderConfig.readable_types
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: an encoder writes nothing."""
+        raise TypeError(
+            f"{type(self).__name__} cannot generate, because it has no decoder: "
+            "VaswaniForConditionalGeneration translates, and VaswaniForCausalLM goes on writing."
+        )
+
     @can_return_tuple
     def forward(
         self,
