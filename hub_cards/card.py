@@ -25,6 +25,7 @@ from ..configuration import __version__
 from ..corpora.atomic_folder import replaced_file
 from .results import Results, is_language, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
+from .sibling_card import is_sibling, render_sibling
 
 logger = logging.get_logger(__name__)
 
@@ -81,7 +82,15 @@ def write_model_card(
     """
     folder = Path(folder)
     target = folder if output is None else Path(output)
-    model = SavedModel(folder, [_given(path, folder) for path in _listed(results)])
+    sibling = is_sibling(folder)
+    model = None
+    if not sibling:
+        model = SavedModel(folder, [_given(path, folder) for path in _listed(results)])
+    elif results is not None:
+        raise ValueError(
+            f"{folder} holds an encoder or a decoder alone, whose cards have no results: leave "
+            "results out."
+        )
     stated: dict[str, Any] = {
         "language": _listed(language),
         "license": license,
@@ -101,6 +110,11 @@ def write_model_card(
     metadata = _metadata_of(model, stated, earlier, _listed(tags))
 
     target.mkdir(parents=True, exist_ok=True)
+    if model is None:
+        _add_licence(target)
+        text = render_sibling(folder, metadata, repo_id, (target / _LICENCE).exists())
+        _write(card, _marked(text))
+        return card
     for file in model.given:
         if file not in model.results:
             continue  # a copy of another
@@ -112,9 +126,13 @@ def write_model_card(
     text = _render(model, metadata, target, repo_id)
     if target != folder:
         _copy_linked(text, folder, target)
+    _write(card, text)
+    return card
+
+
+def _write(card: Path, text: str) -> None:
     with replaced_file(card) as partial:
         partial.write_text(text, encoding="utf-8")
-    return card
 
 
 def may_be_written(card: Path) -> bool:
@@ -165,10 +183,10 @@ def add_to_push(
 
 
 def _metadata_of(
-    model: SavedModel, stated: dict[str, Any], earlier: list[dict[str, Any]], tags: list[str]
+    model: SavedModel | None, stated: dict[str, Any], earlier: list[dict[str, Any]], tags: list[str]
 ) -> dict[str, Any]:
     """What the card says of language, licence and origin: as stated, recorded, or said before."""
-    run = model.run
+    run = model.run if model else None
     recorded = {
         "language": run.languages() if run else [],
         "license": run.settings.get("license") if run else None,
@@ -186,7 +204,8 @@ def _metadata_of(
         for tag in said.get("tags", [])
         if tag not in _pair(said.get("language"))  # which may have been wrong
     ]
-    return {**chosen, "tags": [*_TAGS, *_pair(chosen["language"]), *tags, *kept]}
+    own = _TAGS if model else _TAGS[:-1]  # a sibling is no sequence-to-sequence model
+    return {**chosen, "tags": [*own, *_pair(chosen["language"]), *tags, *kept]}
 
 
 def _pair(language: Sequence[str] | None) -> list[str]:
@@ -238,8 +257,13 @@ def _render(model: SavedModel, metadata: dict[str, Any], target: Path, repo_id: 
         licence_file=(target / _LICENCE).exists(),
         version=__version__,
     )
+    return _marked(str(card))
+
+
+def _marked(card: str) -> str:
+    """Say in a card that it is as it was written."""
     # As transformers writes it when it adds a tag: the mark has to survive that.
-    text = str(card).rstrip() + "\n\n"
+    text = card.rstrip() + "\n\n"
     return text + _MARK.format(_sha256(text))
 
 

@@ -218,9 +218,10 @@ class StrictlyLoadedModel(PreTrainedModel):
         files_timestamps: dict[str, float],
         **kwargs: Any,
     ) -> Any:
-        # All of transformers' ways to push a model end here, with an empty draft for a card. Cards
-        # describe models that translate.
-        if self.add_card_to_push is not None and self.can_generate():
+        # All of transformers' ways to push a model end here, with an empty draft for a card. A
+        # translation model without its map to the vocabulary has no task that a card could name.
+        has_task = self.can_generate() or len(self.config.stacks) == 1
+        if self.add_card_to_push is not None and has_task:
             self.add_card_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 

@@ -1,6 +1,7 @@
 """The siblings in other libraries: pipelines, sentence-transformers, TRL, EncoderDecoderModel."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -22,6 +24,7 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from vaswani.hub_cards.card import write_model_card
 
 from vaswani import (
     VaswaniDecoderConfig,
@@ -309,3 +312,33 @@ def test_the_configs_of_the_halves_are_told_apart_by_their_type(saved):
         (VaswaniForCausalLM, VaswaniDecoderConfig),
     ):
         assert type(AutoConfig.from_pretrained(saved(model_class))) is config_class
+
+
+# Model cards
+
+
+@pytest.mark.parametrize(
+    ("model_class", "task"),
+    [
+        (VaswaniEncoderModel, "feature-extraction"),
+        (VaswaniForMaskedLM, "fill-mask"),
+        (VaswaniForSequenceClassification, "text-classification"),
+        (VaswaniForTokenClassification, "token-classification"),
+        (VaswaniForCausalLM, "text-generation"),
+    ],
+)
+def test_a_card_names_the_task_and_its_lines_run(saved, monkeypatch, capsys, model_class, task):
+    folder = saved(model_class)
+    card = ModelCard.load(write_model_card(folder, license="mit", language="en"))
+    assert card.data.pipeline_tag == task
+    assert card.data.license == "mit"
+    assert "sequence-to-sequence" not in card.data.tags
+    count = sum(weight.numel() for weight in model_class.from_pretrained(folder).parameters())
+    assert f"{count:,} parameters" in card.text
+    code = re.search(r"```python\nimport vaswani\n(.*?)```", card.text, flags=re.DOTALL)[1]
+    monkeypatch.chdir(folder.parent)
+    capsys.readouterr()
+    exec(code, {})
+    assert capsys.readouterr().out.strip().startswith("[")
+    with pytest.raises(ValueError, match="whose cards have no results"):
+        write_model_card(folder, results="results.json")
