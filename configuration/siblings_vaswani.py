@@ -51,7 +51,7 @@ class VaswaniHalfConfig(VaswaniConfig):
             return half
         config.validate_architecture()
         half = cls.from_dict({**cls._own_part(config.to_dict()), **changes})
-        half._attn_implementation_internal = config._attn_implementation_internal
+        half._attn_implementation = config._attn_implementation
         return half
 
     @classmethod

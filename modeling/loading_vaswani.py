@@ -106,8 +106,6 @@ class StrictlyLoadedModel(PreTrainedModel):
             return loaded
         model, info = loaded
         same_class = cls.__name__ in (model.config.architectures or ())
-        if "state_dict" not in kwargs:
-            model.refuse_half_loaded(place, info["missing_keys"])
         for what, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
             names = sorted(name for name in info[keys] if not model.may_be_new(name, info[keys]))
             if same_class and "state_dict" not in kwargs and names:
@@ -117,6 +115,8 @@ class StrictlyLoadedModel(PreTrainedModel):
                     "fit each other. Get both anew, or, if that is meant, pass "
                     "output_loading_info=True to get the model all the same, and a list of them."
                 )
+        if "state_dict" not in kwargs:
+            model.refuse_half_loaded(place, info["missing_keys"])
         if name := first_not_finite(model):
             raise OSError(
                 f"{name} of {place} holds NaN or infinity: training went wrong before it was "

@@ -814,6 +814,21 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         return self.encoder(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
 
 
+class EncoderOfTranslationModel(VaswaniEncoderModel):
+    """The class that loads the encoder out of a translation model's folder, by its own code.
+
+    transformers' Auto classes accept no class with another configuration than the folder's. The
+    model that is loaded is a VaswaniEncoderModel.
+    """
+
+    config_class = VaswaniConfig
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load the encoder; arguments are those of `VaswaniEncoderModel.from_pretrained`."""
+        return VaswaniEncoderModel.from_pretrained(*args, **kwargs)
+
+
 VaswaniForConditionalGeneration._network_classes = (
     VaswaniAttention,
     VaswaniEncoderLayer,

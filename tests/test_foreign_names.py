@@ -120,7 +120,7 @@ ATTRIBUTES = {
         _auto_class _can_compile_fullgraph _can_record_outputs _fsdp_plan
         _keys_to_ignore_on_load_unexpected _no_split_modules
         _skip_keys_device_placement _supports_attention_backend _supports_flash_attn
-        _supports_flex_attn _supports_sdpa _tp_plan
+        _supports_flex_attn _supports_sdpa _tied_weights_keys _tp_plan
     """,
     "transformers.Pipeline": """
         _load_feature_extractor _load_image_processor _load_processor _load_tokenizer
@@ -158,7 +158,8 @@ IMPORTS = {
     "transformers.activations": "ACT2FN",
     "transformers.exporters": "OnnxConfig OnnxExporter",
     "transformers.generation": """
-        EosTokenCriteria ForcedEOSTokenLogitsProcessor GenerateBeamEncoderDecoderOutput
+        EosTokenCriteria ForcedEOSTokenLogitsProcessor GenerateBeamDecoderOnlyOutput
+        GenerateBeamEncoderDecoderOutput GenerateDecoderOnlyOutput
         GenerateEncoderDecoderOutput GenerationMode LogitNormalization LogitsProcessor
         LogitsProcessorList MaxLengthCriteria MinLengthLogitsProcessor
         MinNewTokensLengthLogitsProcessor NoBadWordsLogitsProcessor StoppingCriteria
@@ -168,8 +169,9 @@ IMPORTS = {
     "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_outputs": """
-        BaseModelOutput BaseModelOutputWithPastAndCrossAttentions Seq2SeqLMOutput
-        Seq2SeqModelOutput
+        BaseModelOutput BaseModelOutputWithPastAndCrossAttentions
+        CausalLMOutputWithCrossAttentions MaskedLMOutput Seq2SeqLMOutput Seq2SeqModelOutput
+        SequenceClassifierOutput TokenClassifierOutput
     """,
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.configuration_auto": "CONFIG_MAPPING",
