@@ -22,11 +22,11 @@ from vaswani.commands.main import main
 from vaswani.commands.train import make_parser
 from vaswani.corpora import atomic_folder
 from vaswani.hub_cards import card as cards
-from vaswani.hub_cards import saved_model
+from vaswani.hub_cards import saved_model, sibling_card
 from vaswani.hub_cards.card import may_be_written, write_model_card
 from vaswani.training.circumstances import weights_sha256
 
-from vaswani import VaswaniEncoderModel, VaswaniTokenizer
+from vaswani import VaswaniModel, VaswaniTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
@@ -436,15 +436,15 @@ def test_a_licence_that_is_there_stays(bare):
     assert (bare / "LICENSE-CODE").read_text() == "of my own\n"
 
 
-def test_the_template_is_part_of_the_package():
+def test_the_templates_are_part_of_the_package():
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folder = ROOT / tools["package-dir"]["vaswani.hub_cards"]
-    (template,) = (
+    templates = {
         path
         for pattern in tools["package-data"]["vaswani.hub_cards"]
         for path in folder.glob(pattern)
-    )
-    assert template == cards._TEMPLATE
+    }
+    assert templates == {cards._TEMPLATE, sibling_card._TEMPLATE}
     assert "vaswani.hub_cards" in tools["packages"]
 
 
@@ -557,9 +557,9 @@ def test_a_full_disk_leaves_the_card_that_was_there(run, monkeypatch):
 
 
 def test_folders_without_a_translator_are_refused(bare, tiny_config):
-    VaswaniEncoderModel(tiny_config()).save_pretrained("runs/encoder")
-    with pytest.raises(ValueError, match="runs/encoder holds a VaswaniEncoderModel"):
-        write_model_card("runs/encoder")
+    VaswaniModel(tiny_config()).save_pretrained("runs/stacks")
+    with pytest.raises(ValueError, match="runs/stacks holds a VaswaniModel"):
+        write_model_card("runs/stacks")
     (bare / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"numbers holds no model\.safetensors"):
         write_model_card(bare)
