@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _prepare()
         command.run(args)
-    except CommandError as error:
+    except (CommandError, ModuleNotFoundError) as error:  # an extra that is not installed
         sys.exit(f"{parser.prog}: {error}")
 
 

@@ -13,10 +13,6 @@ from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.tokenization_vaswani import half_character
 
-with needs("vaswani[train]"):
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
 Pair = tuple[str, str]
 
 
@@ -114,6 +110,9 @@ def _data_set_rows(name: str, default_split: str) -> Any:
         check_path(place)
     except FileNotFoundError as error:
         raise DataError(str(error)) from error
+    with needs("vaswani[train]"):  # only here: text is translated without it
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
     try:
         return load_dataset(place, configuration or None, split=split or default_split)
     except (ConnectionError, OSError, ValueError, DatasetsError) as error:

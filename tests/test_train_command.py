@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -288,6 +289,23 @@ def test_settings_that_make_no_sense_are_refused_before_training(
         )  # fmt: skip
     assert re.search(complaint, f"{error.value} {capsys.readouterr().err}")
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_results_name_the_command_and_the_commit_of_the_package(parallel_files, tmp_path):
+    arguments = ["train", "--model", str(FROZEN), "--train", *parallel_files, "--steps", "1"]
+    arguments += ["--output", str(tmp_path / "run")]
+    subprocess.run(
+        [sys.executable, "-m", "vaswani", *arguments],
+        env=subprocess_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert shlex.split(results["command"]) == ["vaswani", *arguments]
+    describe = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    assert results["commit"] == commit or not commit
 
 
 def test_training_pushes_a_complete_repository(parallel_files, tmp_path):

@@ -31,10 +31,12 @@ _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8
 
 
 def circumstances() -> dict[str, Any]:
-    """Describe this run in JSON's types; `commit` is that of the folder the command lies in."""
+    """Describe this run in JSON's types; `commit` is that of the script, or of this package."""
+    program = Path(sys.argv[0])
+    own = program.stem == "vaswani" or program.parent.name == "vaswani"  # python -m vaswani
     return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": _commit(Path(sys.argv[0]).resolve().parent),
+        "command": shlex.join([*(["vaswani"] if own else ["python", sys.argv[0]]), *sys.argv[1:]]),
+        "commit": _commit(Path(__file__).resolve() if own else program.resolve()),
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **_versions()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -77,13 +79,18 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _commit(folder: Path) -> str:
+def _commit(file: Path) -> str:
+    """Name the commit of a file that git tracks; an environment may lie in a stranger's clone."""
     git = shutil.which("git")
     if git is None:
         return "unknown"
-    describe = [git, "-C", str(folder), "describe", "--always", "--dirty"]
-    found = subprocess.run(describe, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+
+    def answer(*words: str) -> str:
+        command = [git, "-C", str(file.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    tracked = answer("ls-files", "--", file.name)
+    return (tracked and answer("describe", "--always", "--dirty")) or "unknown"
 
 
 __all__ = ["circumstances", "weights_sha256"]
