@@ -1,0 +1,52 @@
+"""The page on encoders and language models runs as printed, and its figures are those measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+from documents import Page
+
+from vaswani import VaswaniForConditionalGeneration
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = Page(ROOT / "docs" / "siblings.md")
+
+
+def results(name):
+    path = ROOT / "benchmarks" / "results" / f"siblings-{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["results"]
+
+
+def test_the_blocks_run_as_printed(number_words, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.de").write_bytes(number_words[1].read_bytes())
+    (writing, _), (moving, _) = PAGE.python()
+    names = {}
+    with pytest.raises(ValueError, match="vocab_size"):  # number words have fewer pieces
+        exec(writing.replace("4000", "20"), names)
+    exec(writing.replace("4000", "400"), names)
+    prompt = names["tokenizer"](["ein", "zweihundert"], padding=True, return_tensors="pt")
+    assert names["model"].eval().generate(**prompt, max_new_tokens=3).shape[0] == 2
+    names = {"model": tiny_model()}
+    splitting, _, warm_start = moving.partition("model = VaswaniForConditionalGeneration.from")
+    exec(splitting, names)
+    assert names["new"] == []
+    names["encoder"].save_pretrained("runs/masked")
+    names["decoder"].save_pretrained("runs/causal")
+    exec("model = VaswaniForConditionalGeneration.from" + warm_start, names)
+    assert type(names["model"]) is VaswaniForConditionalGeneration
+
+
+def test_the_figures_are_those_of_the_results_files():
+    found = results("classify")
+    (classifier, tagger) = found["classifier"], found["tagger"]
+    for figure in (
+        *(classifier["accuracy"], classifier["naive_bayes"]),
+        *(tagger["accuracy"], tagger["most_frequent_kind"]),
+    ):
+        assert f"{100 * figure - 1e-9:.1f}%" in PAGE.text or f"{100 * figure:.1f}%" in PAGE.text
+    for name, models in results("one-stream").items():
+        if name.startswith("number words"):
+            pairs = int(name.split()[2])
+            two, one = (100 * models[key]["exact"] for key in ("two streams", "one stream"))
+            assert f"| {pairs:,} | {two:.1f}% | {one:.1f}% |" in PAGE.text
