@@ -10,6 +10,12 @@ tokens. With the tokenizer of the model's folder:
     best = translator.translate_batch([source], beam_size=4, max_decoding_length=100)[0]
     text = tokenizer.decode(tokenizer.convert_tokens_to_ids(best.hypotheses[0]))
 
+A language model becomes a folder for CTranslate2's `Generator`:
+
+    generator = ctranslate2.Generator("out/")
+    prompt = tokenizer.convert_ids_to_tokens(tokenizer("two dogs").input_ids)
+    best = generator.generate_batch([prompt], include_prompt_in_result=False)[0].sequences[0]
+
 If the model has no tokenizer, the tokens are the ids, written as numbers.
 
 The output has the weights, the vocabularies, a table of positions, and the start, end and unknown
@@ -30,6 +36,7 @@ After an import of this module, CTranslate2's own `TransformersConverter` reads 
 """
 
 import argparse
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -152,7 +159,11 @@ def save(
             f"{', '.join(QUANTIZATIONS)}."
         )
     tokenizers = open_tokenizers(model, tokenizer, target_tokenizer)
-    spec = VaswaniLoader(max_positions)(open_model(model), *tokenizers)
+    opened: Any = open_model(model, language_models=True)
+    if opened.config.is_encoder_decoder:
+        spec = VaswaniLoader(max_positions)(opened, *tokenizers)
+    else:
+        spec = LanguageModelLoader(max_positions)(opened, tokenizers[0])
     with new_folder(Path(output)) as folder:
         spec.validate()
         spec.optimize(quantization)
@@ -263,6 +274,52 @@ class VaswaniLoader(ModelLoader):
                 for name in ("self_attention", "attention"):
                     if hasattr(layer, name):
                         getattr(layer, name).queries_scale = d_k**-0.5
+        return spec
+
+
+class LanguageModelLoader(VaswaniLoader):
+    """Makes CTranslate2's specification of a language model, for its converters."""
+
+    architecture_name = "AutoModelForCausalLM"
+
+    def __call__(self, model: Any, tokenizer: Any, target_tokenizer: None = None) -> Any:
+        """Make the specification with its vocabulary.
+
+        Raises:
+            ConversionError: CTranslate2 cannot compute what the model computes.
+        """
+        config = model.config
+        problems = _problems(config, self.max_positions)
+        if config.add_cross_attention:
+            problems.append("add_cross_attention (CTranslate2's generator has no source)")
+        vocabulary = _vocabulary(tokenizer, config.vocab_size, "model's", problems)
+        special = _special_tokens(model, vocabulary, vocabulary, problems)
+        refuse(list(dict.fromkeys(problems)), "The model")
+        spec = self.get_model_spec(model)
+        spec.register_vocabulary(vocabulary)
+        for name in ("bos_token", "eos_token", "unk_token"):
+            setattr(spec.config, name, special[name])
+        spec.config.layer_norm_epsilon = config.layer_norm_eps
+        return spec
+
+    @torch.no_grad()
+    def get_model_spec(self, model: Any) -> Any:
+        """Make the specification without a vocabulary."""
+        variables = to_theirs(_rules(), _weights(model))
+        kind = functools.partial(
+            transformer_spec.TransformerDecoderSpec, with_encoder_attention=False
+        )
+        decoder = self._stack(
+            kind, "decoder", model.config, "decoder/layer_norm/gamma" in variables
+        )
+        spec = transformer_spec.TransformerDecoderModelSpec(decoder)
+        for name, tensor in variables.items():
+            place, _, attribute = name.rpartition("/")
+            setattr(model_spec.index_spec(spec, place), attribute, tensor)
+        length = self.max_positions or _learned_positions(model.config) or MAX_POSITIONS
+        table = model.model.decoder.embed_positions(0, length, torch.device("cpu"))
+        decoder.position_encodings.encodings = table.to(_dtype(model), copy=True)
+        decoder.scale_embeddings = model.model.decoder.embed_scale
         return spec
 
 
@@ -393,5 +450,6 @@ def _special_tokens(
 
 if _missing is None:
     register_loader("VaswaniConfig")(VaswaniLoader)
+    register_loader("VaswaniDecoderConfig")(LanguageModelLoader)
 
-__all__ = ["VaswaniLoader", "add_arguments", "convert", "save"]
+__all__ = ["LanguageModelLoader", "VaswaniLoader", "add_arguments", "convert", "save"]

@@ -8,7 +8,7 @@ import argparse
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -16,7 +16,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.siblings_vaswani import VaswaniDecoderConfig
 from ..corpora.atomic_folder import new_folder
+from ..modeling.causal_lm_vaswani import VaswaniForCausalLM
 from ..modeling.loading_vaswani import first_not_finite, is_finite
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
@@ -149,14 +151,21 @@ def add_model_arguments(parser: argparse.ArgumentParser, tokenizers: bool = Fals
         )
 
 
-def open_model(model: str | Path | PreTrainedModel) -> VaswaniForConditionalGeneration:
+def open_model(
+    model: str | Path | PreTrainedModel, language_models: bool = False
+) -> VaswaniForConditionalGeneration:
     """Load a saved model from a folder or from the Hub, or return a model in memory as it is.
 
+    With `language_models`, the result may also be a VaswaniForCausalLM.
+
     Raises:
-        ConversionError: this is not a complete VaswaniForConditionalGeneration.
+        ConversionError: this is not a complete model that can be converted.
     """
+    classes: dict[str, Any] = {VaswaniConfig.model_type: VaswaniForConditionalGeneration}
+    if language_models:
+        classes[VaswaniDecoderConfig.model_type] = VaswaniForCausalLM
     if isinstance(model, PreTrainedModel):
-        if model.config.model_type != VaswaniConfig.model_type or not hasattr(model, "lm_head"):
+        if model.config.model_type not in classes or not hasattr(model, "lm_head"):
             raise ConversionError(
                 f"{type(model).__name__} is not VaswaniForConditionalGeneration: only translation "
                 "models can be converted."
@@ -166,11 +175,9 @@ def open_model(model: str | Path | PreTrainedModel) -> VaswaniForConditionalGene
     folder = local_path(model, _SETTINGS, _WEIGHTS)
     try:
         model_type = AutoConfig.from_pretrained(folder).model_type
-        if model_type != VaswaniConfig.model_type:
+        if model_type not in classes:
             raise ConversionError(f"{model} holds a model of type {model_type!r}, not of Vaswani.")
-        loaded, report = VaswaniForConditionalGeneration.from_pretrained(
-            folder, output_loading_info=True
-        )
+        loaded, report = classes[model_type].from_pretrained(folder, output_loading_info=True)
     except ConversionError:
         raise
     except pickle.UnpicklingError as error:
