@@ -105,9 +105,9 @@ class VaswaniEncoderConfig(VaswaniHalfConfig):
         "AutoModelForTokenClassification": "heads_vaswani.VaswaniForTokenClassification",
     }
 
-    decoder_layers: int | None = None
-    decoder_attention_heads: int | None = None
-    decoder_ffn_dim: int | None = None
+    decoder_layers: int | None = None  # type: ignore[assignment]
+    decoder_attention_heads: int | None = None  # type: ignore[assignment]
+    decoder_ffn_dim: int | None = None  # type: ignore[assignment]
     is_encoder_decoder: bool = False
     use_cache: bool = False
     label_smoothing: float | int = 0.0
@@ -153,9 +153,9 @@ class VaswaniDecoderConfig(VaswaniHalfConfig):
         "AutoModelForCausalLM": "causal_lm_vaswani.VaswaniForCausalLM",
     }
 
-    encoder_layers: int | None = None
-    encoder_attention_heads: int | None = None
-    encoder_ffn_dim: int | None = None
+    encoder_layers: int | None = None  # type: ignore[assignment]
+    encoder_attention_heads: int | None = None  # type: ignore[assignment]
+    encoder_ffn_dim: int | None = None  # type: ignore[assignment]
     is_encoder_decoder: bool = False
     add_cross_attention: bool = False
     bos_token_id: int | None = 2

@@ -39,7 +39,7 @@ def split_halves(
     encoder = VaswaniEncoderModel(VaswaniEncoderConfig.of(model.config))
     decoder = VaswaniForCausalLM(VaswaniDecoderConfig.of(model.config))
     for half in (encoder, decoder):
-        half.to(device=model.device, dtype=model.dtype)
+        nn.Module.to(half, device=model.device, dtype=model.dtype)
         half.train(model.training)
     _copy_weights(model.model.encoder, encoder.encoder)
     _copy_weights(model.model.decoder, decoder.model.decoder)
@@ -121,7 +121,8 @@ def _config_of_both(
             )
     fields |= {f"decoder_{size}": getattr(theirs, f"decoder_{size}") for size in _SIZES}
     fields["decoder_vocab_size"] = theirs.vocab_size
-    shared = _equal(source.embed_tokens.weight, target.embed_tokens.weight)
+    tables: list[Any] = [source.embed_tokens, target.embed_tokens]
+    shared = _equal(*(table.weight for table in tables))
     if overrides.get("share_encoder_decoder_embeddings") and not shared:
         raise ValueError(
             "share_encoder_decoder_embeddings=True needs halves with the same embedding, but those "

@@ -92,6 +92,10 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
         )
 
 
+def _number_of_classes(config: VaswaniEncoderConfig) -> int:
+    return config.num_labels or 0
+
+
 class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
     """What both classifiers share: a linear map of the encoder's states to C classes."""
 
@@ -99,7 +103,7 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
         super().__init__(config)
         rate = config.classifier_dropout
         self.dropout = config.dropout if rate is None else rate
-        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.classifier = nn.Linear(config.d_model, _number_of_classes(config))
         self.post_init()
 
     def classify(self, states: torch.Tensor) -> torch.Tensor:
@@ -112,7 +116,7 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
         Raises:
             ValueError: a label is neither -100 nor the number of a class.
         """
-        classes = self.config.num_labels
+        classes = _number_of_classes(self.config)
         if labels.is_floating_point() or labels.device.type != "cpu":
             return
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
@@ -167,7 +171,7 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Compute the loss that `config.problem_type` names, as transformers decides it."""
-        if labels.dim() == 1 and self.config.num_labels > 1:
+        if labels.dim() == 1 and _number_of_classes(self.config) > 1:
             self.check_classes(labels)
         loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         if num_items_in_batch is None:

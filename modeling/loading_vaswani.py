@@ -128,7 +128,8 @@ class StrictlyLoadedModel(PreTrainedModel):
     @classmethod
     def _loadable_types(cls) -> tuple[str, ...]:
         """List the model types of configurations that a caller may pass, this class' own first."""
-        return (cls.config_class.model_type,)
+        config_class: Any = cls.config_class
+        return (config_class.model_type,)
 
     def may_be_new(self, name: str, missing: Collection[str]) -> bool:
         """Tell whether a missing weight belongs to a part that a checkpoint may lack as a whole.

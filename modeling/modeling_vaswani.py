@@ -821,7 +821,7 @@ class EncoderOfTranslationModel(VaswaniEncoderModel):
     model that is loaded is a VaswaniEncoderModel.
     """
 
-    config_class = VaswaniConfig
+    config_class = VaswaniConfig  # type: ignore[assignment]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

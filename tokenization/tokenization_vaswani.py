@@ -468,7 +468,7 @@ class VaswaniTokenizer(TokenizersBackend):
         return new
 
     def _recognise_special_tokens(self) -> None:
-        self.split_special_tokens = self._tokenizer.encode_special_tokens = False
+        self.split_special_tokens = self.backend_tokenizer.encode_special_tokens = False
 
     def train_new_from_iterator(
         self,

@@ -63,7 +63,7 @@ for auto_class, model_class in _MODELS.items():
     for config in _CONFIGS:
         # The class refuses a folder of another type, and says which Auto class loads it; from
         # transformers there would be a list of all models. A tuple passes transformers' check.
-        own = config is model_class.config_class
+        own = config is getattr(model_class, "config_class", None)
         auto_class.register(config, model_class if own else (model_class,))
 
 # transformers 5 has no translation task, and 5.23 refuses its name even where it is registered.
