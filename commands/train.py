@@ -64,6 +64,8 @@ class _Parser(CommandParser):
         for name, needed in (("max_target_tokens", "max_source_tokens"), ("patience", "valid")):
             if getattr(args, name) and not getattr(args, needed):
                 self.error(f"--{name} needs --{needed}".replace("_", "-"))
+        if args.batching == "packed" and not args.max_source_tokens:
+            self.error("--batching packed needs --max-source-tokens, the tokens of a batch")
         if args.nbest > args.beams:
             self.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
         for option in ("set", "trainer", "generation"):

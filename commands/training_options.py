@@ -64,6 +64,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         help="likewise for the target (default: as many)",
     )
     add(
+        "--batching",
+        choices=("sorted", "packed"),
+        default="sorted",
+        help="sorted: padded batches of similar lengths; packed: random sentences without padding, "
+        "and --max-source-tokens counts real tokens (default: sorted)",
+    )
+    add(
         "--accumulate",
         type=positive,
         default=1,

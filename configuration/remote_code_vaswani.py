@@ -32,6 +32,7 @@ _TRAVELLING_FILES = (
     "generation/limits_vaswani.py",
     "generation/linear_vaswani.py",
     "modeling/loss_vaswani.py",
+    "modeling/packing_vaswani.py",
     "modeling/parallel_vaswani.py",
     "modeling/pickling_vaswani.py",
     "generation/scoring_vaswani.py",

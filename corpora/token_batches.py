@@ -183,6 +183,33 @@ class TokenBatchSampler(Sampler[list[int]]):
         return np.concatenate((order, self._alone)), np.concatenate((ends, alone))
 
 
+class PackedBatchSampler(TokenBatchSampler):
+    """Random sentence pairs up to a number of real tokens per batch, for padding-free training.
+
+    In every batch, the sum of the source lengths is at most `max_source_tokens`, and likewise for
+    the target. Arguments, epochs, processes and resumed runs are those of TokenBatchSampler.
+    """
+
+    def _order(self, rng: np.random.Generator) -> np.ndarray:
+        """Order the pairs at random."""
+        return rng.permutation(self._fitting)
+
+    def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
+        """Cut an order into batches as full as the budgets allow; return where each ends."""
+        budgets = (self.max_source_tokens, self.max_target_tokens)
+        totals = [np.cumsum(side[order], dtype=np.int64) for side in (self._source, self._target)]
+        ends: list[int] = []
+        start = 0
+        while start < len(order):
+            end = len(order)
+            for total, budget in zip(totals, budgets, strict=True):
+                before = int(total[start - 1]) if start else 0
+                end = min(end, int(np.searchsorted(total, before + budget, side="right")))
+            start = end if start else math.ceil(end * first)
+            ends.append(start)
+        return np.array(ends, dtype=np.int64)
+
+
 def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the source and the target lengths.
 
@@ -219,4 +246,4 @@ def _split_largest(ends: np.ndarray, count: int) -> np.ndarray:
     return ends
 
 
-__all__ = ["TokenBatchSampler"]
+__all__ = ["PackedBatchSampler", "TokenBatchSampler"]

@@ -21,7 +21,6 @@ from torch import nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -29,7 +28,6 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -43,6 +41,13 @@ from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .dropout_vaswani import drop_out
 from .embeddings_vaswani import SharedEmbeddings
 from .language_head_vaswani import LanguageHead
+from .packing_vaswani import (
+    attention_function,
+    bidirectional_mask,
+    causal_mask,
+    position_encodings,
+    takes_packed_batches,
+)
 from .pickling_vaswani import PicklableModule
 
 
@@ -183,15 +188,13 @@ class VaswaniAttention(PicklableModule):
         else:
             key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
         implementation, dtype = self.config._attn_implementation, query.dtype
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation, eager_attention_forward
-        )
+        attention = attention_function(implementation, attention_mask, eager_attention_forward)
         cast: Any = contextlib.nullcontext()
         slow = dtype == torch.bfloat16 and query.is_cpu and query.requires_grad
         if slow and implementation == "sdpa":
             # On CPUs the backward pass of SDPA is several times slower in bfloat16.
             query, key, value = query.float(), key.float(), value.float()
-            if attention_mask is not None and attention_mask.is_floating_point():
+            if torch.is_tensor(attention_mask) and attention_mask.is_floating_point():
                 attention_mask = attention_mask.float()
             cast = torch.autocast("cpu", enabled=False)
         kwargs["dropout"] = self.dropout if self.training else 0.0
@@ -390,6 +393,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
         self,
         input_ids: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
+        attention_mask: Any = None,
         start: int | torch.Tensor = 0,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -408,14 +412,15 @@ class VaswaniStack(VaswaniPreTrainedModel):
                 f"{type(self).__name__} needs exactly one of input_ids and inputs_embeds, got "
                 f"{'neither' if inputs_embeds is None else 'both'}. {self._inputs}"
             )
-        length, device = inputs_embeds.shape[1], inputs_embeds.device
-        if length == 0:
+        if inputs_embeds.shape[1] == 0:
             raise ValueError(
                 f"{type(self).__name__} got sequences of no tokens: even an empty sentence has its "
                 "end-of-sentence token."
             )
         if position_ids is None:
-            positions = self.embed_positions(start, length, device)
+            positions = position_encodings(
+                self.embed_positions, start, inputs_embeds, attention_mask
+            )
         else:
             positions = self.embed_positions.encode(position_ids)
         hidden_states = inputs_embeds * self.embed_scale + positions.to(inputs_embeds)
@@ -456,10 +461,8 @@ class VaswaniEncoder(VaswaniStack):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """Encode `input_ids` (B, S) to (B, S, D); `attention_mask` (B, S) is 1 at real tokens."""
-        hidden_states = self.embed(input_ids, inputs_embeds)
-        mask = create_bidirectional_mask(
-            config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
-        )
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
+        mask = bidirectional_mask(self.config, hidden_states, attention_mask)
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, **kwargs)
         return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
@@ -522,11 +525,11 @@ class VaswaniDecoder(VaswaniStack):
             past_key_values = self._with_cross_attention(past_key_values)
         start = past_key_values.get_seq_length() if past_key_values is not None else 0
 
-        hidden_states = self.embed(input_ids, inputs_embeds, start, position_ids)
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
+        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask, start, position_ids)
+        target_mask = causal_mask(
+            self.config,
+            hidden_states,
+            attention_mask,
             past_key_values=past_key_values.self_attention_cache
             if isinstance(past_key_values, EncoderDecoderCache)
             else past_key_values,
@@ -535,17 +538,18 @@ class VaswaniDecoder(VaswaniStack):
         )
         source_mask = None
         if encoder_hidden_states is not None:
-            source_mask = create_bidirectional_mask(
-                config=self.config,
-                inputs_embeds=hidden_states,
-                attention_mask=encoder_attention_mask,
+            source_mask = bidirectional_mask(
+                self.config,
+                hidden_states,
+                encoder_attention_mask,
+                queries=attention_mask,
                 encoder_hidden_states=encoder_hidden_states,
             )
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
                 encoder_hidden_states,
-                attention_mask=causal_mask,
+                attention_mask=target_mask,
                 encoder_attention_mask=source_mask,
                 past_key_values=past_key_values,
                 **kwargs,
@@ -582,6 +586,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @takes_packed_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -706,6 +711,7 @@ class VaswaniForConditionalGeneration(
         return shifted.masked_fill(shifted == -100, self.config.pad_token_id or 0)
 
     @can_return_tuple
+    @takes_packed_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -803,6 +809,7 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         )
 
     @can_return_tuple
+    @takes_packed_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -328,7 +328,7 @@ def make_trainer(
 ):
     """A trainer of a tiny model; `changes` are its own arguments and those of its settings."""
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
-    names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize")
+    names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize", "batching")
     names += ("noam_warmup_steps", "noam_factor", "r_drop", "compute_loss_func")
     own.update({name: changes.pop(name) for name in names if name in changes})
     dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
@@ -488,11 +488,13 @@ def test_a_target_budget_alone_is_refused(tmp_path):
         make_trainer(tmp_path, max_source_tokens=None, max_target_tokens=8)
 
 
+@pytest.mark.parametrize("batching", ["sorted", "packed"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_resumed_in_the_middle_of_a_later_epoch_ends_with_the_same_weights(
-    tmp_path, accumulate
+    tmp_path, accumulate, batching
 ):
     changes = {
+        "batching": batching,
         "gradient_accumulation_steps": accumulate,
         "save_strategy": "steps",
         "save_steps": 1,
@@ -525,10 +527,12 @@ def launch(processes, *arguments):
 
 def main(job, output, checkpoint=None):
     """Train as one of the processes; the first one leaves the final weights in `output`."""
-    if job == "without dropout":
-        trainer = make_trainer(output, dropout=0.0)
-    else:
-        trainer = make_trainer(output, save_strategy="steps", save_steps=1)
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    if "without dropout" in job:
+        changes = {"dropout": 0.0}
+    if "packed" in job:
+        changes |= {"batching": "packed"}
+    trainer = make_trainer(output, **changes)
     assert trainer.accelerator.num_processes == 2
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
@@ -542,13 +546,16 @@ needs_resume_on_cpus = pytest.mark.skipif(
 
 @needs_resume_on_cpus
 @pytest.mark.slow
-def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_weights(tmp_path):
-    launch(2, "whole", tmp_path / "whole")
+@pytest.mark.parametrize("batching", ["sorted", "packed"])
+def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_weights(
+    tmp_path, batching
+):
+    launch(2, batching, tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoint-9"
     epoch = json.loads((checkpoint / "trainer_state.json").read_text())["epoch"]
     assert epoch > 1
     assert epoch % 1 != 0
-    launch(2, "resumed", tmp_path / "resumed", checkpoint)
+    launch(2, batching, tmp_path / "resumed", checkpoint)
     whole, resumed = (
         load_file(tmp_path / run / "model.safetensors") for run in ("whole", "resumed")
     )
@@ -556,10 +563,13 @@ def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one_that_accumulates_two_batches(tmp_path):
-    launch(2, "without dropout", tmp_path / "two")
+@pytest.mark.parametrize("batching", ["sorted", "packed"])
+def test_two_processes_train_like_one_that_accumulates_two_batches(tmp_path, batching):
+    launch(2, f"{batching} without dropout", tmp_path / "two")
     two = load_file(tmp_path / "two" / "model.safetensors")
-    one = make_trainer(tmp_path / "one", dropout=0.0, gradient_accumulation_steps=2)
+    one = make_trainer(
+        tmp_path / "one", dropout=0.0, gradient_accumulation_steps=2, batching=batching
+    )
     one.train()
     one.save_model()
     one = load_file(tmp_path / "one" / "model.safetensors")

@@ -90,8 +90,10 @@ def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("r_drop", [0, 2])
-def test_training_gives_the_same_weights_with_two_processes(number_words, tmp_path, r_drop):
+@pytest.mark.parametrize(("r_drop", "batching"), [(0, "sorted"), (2, "sorted"), (2, "packed")])
+def test_training_gives_the_same_weights_with_two_processes(
+    number_words, tmp_path, r_drop, batching
+):
     for processes, accumulate in ((1, 2), (2, 1)):
         launch(
             processes, *TRAIN, "--train", *number_words,
@@ -99,6 +101,7 @@ def test_training_gives_the_same_weights_with_two_processes(number_words, tmp_pa
             "--steps", 6, "--eval-steps", 3, *SLOW, "--max-source-tokens", 300,
             "--average", 2, "--accumulate", accumulate, "--output", tmp_path / str(processes),
             "--set", *SMALL, "dropout=0.0", "--r-drop", r_drop,
+            "--batching", batching,
         )  # fmt: skip
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
     one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))

@@ -26,6 +26,7 @@ class RDropLoss(torch.autograd.Function):
         """Compute the loss of `logits` (2B, T, V), the first B of the first pass.
 
         `labels` are of shape (B, T), -100 where there is no token; `epsilon` is the smoothing's.
+        Logits (1, 2N, V) of a packed batch have labels (1, N).
         """
         vocab_size = logits.shape[-1]
         exact = torch.promote_types(logits.dtype, torch.float32)
@@ -72,6 +73,16 @@ def _smoothed_loss(
     return (epsilon - 1) * at_target - epsilon * log_probabilities.mean(dim=-1).sum()
 
 
-def twice(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every row of a batch two times, for two passes in one: (B, ...) to (2B, ...)."""
-    return {name: torch.cat((value, value)) for name, value in inputs.items()}
+def twice(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Repeat a batch for two passes in one: (B, ...) to (2B, ...), packed (1, N) to (1, 2N)."""
+    if "cu_seq_lens_q" not in inputs:
+        return {name: torch.cat((value, value)) for name, value in inputs.items()}
+    return {name: _packed_twice(name, value) for name, value in inputs.items()}
+
+
+def _packed_twice(name: str, value: Any) -> Any:
+    if not torch.is_tensor(value):
+        return value  # the longest sentence stays the longest
+    if "cu_seq_lens" in name:
+        return torch.cat((value, value[1:] + value[-1]))
+    return torch.cat((value, value), dim=1)

@@ -217,6 +217,7 @@ class TrainingRun:
             callbacks=self._callbacks(),
             max_source_tokens=options.max_source_tokens,
             max_target_tokens=options.max_target_tokens,
+            batching=options.batching,
             r_drop=options.r_drop,
             **noam,
         )

@@ -7,7 +7,7 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from transformers.utils import logging
 
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
-from ..corpora.token_batches import TokenBatchSampler
+from ..corpora.packed_collator import PackedCollator
+from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..modeling.packing_vaswani import decoder_inputs
 from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
@@ -64,6 +66,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
     Args:
         *args, **kwargs: those of Seq2SeqTrainer. Batches are shuffled by `data_seed`, or `seed`.
         max_source_tokens, max_target_tokens, drop_oversize: those of TokenBatchSampler.
+        batching: "sorted" makes padded batches of similar lengths. "packed" makes batches of random
+            sentences without padding, whose budgets are of real tokens (PackedBatchSampler). The
+            data collator makes padded batches either way; evaluation uses these.
         lengths: (source, target) tokens of every training pair, of shape (N, 2). None counts them
             in the columns `input_ids` and `labels`. A collator that pads to a multiple keeps the
             budgets if these lengths are rounded up to it.
@@ -79,11 +84,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
         FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
         OSError: in `train`, a checkpoint could not be saved, for want of space for example; names
             it, and the last complete one.
-        ValueError: `max_target_tokens` is given alone; `lengths` does not match the training
+        ValueError: `max_target_tokens` or `batching="packed"` comes without `max_source_tokens`;
+            `lengths` does not match the training
             data; these have no length or lack the two columns; there is no complete checkpoint to
-            resume from, or it has another learning rate; `r_drop` is negative, or meets another
-            package's model, another loss or torch's DataParallel. All that TokenBatchSampler and
-            `noam_schedule` raise.
+            resume from, or it has another learning rate; `r_drop` is negative; `r_drop` or packed
+            batches meet another package's model, another loss or torch's DataParallel. All that
+            TokenBatchSampler and `noam_schedule` raise.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         max_target_tokens: int | None = None,
         lengths: np.ndarray | None = None,
         drop_oversize: bool = False,
+        batching: Literal["sorted", "packed"] = "sorted",
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
         r_drop: float = 0.0,
@@ -102,32 +109,40 @@ class VaswaniTrainer(Seq2SeqTrainer):
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
+        if batching not in ("sorted", "packed"):
+            raise ValueError(f"batching must be 'sorted' or 'packed', got {batching!r}.")
+        if batching == "packed" and max_source_tokens is None:
+            raise ValueError("batching='packed' needs max_source_tokens, the tokens of a batch.")
         super().__init__(*args, **kwargs)
         if r_drop:
-            self._require_r_drop_to_be_the_loss()
+            self._require_own_loss("r_drop")
+        if batching == "packed":
+            self._require_own_loss("batching='packed'")
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.lengths = lengths
         self.drop_oversize = drop_oversize
+        self.batching = batching
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
         self.r_drop = r_drop
         self._sentences_per_update: int | None = None
 
-    def _require_r_drop_to_be_the_loss(self) -> None:
+    def _require_own_loss(self, setting: str) -> None:
+        """Refuse a setting that needs a model of this package, with its own loss."""
         if not hasattr(self.accelerator.unwrap_model(self.model).config, "label_smoothing"):
             raise ValueError(
-                f"r_drop is for models of vaswani, not for {type(self.model).__name__}: leave it "
-                "out."
+                f"{setting} is for models of vaswani, not for {type(self.model).__name__}: leave "
+                "it out."
             )
         if self.compute_loss_func is not None or self.args.label_smoothing_factor:
             raise ValueError(
-                "r_drop is a loss of its own, smoothed by the configuration's label_smoothing: "
-                "leave out compute_loss_func and label_smoothing_factor."
+                f"{setting} needs the model's own loss, smoothed by the configuration's "
+                "label_smoothing: leave out compute_loss_func and label_smoothing_factor."
             )
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"r_drop needs a process for each of the {self.args.n_gpu} GPUs: start the run "
+                f"{setting} needs a process for each of the {self.args.n_gpu} GPUs: start the run "
                 "with `accelerate launch`."
             )
 
@@ -141,6 +156,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
+        if self.batching == "packed":
+            collator = PackedCollator(collator)
         workers = self.args.dataloader_num_workers
         dataloader = DataLoader(
             dataset,
@@ -247,7 +264,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         if "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = own.prepare_decoder_input_ids_from_labels(labels)
+            inputs["decoder_input_ids"] = decoder_inputs(own, labels, inputs)
+        if "cu_seq_lens_q" in inputs:
+            inputs["pad_outputs"] = False
         outputs = model(**twice(inputs), use_cache=False)
         loss = RDropLoss.apply(outputs.logits, labels, self.r_drop, own.config.label_smoothing)
         tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
@@ -372,6 +391,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         own = (
             "max_source_tokens",
             "max_target_tokens",
+            "batching",
             "noam_warmup_steps",
             "noam_factor",
             "r_drop",
@@ -455,7 +475,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"{len(self.train_dataset)}."
             )
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
-        sampler = TokenBatchSampler(
+        kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler
+        sampler = kind(
             lengths,
             max_source_tokens,
             self.max_target_tokens,

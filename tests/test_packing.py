@@ -1,0 +1,319 @@
+"""Packed batches: the numbers of padded ones, without their padding."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from vaswani.corpora.packed_collator import DataCollatorForPackedSeq2Seq, packed
+from vaswani.modeling import packing_vaswani
+from vaswani.modeling.packing_vaswani import PackedMask, Packing
+
+from vaswani import VaswaniEncoderModel, VaswaniModel, VaswaniTokenizer
+
+SOURCES, TARGETS = [7, 1, 3, 11, 2, 3, 40, 5], [5, 9, 1, 13, 1, 2, 31, 6]
+
+
+@pytest.fixture
+def batches(padded_batch):
+    """A padded batch of odd lengths, and the same packed."""
+
+    def build(sources=SOURCES, targets=TARGETS):
+        input_ids, attention_mask = padded_batch(sources)
+        labels, real = padded_batch(targets, seed=1)
+        labels = labels.masked_fill(real == 0, -100)
+        padded = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        return padded, packed(padded)
+
+    return build
+
+
+def loss_and_gradients(model, batch, **options):
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch, **options).loss
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def assert_same_learning(model, padded, flat, **options):
+    loss, gradients = loss_and_gradients(model, padded, **options)
+    own_loss, own_gradients = loss_and_gradients(model, flat, **options)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-12, atol=0)
+    assert own_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own_gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+VARIANTS = [
+    {},
+    {"norm_position": "pre"},
+    {"position_encoding": "learned", "max_position_embeddings": 40},
+    {"d_k": 3, "d_v": 5},
+    {"attn_implementation": "eager"},
+    {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 19},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_loss_and_all_gradients_equal_those_of_the_padded_batch(tiny_model, batches, variant):
+    model = tiny_model(**variant).train()
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = 0.0
+    assert_same_learning(model, *batches())
+
+
+@pytest.mark.parametrize("lengths", [([4], [3]), ([5, 5, 5], [2, 2, 2]), ([1, 1], [1, 30])])
+def test_parity_holds_for_one_sentence_equal_lengths_and_extremes(tiny_model, batches, lengths):
+    assert_same_learning(tiny_model(dropout=0.0), *batches(*lengths))
+
+
+def test_gradient_checkpointing_changes_nothing(tiny_model, batches):
+    model = tiny_model(dropout=0.0).train()
+    padded, flat = batches()
+    loss, gradients = loss_and_gradients(model, padded)
+    model.gradient_checkpointing_enable()
+    own_loss, own_gradients = loss_and_gradients(model, flat)
+    torch.testing.assert_close(own_loss, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own_gradients[name], gradient, msg=name)
+
+
+def test_one_update_gives_the_weights_of_the_padded_batch(tiny_model, batches):
+    models = []
+    for batch in batches():
+        model = tiny_model(dropout=0.0).train()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-6)
+        model(**batch).loss.backward()
+        optimizer.step()
+        models.append(model.state_dict())
+    for name, weight in models[0].items():
+        torch.testing.assert_close(models[1][name], weight, msg=name)
+
+
+def real(states, lengths):
+    return torch.cat([row[:length] for row, length in zip(states, lengths, strict=True)])
+
+
+def test_logits_and_hidden_states_come_back_padded(tiny_model, batches):
+    padded, flat = batches()
+    model = tiny_model()
+    expected = model(**padded, output_hidden_states=True)
+    outputs = model(**flat, output_hidden_states=True)
+    assert outputs.logits.shape == expected.logits.shape
+    torch.testing.assert_close(real(outputs.logits, TARGETS), real(expected.logits, TARGETS))
+    sides = (("decoder", TARGETS), ("encoder", SOURCES))
+    for side, lengths in sides:
+        mine, theirs = (getattr(one, f"{side}_hidden_states") for one in (outputs, expected))
+        assert len(mine) == len(theirs) == 3
+        for own, other in zip(mine, theirs, strict=True):
+            assert own.shape == other.shape
+            torch.testing.assert_close(real(own, lengths), real(other, lengths))
+    last = outputs.encoder_last_hidden_state
+    assert (last[1, 1:] == 0).all()
+
+
+def test_attentions_come_back_padded_with_zeros(tiny_model, batches):
+    padded, flat = batches()
+    model = tiny_model(attn_implementation="eager")
+    expected, outputs = (model(**batch, output_attentions=True) for batch in (padded, flat))
+    for name, lengths in (
+        ("encoder_attentions", SOURCES),
+        ("decoder_attentions", TARGETS),
+        ("cross_attentions", TARGETS),
+    ):
+        pairs = zip(getattr(outputs, name), getattr(expected, name), strict=True)
+        for own, other in pairs:
+            assert own.shape == other.shape
+            mine, theirs = (real(weights.transpose(1, 2), lengths) for weights in (own, other))
+            torch.testing.assert_close(mine, theirs)
+            assert (own[1, :, lengths[1] :] == 0).all()
+
+
+def test_outputs_stay_packed_where_a_loop_asks_for_it(tiny_model, batches):
+    padded, flat = batches()
+    model = tiny_model()
+    logits = model(**flat, pad_outputs=False).logits
+    assert logits.shape == (1, sum(TARGETS), 19)
+    torch.testing.assert_close(logits[0], real(model(**padded).logits, TARGETS))
+
+
+def test_model_without_a_head_and_encoder_alone_take_packed_batches(tiny_model, batches):
+    padded, flat = batches()
+    decoder_input_ids = padded.pop("labels").clamp(min=0)
+    model = tiny_model(VaswaniModel)
+    expected = model(**padded, decoder_input_ids=decoder_input_ids).last_hidden_state
+    del flat["labels"]
+    flat["decoder_input_ids"] = real(decoder_input_ids, TARGETS)[None]
+    own = model(**flat).last_hidden_state
+    torch.testing.assert_close(real(own, TARGETS), real(expected, TARGETS))
+
+    encoder = tiny_model(VaswaniEncoderModel)
+    source = {name: value for name, value in flat.items() if not name.startswith("decoder_")}
+    own, expected = encoder(**source)[0], encoder(**padded)[0]
+    torch.testing.assert_close(real(own, SOURCES), real(expected, SOURCES))
+
+
+def test_position_wise_layers_see_real_tokens_alone(tiny_model, batches):
+    model = tiny_model().train()
+    shapes = set()
+    for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
+        layer.fc1.register_forward_hook(lambda _, args, __: shapes.add(tuple(args[0].shape)))
+    model(**batches()[1])
+    assert shapes == {(1, sum(SOURCES), 16), (1, sum(TARGETS), 16)}
+
+
+def test_boundaries_are_enough_without_positions_and_longest_lengths(tiny_model, batches):
+    _, flat = batches()
+    few = {
+        name: value
+        for name, value in flat.items()
+        if not name.endswith(("position_ids", "cu_seq_lens_k", "length_q", "length_k"))
+    }
+    assert few.keys() == {"input_ids", "labels", "cu_seq_lens_q", "decoder_cu_seq_lens_q"}
+    model = tiny_model()
+    assert model(**few).loss == model(**flat).loss
+
+
+def test_given_positions_are_used(tiny_model, batches):
+    _, flat = batches()
+    model = tiny_model()
+    moved = {**flat, "position_ids": torch.zeros_like(flat["position_ids"])}
+    assert model(**moved).loss != model(**flat).loss
+
+
+def test_dropout_of_attention_is_applied(tiny_model, batches):
+    model = tiny_model(dropout=0.0, attention_dropout=0.5).train()
+    _, flat = batches()
+    assert model(**flat).loss != model(**flat).loss
+
+
+def test_bfloat16_on_a_cpu_learns_as_padded(tiny_model, batches):
+    model = tiny_model(dropout=0.0, dtype=torch.float32).train()
+    losses = []
+    for batch in batches():
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**batch).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=2e-3, atol=0)
+
+
+@pytest.mark.slow
+def test_compiled_training_has_the_same_loss(tiny_model, batches):
+    model = tiny_model(dropout=0.0).train()
+    padded, flat = batches()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    torch.testing.assert_close(compiled(**flat).loss, model(**padded).loss)
+
+
+def test_one_side_alone_cannot_be_packed(tiny_model, batches):
+    padded, flat = batches()
+    model = tiny_model()
+    with pytest.raises(ValueError, match="on both sides or on none"):
+        model(**padded, cu_seq_lens_q=flat["cu_seq_lens_q"])
+
+
+def test_a_padded_batch_with_boundaries_is_refused(tiny_model, batches):
+    padded, flat = batches()
+    padded.pop("attention_mask")
+    boundaries = {name: value for name, value in flat.items() if "cu_seq" in name}
+    labels = flat["labels"]
+    with pytest.raises(ValueError, match=r"shape \(1, N\), got \(8, 40\)"):
+        tiny_model()(**{**padded, "labels": labels}, **boundaries)
+    with pytest.raises(ValueError, match="end at 72, but the packed batch has 71 tokens"):
+        tiny_model()(**{**flat, "input_ids": flat["input_ids"][:, 1:]})
+
+
+def test_collator_names_boundaries_as_transformers_does(tiny_model):
+    rows = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [8, 2], "labels": [9, 4, 2]}]
+    tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    flat = DataCollatorForPackedSeq2Seq(tokenizer, model=tiny_model())(copy.deepcopy(rows))
+    assert flat["input_ids"].tolist() == [[5, 6, 2, 8, 2]]
+    assert flat["labels"].tolist() == [[7, 2, 9, 4, 2]]
+    assert flat["decoder_input_ids"].tolist() == [[2, 7, 2, 9, 4]]
+    assert flat["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert flat["decoder_position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    for kind in "qk":
+        assert flat[f"cu_seq_lens_{kind}"].tolist() == [0, 3, 5]
+        assert flat[f"decoder_cu_seq_lens_{kind}"].tolist() == [0, 2, 5]
+        assert flat[f"cu_seq_lens_{kind}"].dtype == torch.int32
+        assert (flat[f"max_length_{kind}"], flat[f"decoder_max_length_{kind}"]) == (3, 3)
+
+
+def test_ignored_labels_inside_a_target_stay(tiny_model, batches):
+    padded, _ = batches()
+    padded["labels"][3, 4] = padded["labels"][6, 0] = -100
+    padded["labels"][1] = -100  # nothing to learn from this target
+    flat = packed(padded)
+    assert flat["labels"].shape == (1, sum(TARGETS) - TARGETS[1] + 1)
+    assert_same_learning(tiny_model(dropout=0.0), padded, flat)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": None}, "needs labels"),
+        ({"attention_mask": [[0, 1, 1], [1, 1, 1]]}, "Sentence 0 of the batch begins with padding"),
+        ({"attention_mask": [[1, 0, 1], [1, 1, 1]]}, "gaps"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(changes, message):
+    batch = {"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3)}
+    for name, value in changes.items():
+        if value is None:
+            del batch[name]
+        else:
+            batch[name] = torch.tensor(value)
+    with pytest.raises(ValueError, match=message):
+        packed(batch)
+
+
+def by_sentence(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    """torch's attention by cumulative lengths, written out."""
+    outputs = []
+    for index in range(len(cu_q) - 1):
+        places = slice(cu_q[index], cu_q[index + 1]), slice(cu_k[index], cu_k[index + 1])
+        rows = (query[places[0]], key[places[1]], value[places[1]])
+        heads = [side.transpose(0, 1) for side in rows]
+        causal = window_size == (-1, 0)
+        assert heads[0].shape[1] <= max_q
+        assert heads[1].shape[1] <= max_k
+        with sdpa_kernel(SDPBackend.MATH):
+            output = F.scaled_dot_product_attention(*heads, scale=scale, is_causal=causal)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def test_attention_by_cumulative_lengths_gets_no_mask_and_gives_the_same(
+    tiny_model, batches, monkeypatch
+):
+    monkeypatch.setattr(packing_vaswani, "varlen_attn", by_sentence)
+    monkeypatch.setattr(packing_vaswani, "_varlen_can", lambda *states: True)
+    monkeypatch.setattr(PackedMask, "layout", None)  # masks are never built
+    assert_same_learning(tiny_model(dropout=0.0), *batches())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_flash_attention_on_a_gpu_learns_as_padded(tiny_model, batches):
+    model = tiny_model(dropout=0.0, d_k=8, d_v=8, dtype=torch.bfloat16).cuda().train()
+    losses = []
+    for batch in batches():
+        moved = {
+            name: value.cuda() if torch.is_tensor(value) else value for name, value in batch.items()
+        }
+        losses.append(model(**moved).loss.float())
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+
+
+def test_groups_hold_similar_lengths_and_every_sentence_once():
+    lengths = torch.randint(1, 60, (300,))
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    side = Packing(ends)
+    query_rows, key_rows, groups = PackedMask(side, side).layout
+    members = torch.cat([group.sentences for group in groups])
+    assert sorted(members.tolist()) == list(range(300))
+    assert len(query_rows.unique()) == len(query_rows) == lengths.sum()
+    assert torch.equal(query_rows, key_rows)
+    padded = sum(len(group.sentences) * group.sizes[0] for group in groups)
+    assert padded < 1.2 * lengths.sum() < 300 * lengths.max()
