@@ -132,28 +132,28 @@ class PackedMask:
         """The padded row of each query (N,), that of each key, and the groups of sentences."""
         device = self.queries.cu_seq_lens.device
         lengths = torch.stack((self.queries.lengths, self.keys.lengths), dim=1)  # (B, 2)
-        starts, ends, groups = torch.zeros_like(lengths), [0, 0], []
+        starts, groups = torch.zeros_like(lengths), []
+        first_query = first_key = 0
         for members in _similar(lengths):
-            own = lengths[members]
-            query_size, key_size = own.amax(dim=0).tolist()
-            rows = torch.arange(len(members))[:, None] * torch.tensor([query_size, key_size])
-            starts[members] = rows + torch.tensor(ends)
-            real = torch.arange(key_size) < own[:, 1:]  # (G, K)
-            begins = list(ends)
-            ends = [ends[0] + len(members) * query_size, ends[1] + len(members) * key_size]
-            groups.append(
-                _Group(
-                    members.to(device),
-                    *(slice(*place) for place in zip(begins, ends, strict=True)),
-                    (query_size, key_size),
-                    None if real.all() else real[:, None, None].to(device),
-                )
+            number, longest = len(members), lengths[members].amax(dim=0)
+            rows = torch.arange(number)[:, None] * longest
+            starts[members] = rows + torch.tensor([first_query, first_key])
+            queries, keys = longest.tolist()
+            real = torch.arange(keys) < lengths[members, 1:]  # (G, K)
+            group = _Group(
+                sentences=members.to(device),
+                queries=slice(first_query, first_query + number * queries),
+                keys=slice(first_key, first_key + number * keys),
+                sizes=(queries, keys),
+                real_keys=None if real.all() else real[:, None, None].to(device),
             )
-        rows = [
-            starts[:, side].repeat_interleave(lengths[:, side]) + _counted(lengths[:, side])
-            for side in (0, 1)
-        ]
-        return rows[0].to(device), rows[1].to(device), groups
+            first_query, first_key = group.queries.stop, group.keys.stop
+            groups.append(group)
+        query_rows, key_rows = (
+            (start.repeat_interleave(length) + _counted(length)).to(device)
+            for start, length in zip(starts.T, lengths.T, strict=True)
+        )
+        return query_rows, key_rows, groups
 
 
 def _similar(lengths: torch.Tensor) -> list[torch.Tensor]:
@@ -205,7 +205,7 @@ def attention_function(
 def packed_attention(
     implementation: str,
     eager_attention: Callable,
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -259,8 +259,11 @@ def _varlen_can(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 def _by_cumulative_lengths(
     states: list[torch.Tensor], mask: PackedMask, causal: bool, scaling: float
 ) -> torch.Tensor:
-    return varlen_attn(
-        *states,
+    query, key, value = states
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
         mask.queries.cu_seq_lens,
         mask.keys.cu_seq_lens,
         mask.queries.max_length,
@@ -268,11 +271,12 @@ def _by_cumulative_lengths(
         scale=scaling,
         window_size=(-1, 0) if causal else (-1, -1),
     )
+    return output
 
 
 def _in_groups(
     eager_attention: Callable | None,
-    module: torch.nn.Module,
+    module: Any,
     states: list[torch.Tensor],
     mask: PackedMask,
     scaling: float,
