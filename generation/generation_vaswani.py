@@ -12,6 +12,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import (
     EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     ForcedEOSTokenLogitsProcessor,
     GenerateBeamEncoderDecoderOutput,
     GenerateEncoderDecoderOutput,
@@ -20,9 +22,14 @@ from transformers.generation import (
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
@@ -54,6 +61,16 @@ _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_att
 # Modules whose hooks the fast search can skip safely: they only record attentions, or enable the
 # input gradients of a frozen model.
 _HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+# What sampling does to the logits of a step, without a look at earlier tokens.
+_WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
 
 
 def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:
@@ -61,7 +78,11 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
     rules = TokenRules()
     for processor in processors:
         kind = type(processor)
-        if kind is SuppressTokensLogitsProcessor:
+        if kind in _WARPERS:
+            rules.warpers.append(processor)
+        elif rules.warpers and kind is not LogitNormalization:
+            return None  # the rules would come before the warpers here
+        elif kind is SuppressTokensLogitsProcessor:
             rules.never |= set(processor.suppress_tokens.tolist())
         elif kind is NoBadWordsLogitsProcessor:
             if any(len(word) > 1 for word in processor.sequence_bias):
@@ -329,7 +350,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         if (
             given - self._known_inputs
             or rules is None
-            or config.do_sample
+            or (config.do_sample and config.num_beams > 1)
+            or (rules.warpers and not config.do_sample)
             or config.low_memory
             or not config.use_cache
             or config._cache_given
@@ -453,7 +475,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Choose one token at a time: greedy search of our own where it applies."""
+        """Choose one token at a time: with our own greedy search or sampling where it applies."""
         config: Any = generation_config
         logits_processor = forced_at_own_limit(logits_processor, stopping_criteria)
         fast = self._fast_search(
@@ -471,7 +493,9 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         limits, rules = fast
         decoder = self._incremental_decoder(model_kwargs, 1)
-        tokens = greedy_search(decoder, input_ids, limits, _search_settings(config), rules)
+        tokens = greedy_search(
+            decoder, input_ids, limits, _search_settings(config), rules, config.do_sample
+        )
         tokens = tokens.masked_fill(tokens == FILL, int(config._pad_token_tensor))
         sequences: Any = torch.cat((input_ids, tokens), dim=1)
         if not config.return_dict_in_generate:

@@ -10,6 +10,7 @@ T tokens, C candidates of a step, n sentences returned for each, V entries of th
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
@@ -91,6 +92,7 @@ class TokenRules:
         min_length: number of tokens before an end.
         forced_last: the last token that a limit allows; None leaves it free.
         renormalize: give the probability of banned tokens to the others (renormalize_logits).
+        warpers: change the logits that tokens are sampled from, such as temperature and top-p.
     """
 
     never: set[int] = dataclasses.field(default_factory=set)
@@ -98,6 +100,7 @@ class TokenRules:
     min_length: int = 0
     forced_last: int | None = None
     renormalize: bool = False
+    warpers: list[Callable] = dataclasses.field(default_factory=list)
 
     def banned(self, length: int, logits: torch.Tensor) -> torch.Tensor | None:
         """List the columns of the logits that must not be token number `length`, from 1."""
@@ -113,8 +116,9 @@ def greedy_search(
     limits: torch.Tensor,
     settings: SearchSettings,
     rules: TokenRules,
+    sample: bool = False,
 ) -> torch.Tensor:
-    """Take the most probable token at every step: (B, T), filled up with -1.
+    """Take the most probable token at every step, or sample one: (B, T), filled up with -1.
 
     Args:
         decoder: knows the B sources.
@@ -122,6 +126,7 @@ def greedy_search(
         limits: (B,) how many tokens may follow them.
         settings: of the call.
         rules: about tokens.
+        sample: draw tokens by their probabilities, with one random number each.
     """
     rows = torch.arange(len(prompt), device=prompt.device)  # numbers of the decoder's sentences
     done = torch.zeros_like(rows, dtype=torch.bool)
@@ -130,7 +135,7 @@ def greedy_search(
     for length in itertools.count(1):
         if (banned := rules.banned(length, logits)) is not None:
             logits[:, banned] = -torch.inf
-        tokens = logits.argmax(dim=-1)  # (B,)
+        tokens = _sampled(logits, rules.warpers) if sample else logits.argmax(dim=-1)  # (B,)
         if rules.forced_last is not None:
             tokens = tokens.masked_fill(limits == length, rules.forced_last)
         tokens = tokens.masked_fill(done, FILL)
@@ -144,6 +149,18 @@ def greedy_search(
         # A sentence that is done but still in the batch reads any token.
         logits = decoder.step(tokens.clamp(min=0)[:, None])
     return torch.stack(columns, dim=1)
+
+
+def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
+    """Draw a token for each row of logits (B, V) by its cumulative probabilities: (B,)."""
+    for warper in warpers:
+        logits = warper(None, logits)
+    # In float64, a random number practically never rounds up to the sum of all probabilities.
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device)
+    drawn *= cumulative[:, -1:]
+    # A token without probability has the sum of the token before it, and is never the first above.
+    return torch.searchsorted(cumulative, drawn, right=True)[:, 0]
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ def never_ending(model):
     return model
 
 
-@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"do_sample": True}])
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}])
 def test_every_way_of_passing_the_source_gives_the_same_sentences(tiny_model, source, search):
     model = tiny_model()
     encoded = model.get_encoder()(**source)
@@ -54,7 +54,7 @@ def test_every_way_of_passing_the_source_gives_the_same_sentences(tiny_model, so
         assert torch.equal(output, outputs[0])
 
 
-@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"do_sample": True}])
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}])
 def test_without_a_cache_the_sentences_are_the_same(tiny_model, source, search):
     model = tiny_model()
     outputs = []
