@@ -551,7 +551,7 @@ def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_
     tmp_path, batching
 ):
     launch(2, batching, tmp_path / "whole")
-    checkpoint = tmp_path / "whole" / "checkpoint-9"
+    checkpoint = tmp_path / "whole" / "checkpoint-10"
     epoch = json.loads((checkpoint / "trainer_state.json").read_text())["epoch"]
     assert epoch > 1
     assert epoch % 1 != 0
