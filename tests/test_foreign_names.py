@@ -158,12 +158,14 @@ IMPORTS = {
     "transformers.activations": "ACT2FN",
     "transformers.exporters": "OnnxConfig OnnxExporter",
     "transformers.generation": """
-        EosTokenCriteria ForcedEOSTokenLogitsProcessor GenerateBeamDecoderOnlyOutput
-        GenerateBeamEncoderDecoderOutput GenerateDecoderOnlyOutput
-        GenerateEncoderDecoderOutput GenerationMode LogitNormalization LogitsProcessor
-        LogitsProcessorList MaxLengthCriteria MinLengthLogitsProcessor
-        MinNewTokensLengthLogitsProcessor NoBadWordsLogitsProcessor StoppingCriteria
-        StoppingCriteriaList SuppressTokensLogitsProcessor
+        EosTokenCriteria EpsilonLogitsWarper EtaLogitsWarper ForcedEOSTokenLogitsProcessor
+        GenerateBeamDecoderOnlyOutput GenerateBeamEncoderDecoderOutput
+        GenerateDecoderOnlyOutput GenerateEncoderDecoderOutput GenerationMode
+        LogitNormalization LogitsProcessor LogitsProcessorList MaxLengthCriteria
+        MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor MinPLogitsWarper
+        NoBadWordsLogitsProcessor StoppingCriteria StoppingCriteriaList
+        SuppressTokensLogitsProcessor TemperatureLogitsWarper TopKLogitsWarper
+        TopPLogitsWarper TypicalLogitsWarper
     """,
     "transformers.integrations.deepspeed": "unset_hf_deepspeed_config",
     "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
