@@ -195,7 +195,10 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         with torch.no_grad():
             model: Any = self
-            if kwargs.get("custom_generate") is None:  # such a function may keep the model it gets
+            # A custom function may keep the model it gets. A global hook may look for a module by
+            # identity, and would not find it in a copy.
+            hooked = torch.nn.modules.module._has_any_global_hook()
+            if kwargs.get("custom_generate") is None and not hooked:
                 model = prepared_copy(model, self._is_as_written)
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs

@@ -192,7 +192,7 @@ def _same_values(values: torch.Tensor, weights: list[torch.Tensor]) -> bool:
     ):
         return False
     return all(
-        torch.equal(_bits(part), _bits(weight.contiguous()))
+        torch.equal(_bits(part), _bits(weight.contiguous().resolve_neg()))
         for part, weight in zip(values.split(rows), weights, strict=True)
     )
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_model, save_model
 from torch import multiprocessing, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim.swa_utils import AveragedModel
@@ -222,6 +223,9 @@ WAYS = {
         layer_of(m).fc2, "weight", nn.Parameter(torch.randn(128, 256, dtype=m.dtype))
     ),
     "set to another tensor": set_to_another,
+    "a view of negative values": lambda m: setattr(
+        layer_of(m).fc2, "weight", nn.Parameter(torch._neg_view(layer_of(m).fc2.weight.data))
+    ),
     "a new layer": replace_layer,
     "exchanged layers": lambda m: setattr(
         m.model.decoder, "layers", nn.ModuleList(reversed(m.model.decoder.layers))
@@ -308,6 +312,15 @@ def test_greedy_search_and_sampling_see_a_change(call):
     tokens(model)
     layer_of(model).fc2.weight.data[:, 128:] *= -8
     assert torch.equal(tokens(model), tokens(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_a_global_hook_sees_the_modules_of_the_model(num_beams):
+    model, seen = build(), set()
+    with register_module_forward_pre_hook(lambda module, _: seen.add(module)):
+        model.generate(SOURCE, num_beams=num_beams, max_new_tokens=3)
+    assert layer_of(model).fc1 in seen
+    assert seen <= set(model.modules())
 
 
 def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while():
