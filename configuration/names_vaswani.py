@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 # Our fields, and the names that other libraries have for them.
 _FOREIGN_NAMES = {
     "encoder_attention_heads decoder_attention_heads": (
-        "attention_heads attn_heads h heads n_head n_heads nhead nheads num_head num_heads"
+        "attention_heads attn_heads h heads n_head n_heads nhead nheads num_attn_heads num_head "
+        "num_heads num_key_value_heads transformer_heads"
     ),
     "encoder_attention_heads": (
         "enc_heads encoder_heads encoder_num_heads num_encoder_attention_heads num_encoder_heads"
@@ -15,33 +16,46 @@ _FOREIGN_NAMES = {
         "dec_heads decoder_heads decoder_num_heads num_decoder_attention_heads num_decoder_heads"
     ),
     "encoder_layers decoder_layers": (
-        "depth layers n n_layer n_layers nlayers num_blocks num_layer num_layers"
+        "depth layers n n_blocks n_layer n_layers nlayers num_blocks num_layer num_layers"
     ),
     "encoder_layers": (
-        "enc_depth enc_layers encoder_depth encoder_num_layers n_encoder_layers num_enc_layers "
-        "num_encoder_layers"
+        "enc_depth enc_layers encoder_depth encoder_num_layers n_enc_layers n_encoder_layers "
+        "num_enc_layers num_encoder_blocks num_encoder_layers"
     ),
     "decoder_layers": (
-        "dec_depth dec_layers decoder_depth decoder_num_layers n_decoder_layers num_dec_layers "
-        "num_decoder_layers"
+        "dec_depth dec_layers decoder_depth decoder_num_layers n_dec_layers n_decoder_layers "
+        "num_dec_layers num_decoder_blocks num_decoder_layers"
     ),
     "encoder_ffn_dim decoder_ffn_dim": (
-        "d_ff d_ffn d_inner dff dim_feedforward feed_forward_dim feed_forward_size feedforward_dim "
-        "ff_dim ff_size ffn ffn_dim ffn_size filter_size inner_dim intermediate_size n_inner"
+        "d_ff d_ffn d_inner d_inner_hid dff dim_feedforward feed_forward_dim feed_forward_size "
+        "feedforward_channels feedforward_dim ff_dim ff_size ffn ffn_dim ffn_embed_dim ffn_hidden "
+        "ffn_size filter_size inner_dim intermediate_dim intermediate_size mlp_dim n_inner "
+        "transformer_ff"
     ),
-    "encoder_ffn_dim": "encoder_ff_dim encoder_ffn_embed_dim encoder_intermediate_size",
-    "decoder_ffn_dim": "decoder_ff_dim decoder_ffn_embed_dim decoder_intermediate_size",
+    "encoder_ffn_dim": (
+        "encoder_ff_dim encoder_ffn_embed_dim encoder_ffn_size encoder_intermediate_size"
+    ),
+    "decoder_ffn_dim": (
+        "decoder_ff_dim decoder_ffn_embed_dim decoder_ffn_size decoder_intermediate_size"
+    ),
     "d_model": (
-        "d_embed d_hidden decoder_embed_dim dim emb_dim emb_size embed_dim embed_size "
-        "embedding_dim embedding_size encoder_embed_dim hidden_dim model_dim model_size n_embd "
-        "rnn_size width word_vec_size"
+        "d_embed d_hidden d_word_vec decoder_embed_dim dim emb_dim emb_size embed_dim embed_size "
+        "embedding_dim embedding_size encoder_embed_dim hidden_dim latent_dim model_dim model_size "
+        "n_embd num_units rnn_size width word_vec_size"
     ),
-    "d_k d_v": "d_head d_kv dim_head head_dim head_size",
-    "vocab_size": "n_vocab source_vocab_size src_vocab_size vocabulary_size",
-    "decoder_vocab_size": "target_vocab_size tgt_vocab_size trg_vocab_size",
+    "d_k d_v": "d_head d_kv dim_head head_dim head_size qkv_dim",
+    "vocab_size": (
+        "n_src_vocab n_vocab source_vocab_size src_vocab src_vocab_size vocabulary_size"
+    ),
+    "decoder_vocab_size": (
+        "n_tgt_vocab n_trg_vocab target_vocab_size tgt_vocab tgt_vocab_size trg_vocab "
+        "trg_vocab_size"
+    ),
     "dropout": (
-        "drop_rate dropout_prob dropout_rate embd_pdrop embedding_dropout hidden_dropout "
-        "hidden_dropout_prob hidden_dropout_rate p_drop resid_dropout resid_pdrop residual_dropout"
+        "decoder_dropout drop_prob drop_rate dropout_prob dropout_rate embd_pdrop "
+        "embedding_dropout encoder_dropout hidden_dropout hidden_dropout_p hidden_dropout_prob "
+        "hidden_dropout_rate layer_prepostprocess_dropout p_drop resid_dropout resid_pdrop "
+        "residual_dropout"
     ),
     "attention_dropout": (
         "attention_dropout_rate attention_probs_dropout_prob attn_dropout attn_dropout_rate "
@@ -49,7 +63,8 @@ _FOREIGN_NAMES = {
     ),
     "activation_dropout": "ff_dropout ffn_dropout relu_dropout",
     "label_smoothing": (
-        "epsilon_ls label_smooth label_smoothing_factor label_smoothing_rate smoothing"
+        "epsilon_ls label_smooth label_smoothing_eps label_smoothing_factor label_smoothing_rate "
+        "smoothing"
     ),
     "activation_function": (
         "activation activation_fn feed_forward_proj hidden_act hidden_activation"
@@ -60,13 +75,14 @@ _FOREIGN_NAMES = {
     ),
     "final_layer_norm": "add_final_layer_norm",
     "position_encoding": (
-        "decoder_learned_pos encoder_learned_pos learned_positions pos_encoding "
-        "position_embedding position_embedding_type positional_embedding "
+        "decoder_learned_pos encoder_learned_pos learned_pos learned_positions pos_enc "
+        "pos_encoding position_embedding position_embedding_type positional_embedding "
         "static_position_embeddings"
     ),
     "max_position_embeddings": (
-        "block_size context_length max_len max_positions max_seq_len max_seq_length "
-        "max_sequence_length max_source_positions max_target_positions n_ctx n_positions"
+        "block_size context_length max_len max_position max_positions max_seq_len max_seq_length "
+        "max_sequence_length max_source_positions max_target_positions n_ctx n_position "
+        "n_positions"
     ),
     "attention_bias": "attn_bias bias qkv_bias use_bias",
     "lm_head_bias": "final_bias output_bias",
@@ -75,18 +91,22 @@ _FOREIGN_NAMES = {
     "init_std": "initializer_range",
     "initializer": "init init_method param_init_glorot",
     "tie_word_embeddings share_encoder_decoder_embeddings": (
-        "share_all_embeddings share_embedding share_embeddings tie_all_embeddings tie_embedding "
-        "tie_embeddings tie_weights tied_embeddings tied_embeddings_all weight_tying"
+        "share_all_embeddings share_embedding share_embeddings share_embs tie_all_embeddings "
+        "tie_embedding tie_embeddings tie_weights tied tied_embeddings tied_embeddings_all "
+        "weight_tying"
     ),
     "tie_word_embeddings": (
-        "share_decoder_embeddings share_decoder_input_output_embed tied_softmax"
+        "proj_share_weight share_decoder_embeddings share_decoder_input_output_embed tied_softmax "
+        "trg_emb_prj_weight_sharing"
     ),
-    "share_encoder_decoder_embeddings": "share_vocab tied_embeddings_src",
-    "pad_token_id": "pad_id pad_idx pad_index padding_idx",
+    "share_encoder_decoder_embeddings": (
+        "emb_src_trg_weight_sharing share_vocab tied_embeddings_src"
+    ),
+    "pad_token_id": "pad_id pad_idx pad_index padding_idx src_pad_idx trg_pad_idx",
     "unk_token_id": "unk_id unk_idx unk_index",
-    "eos_token_id": "eos_id eos_idx eos_index",
+    "eos_token_id": "eos_id eos_idx eos_index trg_eos_idx",
     "bos_token_id": "bos_id bos_idx bos_index",
-    "decoder_start_token_id": "decoder_start_id decoder_start_token",
+    "decoder_start_token_id": "decoder_start_id decoder_start_token sos_id sos_idx trg_sos_idx",
 }
 
 
