@@ -560,3 +560,23 @@ class VaswaniTokenizer(TokenizersBackend):
             raise OSError(
                 f"The tokenizer could not be saved in {save_directory}: {error}"
             ) from error
+
+
+def separates_words(tokenizer: Any) -> bool:
+    """Tell whether the ids of a text are the ids of its words between spaces, one after another."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(tokenizer, VaswaniTokenizer):
+        return False
+    if not tokenizer.split_special_tokens or backend.truncation or backend.padding:
+        return False
+    state = json.loads(backend.to_str())
+    if state["model"].get("dropout"):
+        return False
+    for space_after in (False, True):
+        for split_punctuation in (False, True):
+            known = json.loads(
+                _subword_backend(models.BPE(), space_after, split_punctuation).to_str()
+            )
+            if all(state[part] == known[part] for part in ("normalizer", "pre_tokenizer")):
+                return True
+    return False
