@@ -105,9 +105,7 @@ def special_ids(tokenizer: Any, target: bool) -> tuple[list[int], list[int]]:
 
 def fingerprint_of(tokenizer: Any) -> str:
     """Return all that decides a tokenizer's ids, as a text."""
-    settings = {
-        name: tokenizer.init_kwargs.get(name) for name in ("source_eos", "unknown_from")
-    }
+    settings = {name: tokenizer.init_kwargs.get(name) for name in ("source_eos", "unknown_from")}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         settings["vocabulary"] = sorted(tokenizer.get_vocab().items())

@@ -1,11 +1,12 @@
-"""Reading pairs of a source and a target line from files and data sets."""
+"""Reading pairs of a source and a target line from files and data sets, in constant memory."""
 
 import contextlib
 import gzip
+import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.tokenization_vaswani import half_character
 
+with needs("vaswani[train]"):
+    import pyarrow
+    import pyarrow.parquet
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
 Pair = tuple[str, str]
+
+_COMPRESSED = (".gz", ".zst")
+# Rows of a data set or Parquet file that are read at once.
+_ROWS = 1000
 
 
 class DataError(ValueError):
@@ -21,29 +32,12 @@ class DataError(ValueError):
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """Yield the lines of a utf-8 file, plain or .gz, without their ends; "-" is standard input.
+    """Yield the lines of a utf-8 file, plain, .gz or .zst, without their ends; "-" is stdin.
 
     Raises:
         DataError: there is no such file, it is damaged, or a line is not utf-8.
     """
-    number = 0
-    try:
-        with contextlib.ExitStack() as stack:
-            if path == "-":
-                file = sys.stdin.buffer
-            else:
-                opened = gzip.open if path.endswith(".gz") else open
-                file = stack.enter_context(opened(path, "rb"))
-            for number, line in enumerate(file, start=1):
-                # Some editors write a byte order mark first. It is no part of the text.
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield text.rstrip("\r\n")
-    except FileNotFoundError as error:
-        raise DataError(f"No such file: {path}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}: not utf-8 ({error})") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged after line {number}: {error}") from error
+    return strictly(_lines(path))
 
 
 def read_parallel(source: str, target: str) -> tuple[list[str], list[str]]:
@@ -52,58 +46,151 @@ def read_parallel(source: str, target: str) -> tuple[list[str], list[str]]:
     Raises:
         DataError: a file cannot be read, or they differ in length.
     """
-    sources, targets = list(read_lines(source)), list(read_lines(target))
-    if len(sources) != len(targets):
-        raise DataError(
-            f"{source} has {len(sources)} lines, {target} has {len(targets)}: parallel files must "
-            f"match; line {min(len(sources), len(targets)) + 1} has no partner."
-        )
-    return sources, targets
+    pairs = list(strictly(_parallel_pairs(source, target)))
+    return [source for source, _ in pairs], [target for _, target in pairs]
 
 
 def read_pairs(data: Sequence[str], columns: Sequence[str], default_split: str) -> list[Pair]:
     """Read pairs in one of the forms that `vaswani train --help` shows.
 
     Args:
-        data: two parallel files, one TSV or JSONL file, or a data set ID[@CONFIG][:SPLIT].
-        columns: of JSONL records and data sets, the source's first.
+        data: two parallel files, one file, or a data set ID[@CONFIG][:SPLIT].
+        columns: of JSONL records, Parquet files and data sets, the source's first.
         default_split: of a data set.
 
     Raises:
         DataError: data are missing, empty or malformed; names file and line.
     """
-    name = data[0]
-    plain_name = name.removesuffix(".gz")
-    if len(data) == 2:
-        pairs = list(zip(*read_parallel(*data), strict=True))
-    elif len(data) > 2:
-        raise DataError(f"Expected one file, two parallel files or a data set, got {list(data)}")
-    elif plain_name.endswith(".tsv"):
-        pairs = [_tsv_pair(line, place) for line, place in _filled_lines(name)]
-    elif plain_name.endswith((".jsonl", ".json")):
-        pairs = [_json_pair(line, columns, place) for line, place in _filled_lines(name)]
-    elif Path(name).is_file():
-        raise DataError(
-            f"{name} is one file, but neither .tsv nor .jsonl: give two parallel text files, the "
-            "source's first, or rename the file."
-        )
-    else:
-        rows = enumerate(_data_set_rows(name, default_split), start=1)
-        pairs = [_row_pair(row, columns, f"{name}, record {number}") for number, row in rows]
+    pairs = list(strictly(iterate_pairs(data, columns, default_split)))
     if not pairs:
         raise DataError(f"{' '.join(data)} is empty: no sentence pairs.")
     return pairs
 
 
-def _filled_lines(path: str) -> Iterator[tuple[str, str]]:
+def iterate_pairs(
+    data: Sequence[str], columns: Sequence[str], default_split: str
+) -> Iterator[Pair | DataError]:
+    """Yield the pairs of one file, two parallel files or a data set, and errors of single pairs.
+
+    Raises:
+        DataError: the data cannot be read at all, or not to their end.
+    """
+    name = data[0]
+    if len(data) == 2:
+        return _parallel_pairs(*data)
+    if len(data) > 2:
+        raise DataError(f"Expected one file, two parallel files or a data set, got {list(data)}")
+    match form_of(name):
+        case "tsv":
+            return (_tsv_pair(line, place) for line, place in _filled_lines(name))
+        case "jsonl":
+            return (_json_pair(line, columns, place) for line, place in _filled_lines(name))
+        case "parquet":
+            return _record_pairs(_parquet_rows(name), columns, name)
+    if Path(name).is_file():
+        raise DataError(
+            f"{name} is one file, but neither .tsv, .jsonl nor .parquet: give two parallel text "
+            "files, the source's first, or rename the file."
+        )
+    return _record_pairs(_data_set_rows(name, default_split), columns, name)
+
+
+def form_of(name: str) -> str | None:
+    """Return the form of a file that holds pairs by itself: tsv, jsonl or parquet."""
+    for ending in _COMPRESSED:
+        name = name.removesuffix(ending)
+    endings = {".tsv": "tsv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+    return endings.get(Path(name).suffix)
+
+
+def strictly(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield items, and raise the first that is an error."""
+    for item in items:
+        if isinstance(item, DataError):
+            raise item
+        yield item
+
+
+def _lines(path: str) -> Iterator[str | DataError]:
+    """Yield the lines of a file; a line that is not utf-8 is an error in its place."""
+    number = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            file = _opened(path, stack)
+            for number, line in enumerate(file, start=1):
+                try:
+                    # Some editors write a byte order mark first. It is no part of the text.
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    yield DataError(f"{path}, line {number}: not utf-8 ({error})")
+                else:
+                    yield text.rstrip("\r\n")
+    except FileNotFoundError as error:
+        raise DataError(f"No such file: {path}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        if not path.endswith(_COMPRESSED):
+            raise
+        raise DataError(f"{path} is damaged after line {number}: {error}") from error
+
+
+def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
+    if path == "-":
+        return sys.stdin.buffer
+    if path.endswith(".gz"):
+        return stack.enter_context(gzip.open(path, "rb"))
+    if path.endswith(".zst"):
+        stream: Any = stack.enter_context(pyarrow.input_stream(path, compression="zstd"))
+        return io.BufferedReader(stream, 2**20)
+    return stack.enter_context(open(path, "rb"))
+
+
+def _parallel_pairs(source: str, target: str) -> Iterator[Pair | DataError]:
+    sources, targets = _lines(source), _lines(target)
+    number = 0
+    while True:
+        one, other = next(sources, None), next(targets, None)
+        if one is None or other is None:
+            break
+        number += 1
+        if isinstance(one, str) and isinstance(other, str):
+            yield one, other
+        else:
+            yield one if isinstance(one, DataError) else other  # type: ignore[misc]
+    if one is not None or other is not None:
+        lines = [
+            number + (first is not None) + sum(1 for _ in rest)
+            for first, rest in ((one, sources), (other, targets))
+        ]
+        raise DataError(
+            f"{source} has {lines[0]} lines, {target} has {lines[1]}: parallel files must match; "
+            f"line {number + 1} has no partner."
+        )
+
+
+def _filled_lines(path: str) -> Iterator[tuple[str | DataError, str]]:
     """Yield the lines that are not blank, and where they stand."""
-    for number, line in enumerate(read_lines(path), start=1):
-        if line.strip():
+    for number, line in enumerate(_lines(path), start=1):
+        if isinstance(line, DataError) or line.strip():
             yield line, f"{path}, line {number}"
 
 
-def _data_set_rows(name: str, default_split: str) -> Any:
-    """Load the rows of ID[@CONFIG][:SPLIT], from the Hub or a local folder."""
+def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS):
+                yield from batch.to_pylist()
+    except FileNotFoundError as error:
+        raise DataError(f"No such file: {path}") from error
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def load_rows(name: str, default_split: str, **options: Any) -> Any:
+    """Load the data set ID[@CONFIG][:SPLIT], from the Hub or a local folder.
+
+    Raises:
+        DataError: there is no such data set, or it cannot be loaded.
+    """
     data_set, _, split = name.partition(":")
     place, _, configuration = data_set.partition("@")
     try:
@@ -114,48 +201,75 @@ def _data_set_rows(name: str, default_split: str) -> Any:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
     try:
-        return load_dataset(place, configuration or None, split=split or default_split)
+        return load_dataset(place, configuration or None, split=split or default_split, **options)
     except (ConnectionError, OSError, ValueError, DatasetsError) as error:
         kind = "a folder here, but no" if Path(place).is_dir() else "neither a file here nor a"
         reason = f"{error} {error.__cause__ or ''}".strip()
         raise DataError(f"{name} is {kind} data set that can be loaded: {reason}") from error
 
 
-def _tsv_pair(line: str, place: str) -> Pair:
+def _data_set_rows(name: str, default_split: str) -> Iterator[dict[str, Any]]:
+    for batch in load_rows(name, default_split).with_format("arrow").iter(_ROWS):
+        yield from batch.to_pylist()
+
+
+def _record_pairs(
+    rows: Iterable[dict[str, Any]], columns: Sequence[str], name: str
+) -> Iterator[Pair | DataError]:
+    for number, row in enumerate(rows, start=1):
+        yield row_pair(row, columns, f"{name}, record {number}")
+
+
+def _tsv_pair(line: str | DataError, place: str) -> Pair | DataError:
     """Split a TSV line; further columns are ignored."""
-    fields = line.split("\t")
+    if isinstance(line, DataError):
+        return line
+    fields = line.split("\t", 2)
     if len(fields) < 2:
-        raise DataError(f"{place}: no tab between source and target: {line!r}")
+        return DataError(f"{place}: no tab between source and target: {line[:80]!r}")
     return fields[0], fields[1]
 
 
-def _json_pair(line: str, columns: Sequence[str], place: str) -> Pair:
+def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pair | DataError:
     """Read a JSON line."""
+    if isinstance(line, DataError):
+        return line
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also endless numbers and nesting
-        raise DataError(f"{place}: not JSON ({error})") from error
+        return DataError(f"{place}: not JSON ({error})")
     if not isinstance(row, dict):
-        raise DataError(f"{place}: {line.strip()} is no JSON object with two columns.")
-    return _row_pair(row, columns, place)
+        return DataError(f"{place}: {line.strip()} is no JSON object with two columns.")
+    return row_pair(row, columns, place)
 
 
-def _row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair:
+def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | DataError:
     """Pick the two columns of a record, or of its "translation" as many data sets have it."""
     if isinstance(row.get("translation"), dict):
         row = row["translation"]
     missing = [column for column in columns if column not in row]
     if missing:
-        raise DataError(
+        return DataError(
             f"{place} has no {missing[0]!r} but {', '.join(map(repr, row))}: name the two to use "
             "with --columns."
         )
     for column in columns:
         if not isinstance(row[column], str):
-            raise DataError(f"{place}: {column!r} is {row[column]!r}, not text.")
+            return DataError(f"{place}: {column!r} is {row[column]!r}, not text.")
         if flaw := half_character(row[column]):  # only JSON can hold one
-            raise DataError(f"{place}: {column!r} {flaw}.")
+            return DataError(f"{place}: {column!r} {flaw}.")
     return row[columns[0]], row[columns[1]]
 
 
-__all__ = ["DataError", "Pair", "read_lines", "read_pairs", "read_parallel"]
+__all__ = [
+    "DataError",
+    "Pair",
+    "form_of",
+    "iterate_pairs",
+    "load_rows",
+    "read_lines",
+    "read_pairs",
+    "read_parallel",
+    "row_pair",
+    "strictly",
+]

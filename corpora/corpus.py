@@ -1,0 +1,192 @@
+"""What a run trains on: corpora of one or many files, with weights and language tags."""
+
+import glob
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from .reading import DataError, Pair, form_of, iterate_pairs, load_rows
+
+_WEIGHT = re.compile(r"(.+)=([^=/\\]*)")
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files or a data set that are read one after another and sampled together.
+
+    Args:
+        shards: each is one file, two parallel files or the name of a data set.
+        columns: of records, the source's first.
+        default_split: of a data set.
+        weight: share of the pairs of an epoch, relative to other corpora; None is its size.
+        tag: language that is named before each source, such as "de" for `>>de<<`.
+    """
+
+    shards: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...] = ("source", "target")
+    default_split: str = "train"
+    weight: float | None = None
+    tag: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The first files, for messages."""
+        more = f" and {len(self.shards) - 1} more" if len(self.shards) > 1 else ""
+        return " ".join(self.shards[0]) + more
+
+    def pairs(self) -> Iterator[Pair | DataError]:
+        """Yield all pairs in order, without the tag, and errors of single pairs.
+
+        Raises:
+            DataError: a file cannot be read at all, or not to its end.
+        """
+        for shard in self.shards:
+            yield from iterate_pairs(shard, self.columns, self.default_split)
+
+    def content(self) -> str:
+        """Return a key that changes with the content, but not with the names of the files."""
+        digest = xxhash.xxh3_128(repr((self.tag, len(self.shards))).encode())
+        for shard in self.shards:
+            for name in shard:
+                digest.update(_content_of(name, self.default_split))
+            if not all(map(_is_text, shard)):
+                digest.update(repr(self.columns).encode())
+            digest.update((form_of(shard[0]) or "").encode())
+        return digest.hexdigest()
+
+    def state(self) -> list[tuple[int, int]]:
+        """Return size and time of change of every file, to notice a change while it is read."""
+        files = [Path(name) for shard in self.shards for name in shard]
+        found = [path.stat() for path in files if path.is_file()]
+        return [(file.st_size, file.st_mtime_ns) for file in found]
+
+
+def tag_token(tag: str) -> str:
+    """Return the token of a target language, as in the models of OPUS-MT."""
+    return f">>{tag}<<"
+
+
+def tagged(pairs: Sequence[Pair], tag: str | None) -> Sequence[Pair]:
+    """Put the token of a target language before every source."""
+    if tag is None:
+        return pairs
+    return [(f"{tag_token(tag)} {source}", target) for source, target in pairs]
+
+
+def parse_corpora(
+    words: Sequence[str],
+    columns: Sequence[str] = ("source", "target"),
+    default_split: str = "train",
+    tags: Sequence[str] = (),
+) -> list[Corpus]:
+    """Read the words of --train: files, globs and data sets, each with an optional `=WEIGHT`.
+
+    Raises:
+        DataError: a weight is no number or negative, all weights are 0, a glob matches nothing or
+            a text file has no partner, or there are more tags than corpora.
+    """
+    found: list[tuple[tuple[tuple[str, ...], ...], float | None]] = []
+    rest = [_weighted(word) for word in words]
+    texts_only = len(rest) == 2 and not any(form_of(name) for name, _ in rest)
+    while rest:
+        name, weight = rest.pop(0)
+        if not _is_text(name) and not (texts_only and _may_be_text(name)):
+            found.append((tuple((file,) for file in _expanded(name)), weight))
+            continue
+        if not rest:
+            raise DataError(
+                f"{name} is one file, but neither .tsv, .jsonl nor .parquet: give two parallel "
+                "text files, the source's first, or rename the file."
+            )
+        partner, partner_weight = rest.pop(0)
+        sides = _expanded(name), _expanded(partner)
+        if len(sides[0]) != len(sides[1]):
+            raise DataError(
+                f"{name} matches {len(sides[0])} files, {partner} {len(sides[1])}: parallel files "
+                "must match."
+            )
+        weight = partner_weight if weight is None else weight
+        found.append((tuple(zip(*sides, strict=True)), weight))
+    if len(tags) > 1 and len(tags) != len(found):
+        raise DataError(
+            f"{len(tags)} tags ({' '.join(tags)}) for {len(found)} corpora: give one for all, or "
+            "one for each."
+        )
+    _require_a_weight([weight for _, weight in found])
+    all_tags = list(tags) if len(tags) == len(found) else [*tags, None][:1] * len(found)
+    return [
+        Corpus(shards, tuple(columns), default_split, weight, tag)
+        for (shards, weight), tag in zip(found, all_tags, strict=True)
+    ]
+
+
+def _weighted(word: str) -> tuple[str, float | None]:
+    """Split FILE=WEIGHT, unless a file has that name."""
+    match = _WEIGHT.fullmatch(word)
+    if match is None or Path(word).exists():
+        return word, None
+    try:
+        weight = float(match[2])
+    except ValueError as error:
+        raise DataError(f"{word}: {match[2]!r} is no weight: give a number, or no =.") from error
+    if not 0 <= weight < math.inf:
+        raise DataError(f"{word}: a weight must be 0 or more, got {match[2]}.")
+    return match[1], weight
+
+
+def _require_a_weight(weights: list[float | None]) -> None:
+    if weights and all(weight == 0 for weight in weights):
+        raise DataError("All weights are 0: give at least one corpus a weight above 0.")
+
+
+def _is_text(name: str) -> bool:
+    """Tell whether a name is a file of lines, which has a partner."""
+    if form_of(name) or Path(name).is_dir():
+        return False
+    return Path(name).exists() or name == "-" or bool(_matches(name))
+
+
+def _may_be_text(name: str) -> bool:
+    return not (form_of(name) or Path(name).is_dir() or {":", "@"} & set(name))
+
+
+def _matches(name: str) -> list[str]:
+    return sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else []
+
+
+def _expanded(name: str) -> list[str]:
+    if Path(name).exists() or not glob.has_magic(name):
+        return [name]
+    if not (found := _matches(name)):
+        raise DataError(f"No file matches {name}.")
+    return found
+
+
+def _content_of(name: str, default_split: str) -> bytes:
+    path = Path(name)
+    if not path.exists() and (_may_be_text(name) and "/" not in name or form_of(name)):
+        raise DataError(f"No such file: {name}")
+    if name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
+        raise DataError(
+            f"{name} can be read only once: training data must be files. Save it as a file first."
+        )
+    if not path.is_file():
+        return load_rows(name, default_split)._fingerprint.encode()
+    return content_of_file(path)
+
+
+def content_of_file(path: Path) -> bytes:
+    """Return a checksum of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.digest()
+
+
+__all__ = ["Corpus", "content_of_file", "parse_corpora", "tag_token", "tagged"]

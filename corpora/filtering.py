@@ -1,0 +1,144 @@
+"""Pairs that are left out of training, with counts by reason."""
+
+import importlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import regex
+import xxhash
+
+from .reading import DataError, Pair
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which pairs are left out of training.
+
+    Args:
+        max_length: most tokens of either side.
+        max_ratio: most tokens of the longer side per token of the shorter side.
+        drop_empty: leave out pairs with a blank side.
+        drop_identical: leave out pairs with equal sides.
+        drop_duplicates: leave out later copies of equal "pairs", or of pairs with an equal
+            "source" or "target".
+        scripts: Unicode scripts of source and target, such as ("Latin", "Cyrillic"). Pairs with a
+            letter of another script are left out.
+        function: "module:function", called with source and target; pairs for which it returns
+            something false are left out.
+        skip_unreadable: count pairs that cannot be read instead of raising their error.
+    """
+
+    max_length: int | None = None
+    max_ratio: float | None = None
+    drop_empty: bool = False
+    drop_identical: bool = False
+    drop_duplicates: str | None = None
+    scripts: tuple[str, str] | None = None
+    function: str | None = None
+    skip_unreadable: bool = False
+
+    def key(self) -> str:
+        """Return a text that changes with every rule, and with the code of the function."""
+        source = ""
+        if self.function:
+            module = inspect.getmodule(function_of(self.function))
+            source = inspect.getsource(module) if module else ""
+        return repr(asdict(self)) + source
+
+
+def function_of(name: str) -> Callable[[str, str], Any]:
+    """Import `module:function`.
+
+    Raises:
+        DataError: there is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"--filter {name}: {error}. Give MODULE:FUNCTION of a module that Python finds."
+        ) from error
+    if not callable(found):
+        raise DataError(f"--filter {name} is {found!r}, which cannot be called.")
+    return found
+
+
+class TextFilter:
+    """Leave out pairs by their texts.
+
+    Raises:
+        DataError: a script or the function is unknown.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._checks: list[tuple[str, Callable[[str, str], Any]]] = []
+        if rules.drop_empty:
+            self._checks.append(("empty", lambda source, target: source.strip() and target.strip()))
+        if rules.drop_identical:
+            self._checks.append(("identical", lambda source, target: source != target))
+        if rules.scripts:
+            first, second = map(_letters_outside, rules.scripts)
+            self._checks.append(
+                ("script", lambda source, target: not (first(source) or second(target)))
+            )
+        if rules.function:
+            self._checks.append(("filter", function_of(rules.function)))
+
+    def __call__(self, pairs: Sequence[Pair]) -> tuple[list[Pair], Counter[str]]:
+        """Return the pairs that stay, and how many each check left out."""
+        dropped: Counter[str] = Counter()
+        kept = list(pairs)
+        for name, keeps in self._checks:
+            before = len(kept)
+            kept = [pair for pair in kept if keeps(*pair)]
+            dropped[name] = before - len(kept)
+        return kept, +dropped
+
+
+def _letters_outside(script: str) -> Callable[[str], Any]:
+    try:
+        pattern = regex.compile(rf"[\p{{L}}--\p{{Script={script}}}--\p{{Common}}]", regex.V1)
+    except regex.error as error:
+        raise DataError(
+            f"--scripts: {script!r} is no Unicode script: give a name such as Latin, Cyrillic or "
+            "Han."
+        ) from error
+    return pattern.search
+
+
+def length_filter(
+    rules: Rules, source: np.ndarray, target: np.ndarray
+) -> tuple[np.ndarray, Counter[str]]:
+    """Return which pairs of these token counts stay, and how many each rule left out."""
+    longer, shorter = np.maximum(source, target), np.minimum(source, target)
+    kept = np.ones(len(source), dtype=bool)
+    dropped: Counter[str] = Counter()
+    if rules.max_length is not None:
+        kept &= longer <= rules.max_length
+        dropped["too long"] = len(kept) - int(kept.sum())
+    if rules.max_ratio is not None:
+        fits = longer <= rules.max_ratio * np.maximum(shorter, 1)
+        dropped["ratio"] = int((kept & ~fits).sum())
+        kept &= fits
+    return kept, +dropped
+
+
+def hashes_of(pairs: Sequence[Pair], duplicates: str) -> np.ndarray:
+    """Return 128 bits for each pair, or side of it, of which equal ones are duplicates."""
+    match duplicates:
+        case "source":
+            texts = [source for source, _ in pairs]
+        case "target":
+            texts = [target for _, target in pairs]
+        case _:
+            texts = [f"{len(source)} {source}{target}" for source, target in pairs]
+    digests = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts)
+    return np.frombuffer(digests, dtype=[("high", "u8"), ("low", "u8")])
+
+
+__all__ = ["Rules", "TextFilter", "function_of", "hashes_of", "length_filter"]

@@ -1,0 +1,461 @@
+"""Corpora are tokenised once, by all cores, into files that every process maps.
+
+A prepared corpus is a folder of Arrow files and `preparation.json`, which is written last. Its name
+is a key of the content of the data, the tokenizers and the rules, so that a changed file or setting
+is another folder. While a folder is prepared it is called `KEY.unfinished`: a preparation that was
+killed goes on from the parts that are whole.
+"""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from filelock import FileLock, Timeout
+
+from ..configuration.extras import needs
+from .atomic_folder import failed_save, flush
+from .corpus import Corpus, content_of_file, tagged
+from .encoding import TextEncoder, fingerprint_of
+from .filtering import Rules, TextFilter, hashes_of, length_filter
+from .mapped import MappedPairs
+from .reading import DataError, Pair
+
+with needs("vaswani[train]"):
+    import datasets
+    import pyarrow
+    from datasets.utils import tqdm
+
+# A change of the files' layout, or of what the same settings give.
+_VERSION = 1
+_REPORT = "preparation.json"
+_BATCH = 2000
+_PART = 250 * _BATCH
+# Fewer pairs are tokenised sooner than processes start.
+_FEW = 10 * _BATCH
+
+
+@dataclass
+class Prepared:
+    """A prepared corpus: its folder, the pairs in it, and how many were read and left out."""
+
+    folder: Path
+    read: int
+    kept: int
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def dataset(self) -> MappedPairs:
+        """Map the pairs: columns `input_ids`, `labels` and `length`, that of the longer side."""
+        return MappedPairs.from_files(sorted(self.folder.glob("*.arrow")), self.folder.name)
+
+
+def default_cache() -> Path:
+    """Return the folder of prepared corpora, inside the cache of `datasets`."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "vaswani"
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: Any,
+    target_tokenizer: Any,
+    rules: Rules,
+    cache: Path,
+    keep_texts: bool = False,
+    processes: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Prepared:
+    """Tokenise a corpus, unless its prepared folder is in the cache.
+
+    Any number of processes may call this at the same moment: one prepares, the others wait.
+
+    Args:
+        corpus: what to read.
+        tokenizer, target_tokenizer: of sources and targets.
+        rules: which pairs to leave out.
+        cache: folder of prepared corpora.
+        keep_texts: store the texts and the lengths instead of the ids.
+        processes: processes that tokenise; None is the number of cores.
+        say: receives messages.
+
+    Raises:
+        DataError: the corpus cannot be read, changes while it is read, or no pair is left.
+        OSError: a file could not be written; the message tells how much room there is.
+    """
+    before = corpus.state()
+    parts = (_VERSION, corpus.content(), rules.key(), keep_texts)
+    parts += tuple(map(fingerprint_of, (tokenizer, target_tokenizer)))
+    key = xxhash.xxh3_128_hexdigest(repr(parts).encode())
+    folder = cache / key
+    cache.mkdir(parents=True, exist_ok=True)
+    with _only_one(cache / f"{key}.lock", say):
+        if folder.exists():
+            if (flaw := _flaw_of(folder)) is None:
+                return _opened(folder)
+            say(f"{folder} {flaw}: preparing {corpus.name} again.")
+            shutil.rmtree(folder)
+        encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
+        tokenise = Tokenise(encoders, rules, corpus.tag, keep_texts)
+        try:
+            _Preparation(folder, corpus, rules, tokenise).run(processes or _cores())
+        except OSError as error:
+            raise failed_save(folder, error) from error
+        if corpus.state() != before:
+            shutil.rmtree(folder)
+            raise DataError(f"{corpus.name} changed while it was read: start again.")
+        return _opened(folder)
+
+
+class _only_one:  # noqa: N801  a context manager that reads like a function
+    """Hold a lock of the machine. Whoever waits for it says so, and waits without end."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._lock, self._say = FileLock(path), say
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            self._say("Another process prepares these data: waiting for it.")
+            self._lock.acquire(timeout=-1, poll_interval=0.2)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _flaw_of(folder: Path) -> str | None:
+    """Say what is wrong with a prepared folder; None if nothing is."""
+    try:
+        report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
+        if report["version"] != _VERSION:
+            return f"is of version {report['version']}, not {_VERSION}"
+        for name, checksum in report["files"].items():
+            if content_of_file(folder / name).hex() != checksum:
+                return f"has a damaged {name}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is damaged ({error})"
+    return None
+
+
+def _opened(folder: Path) -> Prepared:
+    report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
+    return Prepared(folder, report["read"], report["kept"], report["dropped"])
+
+
+class Tokenise:
+    """Filter and tokenise a batch of pairs: an Arrow batch, counts by reason, and hashes."""
+
+    def __init__(
+        self,
+        encoders: tuple[TextEncoder, TextEncoder],
+        rules: Rules,
+        tag: str | None,
+        keep_texts: bool = False,
+    ) -> None:
+        self.encoders, self.rules, self.tag, self.keep_texts = encoders, rules, tag, keep_texts
+        self.text_filter = TextFilter(rules)
+
+    def __call__(
+        self, pairs: Sequence[Pair]
+    ) -> tuple[pyarrow.RecordBatch, Counter[str], np.ndarray | None]:
+        """Tokenise the pairs that the rules keep."""
+        kept, dropped = self.text_filter(pairs)
+        pairs = tagged(kept, self.tag)
+        sides = [
+            encoder([pair[side] for pair in pairs]) for side, encoder in enumerate(self.encoders)
+        ]
+        lengths = [
+            np.array([len(ids) for ids in rows], dtype=np.int64) // encoder.dtype.itemsize
+            for rows, encoder in zip(sides, self.encoders, strict=True)
+        ]
+        fits, too_long = length_filter(self.rules, *lengths)
+        columns: dict[str, Any]
+        if self.keep_texts:
+            columns = {
+                "source": [pair[0] for pair in pairs],
+                "target": [pair[1] for pair in pairs],
+                "source_length": lengths[0].astype(np.int32),
+                "target_length": lengths[1].astype(np.int32),
+            }
+        else:
+            columns = {
+                name: _lists(rows, length, encoder.dtype)
+                for name, rows, length, encoder in zip(
+                    ("input_ids", "labels"), sides, lengths, self.encoders, strict=True
+                )
+            }
+        columns["length"] = np.maximum(*lengths).astype(np.int32)
+        batch = pyarrow.record_batch(columns)
+        hashes = hashes_of(kept, self.rules.drop_duplicates) if self.rules.drop_duplicates else None
+        if not fits.all():
+            batch = batch.filter(pyarrow.array(fits))
+            hashes = hashes[fits] if hashes is not None else None
+        return batch, dropped + too_long, hashes
+
+
+def _lists(rows: list[bytes], lengths: np.ndarray, dtype: np.dtype) -> pyarrow.ListArray:
+    """Make one Arrow array of the ids of many texts, without a Python object per id."""
+    values = np.frombuffer(b"".join(rows), dtype)
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
+
+
+class _Preparation:
+    """Write the parts of a prepared folder, from where an earlier preparation was killed."""
+
+    def __init__(self, folder: Path, corpus: Corpus, rules: Rules, tokenise: Tokenise) -> None:
+        self.folder, self.corpus, self.rules, self.tokenise = folder, corpus, rules, tokenise
+        self.partial = folder.with_name(f"{folder.name}.unfinished")
+
+    def run(self, processes: int) -> None:
+        """Write all parts, then the folder under its name."""
+        self.partial.mkdir(exist_ok=True)
+        parts = self._whole_parts()
+        done = sum(part["read"] for part in parts)
+        with tqdm(desc="Tokenizing", unit=" pairs", unit_scale=True, initial=done) as bar:
+            batches = self._batches(done)
+            results = in_order(self.tokenise, batches, processes)
+            while part := self._write_part(len(parts), results, bar):
+                parts.append(part)
+        self._finish(parts)
+
+    def _whole_parts(self) -> list[dict[str, Any]]:
+        """Return the reports of the parts that an earlier preparation finished; remove the rest."""
+        parts: list[dict[str, Any]] = []
+        while (self.partial / f"{len(parts):05d}.json").exists():
+            parts.append(json.loads((self.partial / f"{len(parts):05d}.json").read_text()))
+        for path in self.partial.iterdir():
+            if path.stem >= f"{len(parts):05d}":
+                path.unlink()
+        return parts
+
+    def _batches(self, done: int) -> Iterator[tuple[list[Pair], int]]:
+        """Yield batches of pairs, and how many could not be read, after the `done` first."""
+        batch: list[Pair] = []
+        unreadable = 0
+        for number, pair in enumerate(self.corpus.pairs()):
+            if number < done:
+                continue
+            if isinstance(pair, DataError):
+                if not self.rules.skip_unreadable:
+                    raise pair
+                unreadable += 1
+            else:
+                batch.append(pair)
+            if len(batch) + unreadable == _BATCH:
+                yield batch, unreadable
+                batch, unreadable = [], 0
+        if batch or unreadable:
+            yield batch, unreadable
+
+    def _write_part(self, number: int, results: Iterator[Any], bar: Any) -> dict[str, Any] | None:
+        """Write the next part and its report; None at the end of the corpus."""
+        read = kept = 0
+        dropped: Counter[str] = Counter()
+        name = f"{number:05d}"
+        first = next(results, None)
+        if first is None:
+            return None
+        with (
+            (self.partial / f"{name}.arrow").open("wb") as file,
+            (self.partial / f"{name}.hashes").open("wb") as hash_file,
+            pyarrow.ipc.new_stream(file, first[1][0].schema) as writer,
+        ):
+            result = first
+            while result is not None:
+                (pairs, unreadable), (batch, lost, hashes) = result
+                writer.write_batch(batch)
+                if hashes is not None:
+                    hash_file.write(hashes.tobytes())
+                dropped += lost + Counter(unreadable=unreadable)
+                read += pairs + unreadable
+                kept += len(batch)
+                bar.update(pairs + unreadable)
+                result = next(results, None) if read < _PART else None
+        report = {"read": read, "kept": kept, "dropped": dict(dropped)}
+        self._write_report(f"{name}.json", report, name)
+        return report
+
+    def _write_report(self, name: str, report: dict[str, Any], *stems: str) -> None:
+        """Write a report whose presence says that the files before it are whole."""
+        for stem in stems:
+            for path in self.partial.glob(f"{stem}.*"):
+                flush(path)
+        path = self.partial / f".{name}"
+        path.write_text(json.dumps(report), encoding="utf-8")
+        flush(path)
+        path.replace(self.partial / name)
+
+    def _finish(self, parts: list[dict[str, Any]]) -> None:
+        dropped: Counter[str] = Counter()
+        for part in parts:
+            dropped += Counter(part["dropped"])
+        read, kept = (sum(part[name] for part in parts) for name in ("read", "kept"))
+        if self.rules.drop_duplicates:
+            duplicates = self._drop_duplicates([part["kept"] for part in parts])
+            kept -= duplicates
+            dropped += Counter(duplicate=duplicates)
+        if not kept:
+            shutil.rmtree(self.partial)
+            raise DataError(_nothing_left(self.corpus, self.rules, read, dropped))
+        files = sorted(self.partial.glob("*.arrow"))
+        report = {
+            "version": _VERSION,
+            "read": read,
+            "kept": kept,
+            "dropped": dict(dropped),
+            "corpus": self.corpus.name,
+            "files": {path.name: content_of_file(path).hex() for path in files},
+        }
+        self._write_report(_REPORT, report)
+        for path in self.partial.iterdir():
+            if path.suffix in (".hashes", ".json") and path.name != _REPORT:
+                path.unlink()
+        self.partial.rename(self.folder)
+        flush(self.folder.parent)
+
+    def _drop_duplicates(self, sizes: list[int]) -> int:
+        """Rewrite the parts that have duplicates of earlier pairs; return how many were removed."""
+        stems = [f"{number:05d}" for number in range(len(sizes))]
+        first = first_of_each([self.partial / f"{stem}.hashes" for stem in stems], self.partial)
+        starts = np.cumsum([0, *sizes])
+        for stem, start, end in zip(stems, starts[:-1], starts[1:], strict=True):
+            if not first[start:end].all():
+                _keep_rows(self.partial / f"{stem}.arrow", first[start:end])
+        return int(len(first) - first.sum())
+
+
+def _nothing_left(corpus: Corpus, rules: Rules, read: int, dropped: Counter[str]) -> str:
+    if not read:
+        return f"{corpus.name} is empty: no sentence pairs."
+    if dropped["too long"] == read:
+        return f"All {read} pairs are longer than --max-length {rules.max_length}."
+    return f"No pair of {corpus.name} is left: {describe_dropped(dropped)}."
+
+
+def describe_dropped(dropped: dict[str, int]) -> str:
+    """Return the counts of pairs that were left out, as words."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count)
+
+
+def in_order(
+    function: Tokenise, batches: Iterator[tuple[list[Pair], int]], processes: int
+) -> Iterator[tuple[tuple[int, int], Any]]:
+    """Apply a function to batches in several processes, a few batches ahead of the reader.
+
+    Raises:
+        DataError: a process was killed.
+    """
+    ahead: list[tuple[tuple[int, int], Future]] = []
+    early = []
+    for batch in batches:
+        early.append(batch)
+        if len(early) * _BATCH >= _FEW or processes == 1:
+            break
+    else:
+        processes = 1
+    if processes == 1:
+        for pairs, unreadable in _chained(early, batches):
+            yield (len(pairs), unreadable), function(pairs)
+        return
+    method = "fork" if os.name == "posix" else "spawn"
+    pool = ProcessPoolExecutor(processes, get_context(method), _set_function, (function,))
+    with pool:
+        try:
+            for pairs, unreadable in _chained(early, batches):
+                ahead.append(((len(pairs), unreadable), pool.submit(_call_function, pairs)))
+                if len(ahead) > 4 * processes:
+                    counts, future = ahead.pop(0)
+                    yield counts, future.result()
+            for counts, future in ahead:
+                yield counts, future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "A process that tokenised was killed, for want of memory perhaps: start again, and "
+                "the preparation goes on."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _chained(early: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from early
+    yield from rest
+
+
+_function: Tokenise | None = None
+
+
+def _set_function(function: Tokenise) -> None:
+    global _function
+    _function = function
+
+
+def _call_function(pairs: list[Pair]) -> Any:
+    assert _function is not None
+    return _function(pairs)
+
+
+_BUCKETS = 64
+_RECORD = np.dtype([("high", "u8"), ("low", "u8"), ("row", "u8")])
+
+
+def first_of_each(files: Sequence[Path], scratch: Path) -> np.ndarray:
+    """Tell of every 128-bit hash whether it is the first of its value, in little memory.
+
+    Equal hashes fall into the same of many buckets on the disk, and one bucket at a time is sorted.
+    """
+    hash_type = np.dtype([("high", "u8"), ("low", "u8")])
+    rows = 0
+    paths = [scratch / f"bucket-{number}" for number in range(_BUCKETS)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    for file in files:
+        hashes = np.fromfile(file, hash_type)
+        records = np.empty(len(hashes), _RECORD)
+        records["high"], records["low"] = hashes["high"], hashes["low"]
+        records["row"] = np.arange(rows, rows + len(hashes))
+        rows += len(hashes)
+        buckets = records["high"] % _BUCKETS
+        for number, path in enumerate(paths):
+            with path.open("ab") as bucket:
+                records[buckets == number].tofile(bucket)
+    first = np.ones(rows, dtype=bool)
+    for path in paths:
+        records = np.fromfile(path, _RECORD) if path.exists() else np.empty(0, _RECORD)
+        records = records[np.lexsort((records["row"], records["low"], records["high"]))]
+        same = records["high"][1:] == records["high"][:-1]
+        same &= records["low"][1:] == records["low"][:-1]
+        first[records["row"][1:][same]] = False
+        path.unlink(missing_ok=True)
+    return first
+
+
+def _keep_rows(path: Path, kept: np.ndarray) -> None:
+    """Rewrite an Arrow file without the rows that are not kept."""
+    rewritten = path.with_suffix(".rewritten")
+    with pyarrow.memory_map(str(path)) as source, rewritten.open("wb") as file:
+        reader = pyarrow.ipc.open_stream(source)
+        start = 0
+        with pyarrow.ipc.new_stream(file, reader.schema) as writer:
+            for batch in reader:
+                mask = pyarrow.array(kept[start : start + len(batch)])
+                start += len(batch)
+                writer.write_batch(batch.filter(mask))
+    flush(rewritten)
+    rewritten.replace(path)
+
+
+__all__ = ["Prepared", "Tokenise", "default_cache", "describe_dropped", "in_order", "prepare"]
