@@ -8,10 +8,13 @@ FORMS = """Pairs of a source and a target line come in any of these forms:
 
     --train train.en train.de              two parallel text files, plain or .gz
     --train pairs.tsv                      one TSV file: source, tab, target (first two columns)
-    --train pairs.jsonl                    one JSONL file
+    --train pairs.jsonl                    one JSONL or Parquet file
     --train ID[@CONFIG][:SPLIT]            a data set of the Hub, or a local folder of one
+    --train "part-*.en" "part-*.de"        many files of one corpus, in the order of their names
+    --train a.tsv=2 b.en b.de=1            several corpora, with the share of each in an epoch
 
-JSONL records and data sets name their two columns by --columns, for example --columns en de."""
+Files may end in .gz or .zst. JSONL, Parquet and data sets name their two columns by --columns, for
+example --columns en de."""
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,83 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         default=256,
         metavar="TOKENS",
         help="drop longer training pairs (default: 256)",
+    )
+    add_filter_options(parser)
+    add_mixing_options(parser)
+
+
+def add_filter_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that leave training pairs out, with counts by reason."""
+    add = parser.add_argument_group("filters of training pairs").add_argument
+    add(
+        "--max-ratio",
+        type=float,
+        metavar="R",
+        help="drop pairs whose longer side has more than R tokens per token of the shorter side",
+    )
+    add(
+        "--drop-empty",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="drop pairs with a blank side",
+    )
+    add(
+        "--drop-identical",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="drop pairs with equal sides",
+    )
+    add(
+        "--drop-duplicates",
+        choices=("pairs", "source", "target"),
+        help="keep the first of equal pairs, or of pairs with an equal source or target",
+    )
+    add(
+        "--scripts",
+        nargs=2,
+        metavar=("SOURCE", "TARGET"),
+        help="drop pairs with letters of another Unicode script: --scripts Latin Cyrillic",
+    )
+    add(
+        "--filter",
+        metavar="MODULE:FUNCTION",
+        help="keep pairs for which this Python function of source and target returns true",
+    )
+    add(
+        "--skip-unreadable",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="count and drop pairs that cannot be read, instead of ending with their line",
+    )
+
+
+def add_mixing_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about several corpora, and about where they are prepared."""
+    add = parser.add_argument_group("several corpora, and their preparation").add_argument
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="share of a corpus in an epoch = its pairs to the power 1 / T (without: its pairs)",
+    )
+    add(
+        "--tag",
+        nargs="+",
+        default=[],
+        metavar="LANGUAGE",
+        help="target language that the token >>LANGUAGE<< names before each source; one for all "
+        "corpora, or one for each",
+    )
+    add(
+        "--data-cache",
+        metavar="FOLDER",
+        help="folder of prepared corpora (default: vaswani, in the cache of Hugging Face datasets)",
+    )
+    add(
+        "--prepare-processes",
+        type=positive,
+        metavar="N",
+        help="processes that tokenise (default: the number of cores)",
     )
 
 
@@ -69,6 +149,13 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         help="largest size of the vocabulary (default: 37000, section 5.1)",
     )
     add(
+        "--vocabulary-lines",
+        type=positive,
+        default=10_000_000,
+        metavar="N",
+        help="learn the vocabulary from at most N lines, chosen by --seed (default: 10 million)",
+    )
+    add(
         "--bpe-dropout",
         type=float,
         default=0.0,
@@ -78,7 +165,8 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--segmentations",
         type=positive,
-        default=10,
+        default=1,
         metavar="N",
-        help="with --bpe-dropout, copies of the data in an epoch, each cut in its own way",
+        help="with --bpe-dropout, times that an epoch has each pair, each in its own split "
+        "(default: 1)",
     )

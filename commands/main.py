@@ -6,11 +6,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import align, average, card, convert, demo, score, train, translate
+from . import align, average, card, convert, demo, prepare, score, train, translate
 from .parser import CommandError
 
 COMMANDS = {
     "train": (train, "train a model on your own pairs, or fine-tune one"),
+    "prepare": (prepare, "tokenise training data ahead of time"),
     "translate": (translate, "translate lines of text"),
     "score": (score, "log-probabilities of given translations"),
     "align": (align, "link the words of given translations"),

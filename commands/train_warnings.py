@@ -14,7 +14,7 @@ def swapped_sides(args: argparse.Namespace) -> list[str]:
         return [Path(file.removesuffix(".gz")).suffix for file in files]
 
     source, *target = endings(args.train)
-    if not target or source == target[0]:
+    if len(target) != 1 or source == target[0]:
         return []
     return [
         f"--{name} {' '.join(files)} has {target[0]} as its source, but --train has {source}: "

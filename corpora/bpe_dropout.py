@@ -2,32 +2,39 @@
 
 import json
 import random
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-# To cut a word takes longer than to look it up; of a frequent one so many cuts are enough.
-_MOST = 64
+from .encoding import special_ids
+
+Draw = Callable[[], float]
+
+# Splits of a word to choose from. Splitting a word takes longer than looking the split up.
+_SPLITS = 64
+_CACHED_SPLITS = 500_000
 
 
 class BpeDropout:
     """Encode texts by merges of which some are left out at random (Provilkov et al., 2020, 3.1).
 
-    A word that is always one token teaches nothing of its parts; cut at random, it does. Only for
-    training: what is translated is encoded by the tokenizer itself. The tokenizers library can do
-    it, too, but not twice the same way: its random numbers take no seed.
+    A word that is always one token teaches the model nothing about its parts. Use BPE-dropout for
+    training only: translate with the tokenizer itself. The tokenizers library has BPE-dropout too,
+    but its random numbers take no seed.
 
     Args:
-        tokenizer: one whose model is BPE, such as VaswaniTokenizer's kind "bpe".
-        dropout: the probability by which a merge that is possible is passed over; the authors take
-            0.1. With 0 the tokens are the tokenizer's.
-        seed: another seed is other tokens; successive calls go on with its random numbers.
-        target: add the special tokens of targets, not those of sources.
+        tokenizer: a tokenizer whose model is BPE, such as VaswaniTokenizer's kind "bpe".
+        dropout: the probability of skipping a possible merge; the authors use 0.1. With 0 the
+            tokens are the tokenizer's.
+        seed: another seed gives other tokens.
+        target: add the special tokens of targets instead of those of sources.
 
     Raises:
-        ValueError: the tokenizer has another model, one with a setting that this class does not
-            know, or added tokens that are not special; dropout is not between 0 and 1.
+        ValueError: the tokenizer has another model, or one with a setting that this class does not
+            know; dropout is not between 0 and 1.
     """
 
     def __init__(
@@ -49,56 +56,68 @@ class BpeDropout:
                 raise ValueError(
                     f"BPE-dropout cannot cut words of a tokenizer with {name} {model[name]!r}."
                 )
-        added = [
-            str(token) for token in tokenizer.added_tokens_decoder.values() if not token.special
-        ]
-        if added:
-            raise ValueError(
-                f"BPE-dropout would cut the added tokens {', '.join(added)}: it needs a tokenizer "
-                "without any."
-            )
         self._dropout = dropout
-        self._random = random.Random(seed).random
+        self._seed = seed
+        self._draw = random.Random(seed).random
         self._ids: dict[str, int] = model["vocab"]
         self._ranks = {(left, right): rank for rank, (left, right) in enumerate(model["merges"])}
         known = tokenizer.init_kwargs.get("unknown_from")
         self._limit = len(self._ids) if known is None else known
         self._unknown = tokenizer.unk_token_id
         self._byte_fallback = model["byte_fallback"]
-        self._cuts: dict[str, list[list[int]]] = {}
-        text = {"text_target": "a"} if target else {"text": "a"}
-        encoded = tokenizer(**text, return_special_tokens_mask=True)
-        ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
-        self._before = ids[: special.index(0)]
-        self._after = ids[len(ids) - special[::-1].index(0) :]
+        self._splits: dict[tuple[str, int], list[int]] = {}
+        self._before, self._after = special_ids(tokenizer, target)
+        self._added = _AddedTokens(tokenizer)
 
     def __call__(self, texts: Iterable[str]) -> list[list[int]]:
-        """Encode texts, special tokens added."""
-        return [[*self._before, *self._encode(text), *self._after] for text in texts]
+        """Encode texts, special tokens added. Successive calls continue the random numbers."""
+        return [self._with_special_tokens(text, self._draw) for text in texts]
 
-    def _encode(self, text: str) -> list[int]:
+    def at(self, text: str, *position: int) -> list[int]:
+        """Encode a text as a function of the seed and of these numbers alone.
+
+        Args:
+            text: the text.
+            position: for example epoch and line.
+        """
+        draw = random.Random(repr((self._seed, *position))).random
+        return self._with_special_tokens(text, draw)
+
+    def _with_special_tokens(self, text: str, draw: Draw) -> list[int]:
+        ids = list(self._before)
+        for part in self._added.split(text):
+            ids += [part] if isinstance(part, int) else self._encode(part, draw)
+        return ids + self._after
+
+    def _encode(self, text: str, draw: Draw) -> list[int]:
         if self._backend.normalizer:
             text = self._backend.normalizer.normalize_str(text)
         words = [text]
         if self._backend.pre_tokenizer:
             words = [word for word, _ in self._backend.pre_tokenizer.pre_tokenize_str(text)]
-        return [token for word in words for token in self._tokens(word)]
+        return [token for word in words for token in self._tokens(word, int(draw() * _SPLITS))]
 
-    def _tokens(self, word: str) -> list[int]:
-        """Cut a word anew, or, from a frequent one's `_MOST` cuts so far, take one at random."""
-        known = self._cuts.setdefault(word, [])
-        if len(known) == _MOST:
-            return known[int(self._random() * _MOST)]
-        ids = (self._ids.get(piece, self._unknown) for piece in self._cut(word))
-        known.append([token if token < self._limit else self._unknown for token in ids])
-        return known[-1]
+    def _tokens(self, word: str, number: int) -> list[int]:
+        """Return one of the splits of a word, which depends on the seed, the word and its number.
 
-    def _cut(self, word: str) -> list[str]:
-        """Merge the characters of a word pair by pair, always the first learned not passed over."""
+        The splits do not depend on what was encoded before, so that any process finds the same.
+        """
+        if len(self._splits) > _CACHED_SPLITS:
+            self._splits.clear()
+        if (known := self._splits.get((word, number))) is not None:
+            return known
+        draw = random.Random(repr((self._seed, number, word))).random
+        ids = (self._ids.get(piece, self._unknown) for piece in self._cut(word, draw))
+        split = [token if token < self._limit else self._unknown for token in ids]
+        self._splits[word, number] = split
+        return split
+
+    def _cut(self, word: str, draw: Draw) -> list[str]:
+        """Merge the characters of a word pair by pair: the first learned merge that is kept."""
         pieces = [piece for character in word for piece in self._pieces(character)]
         ranks, never = self._ranks, len(self._ranks)
         possible = [ranks.get(pair, never) for pair in pairwise(pieces)]
-        while (place := self._chosen(possible)) is not None:
+        while (place := self._chosen(possible, draw)) is not None:
             pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
             del possible[place]
             if place:
@@ -108,18 +127,59 @@ class BpeDropout:
         return pieces
 
     def _pieces(self, character: str) -> list[str]:
-        """What merging starts from: of an unknown character its bytes, if there are such tokens."""
+        """Return what merging starts from: the character, or the bytes of an unknown character."""
         if character not in self._ids and self._byte_fallback:
             return [f"<0x{byte:02X}>" for byte in character.encode()]
         return [character]
 
-    def _chosen(self, possible: list[int]) -> int | None:
-        """Where to merge next, of the merges' ranks at every place; None ends it."""
-        dropout, draw, never = self._dropout, self._random, len(self._ranks)
-        # Each is passed over by a draw of its own; those after the first that is not, need none.
+    def _chosen(self, possible: list[int], draw: Draw) -> int | None:
+        """Return where to merge next, given the rank of the merge at every place; None at the end.
+
+        Draw once per merge, and stop at the first merge that is kept.
+        """
+        dropout, never = self._dropout, len(self._ranks)
         if possible and draw() >= dropout:
             places = [possible.index(min(possible))]
         else:
             places = sorted(range(len(possible)), key=possible.__getitem__)[1:]
             places = [place for place in places if draw() >= dropout][:1]
         return next((place for place in places if possible[place] != never), None)
+
+
+class _AddedTokens:
+    """Added tokens that are not special, such as language tags: they stay whole.
+
+    Raises:
+        ValueError: a token is found by rules that this class does not know.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        tokens = tokenizer.added_tokens_decoder.items()
+        self._ids = {token.content: number for number, token in tokens if not token.special}
+        known = [token for _, token in tokens if not token.special]
+        if unknown := [token.content for token in known if token.normalized or token.single_word]:
+            raise ValueError(
+                f"BPE-dropout would cut the added tokens {', '.join(unknown)}: add them with "
+                "AddedToken(..., normalized=False, single_word=False)."
+            )
+        patterns = (
+            (r"\s*" if token.lstrip else "")
+            + f"({re.escape(token.content)})"
+            + (r"\s*" if token.rstrip else "")
+            for token in sorted(known, key=lambda token: -len(token.content))
+        )
+        self._pattern = re.compile("|".join(patterns)) if known else None
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """Yield the ids of added tokens, and the texts between them."""
+        if self._pattern is None:
+            yield text
+            return
+        end = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > end:
+                yield text[end : match.start()]
+            yield self._ids[match[match.lastindex or 0]]
+            end = match.end()
+        if end < len(text) or not text:
+            yield text[end:]

@@ -53,7 +53,8 @@ class Corpus:
         digest = xxhash.xxh3_128(repr((self.tag, len(self.shards))).encode())
         for shard in self.shards:
             for name in shard:
-                digest.update(_content_of(name, self.default_split))
+                is_file = len(shard) > 1 or bool(form_of(name))
+                digest.update(_content_of(name, is_file, self.default_split))
             if not all(map(_is_text, shard)):
                 digest.update(repr(self.columns).encode())
             digest.update((form_of(shard[0]) or "").encode())
@@ -167,17 +168,17 @@ def _expanded(name: str) -> list[str]:
     return found
 
 
-def _content_of(name: str, default_split: str) -> bytes:
+def _content_of(name: str, is_file: bool, default_split: str) -> bytes:
     path = Path(name)
-    if not path.exists() and (_may_be_text(name) and "/" not in name or form_of(name)):
-        raise DataError(f"No such file: {name}")
     if name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
         raise DataError(
             f"{name} can be read only once: training data must be files. Save it as a file first."
         )
-    if not path.is_file():
-        return load_rows(name, default_split)._fingerprint.encode()
-    return content_of_file(path)
+    if path.is_file():
+        return content_of_file(path)
+    if is_file:
+        raise DataError(f"No such file: {name}")
+    return load_rows(name, default_split)._fingerprint.encode()
 
 
 def content_of_file(path: Path) -> bytes:

@@ -45,7 +45,7 @@ class TextEncoder:
     def __call__(self, texts: list[str]) -> list[bytes]:
         """Return the ids of every text, special tokens included, as bytes of `dtype`."""
         if not self._by_word:
-            return [self._bytes(ids) for ids in self._ids(texts)]
+            return [self._bytes(ids) for ids in self._ids(texts)] if texts else []
         words = self._words
         words.limit()
         return [

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import regex
-import xxhash
 
 from .reading import DataError, Pair
 
@@ -128,17 +127,4 @@ def length_filter(
     return kept, +dropped
 
 
-def hashes_of(pairs: Sequence[Pair], duplicates: str) -> np.ndarray:
-    """Return 128 bits for each pair, or side of it, of which equal ones are duplicates."""
-    match duplicates:
-        case "source":
-            texts = [source for source, _ in pairs]
-        case "target":
-            texts = [target for _, target in pairs]
-        case _:
-            texts = [f"{len(source)} {source}{target}" for source, target in pairs]
-    digests = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts)
-    return np.frombuffer(digests, dtype=[("high", "u8"), ("low", "u8")])
-
-
-__all__ = ["Rules", "TextFilter", "function_of", "hashes_of", "length_filter"]
+__all__ = ["Rules", "TextFilter", "function_of", "length_filter"]

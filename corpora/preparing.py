@@ -7,28 +7,26 @@ killed goes on from the parts that are whole.
 """
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from filelock import FileLock, Timeout
 
 from ..configuration.extras import needs
 from .atomic_folder import failed_save, flush
 from .corpus import Corpus, content_of_file, tagged
+from .duplicates import first_of_each, hashes_of, keep_rows
 from .encoding import TextEncoder, fingerprint_of
-from .filtering import Rules, TextFilter, hashes_of, length_filter
-from .mapped import MappedPairs
-from .reading import DataError, Pair
+from .filtering import Rules, TextFilter, length_filter
+from .in_processes import cores, in_order
+from .locking import OnlyOne
+from .reading import DataError, Pair, strictly
 
 with needs("vaswani[train]"):
     import datasets
@@ -40,8 +38,6 @@ _VERSION = 1
 _REPORT = "preparation.json"
 _BATCH = 2000
 _PART = 250 * _BATCH
-# Fewer pairs are tokenised sooner than processes start.
-_FEW = 10 * _BATCH
 
 
 @dataclass
@@ -53,9 +49,10 @@ class Prepared:
     kept: int
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def dataset(self) -> MappedPairs:
-        """Map the pairs: columns `input_ids`, `labels` and `length`, that of the longer side."""
-        return MappedPairs.from_files(sorted(self.folder.glob("*.arrow")), self.folder.name)
+    @property
+    def files(self) -> list[Path]:
+        """The Arrow files, with columns `input_ids`, `labels` and `length` of the longer side."""
+        return sorted(self.folder.glob("*.arrow"))
 
 
 def default_cache() -> Path:
@@ -96,7 +93,7 @@ def prepare(
     key = xxhash.xxh3_128_hexdigest(repr(parts).encode())
     folder = cache / key
     cache.mkdir(parents=True, exist_ok=True)
-    with _only_one(cache / f"{key}.lock", say):
+    with OnlyOne(cache / f"{key}.lock", say):
         if folder.exists():
             if (flaw := _flaw_of(folder)) is None:
                 return _opened(folder)
@@ -105,34 +102,13 @@ def prepare(
         encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
         tokenise = Tokenise(encoders, rules, corpus.tag, keep_texts)
         try:
-            _Preparation(folder, corpus, rules, tokenise).run(processes or _cores())
+            _Preparation(folder, corpus, rules, tokenise).run(processes or cores())
         except OSError as error:
             raise failed_save(folder, error) from error
         if corpus.state() != before:
             shutil.rmtree(folder)
             raise DataError(f"{corpus.name} changed while it was read: start again.")
         return _opened(folder)
-
-
-class _only_one:  # noqa: N801  a context manager that reads like a function
-    """Hold a lock of the machine. Whoever waits for it says so, and waits without end."""
-
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self._lock, self._say = FileLock(path), say
-
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            self._say("Another process prepares these data: waiting for it.")
-            self._lock.acquire(timeout=-1, poll_interval=0.2)
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _flaw_of(folder: Path) -> str | None:
@@ -168,10 +144,12 @@ class Tokenise:
         self.text_filter = TextFilter(rules)
 
     def __call__(
-        self, pairs: Sequence[Pair]
+        self, batch: Sequence[Pair | DataError]
     ) -> tuple[pyarrow.RecordBatch, Counter[str], np.ndarray | None]:
         """Tokenise the pairs that the rules keep."""
-        kept, dropped = self.text_filter(pairs)
+        readable = [pair for pair in batch if not isinstance(pair, DataError)]
+        kept, dropped = self.text_filter(readable)
+        dropped["unreadable"] = len(batch) - len(readable)
         pairs = tagged(kept, self.tag)
         sides = [
             encoder([pair[side] for pair in pairs]) for side, encoder in enumerate(self.encoders)
@@ -197,12 +175,12 @@ class Tokenise:
                 )
             }
         columns["length"] = np.maximum(*lengths).astype(np.int32)
-        batch = pyarrow.record_batch(columns)
+        rows = pyarrow.record_batch(columns)
         hashes = hashes_of(kept, self.rules.drop_duplicates) if self.rules.drop_duplicates else None
         if not fits.all():
-            batch = batch.filter(pyarrow.array(fits))
+            rows = rows.filter(pyarrow.array(fits))
             hashes = hashes[fits] if hashes is not None else None
-        return batch, dropped + too_long, hashes
+        return rows, dropped + too_long, hashes
 
 
 def _lists(rows: list[bytes], lengths: np.ndarray, dtype: np.dtype) -> pyarrow.ListArray:
@@ -241,24 +219,13 @@ class _Preparation:
                 path.unlink()
         return parts
 
-    def _batches(self, done: int) -> Iterator[tuple[list[Pair], int]]:
-        """Yield batches of pairs, and how many could not be read, after the `done` first."""
-        batch: list[Pair] = []
-        unreadable = 0
-        for number, pair in enumerate(self.corpus.pairs()):
-            if number < done:
-                continue
-            if isinstance(pair, DataError):
-                if not self.rules.skip_unreadable:
-                    raise pair
-                unreadable += 1
-            else:
-                batch.append(pair)
-            if len(batch) + unreadable == _BATCH:
-                yield batch, unreadable
-                batch, unreadable = [], 0
-        if batch or unreadable:
-            yield batch, unreadable
+    def _batches(self, done: int) -> Iterator[list[Pair | DataError]]:
+        """Yield batches of pairs after the `done` first, and errors of single pairs."""
+        pairs: Iterator[Pair | DataError] = islice(self.corpus.pairs(), done, None)
+        if not self.rules.skip_unreadable:
+            pairs = strictly(pairs)
+        while batch := list(islice(pairs, _BATCH)):
+            yield batch
 
     def _write_part(self, number: int, results: Iterator[Any], bar: Any) -> dict[str, Any] | None:
         """Write the next part and its report; None at the end of the corpus."""
@@ -275,14 +242,14 @@ class _Preparation:
         ):
             result = first
             while result is not None:
-                (pairs, unreadable), (batch, lost, hashes) = result
-                writer.write_batch(batch)
+                batch, (rows, lost, hashes) = result
+                writer.write_batch(rows)
                 if hashes is not None:
                     hash_file.write(hashes.tobytes())
-                dropped += lost + Counter(unreadable=unreadable)
-                read += pairs + unreadable
-                kept += len(batch)
-                bar.update(pairs + unreadable)
+                dropped += lost
+                read += len(batch)
+                kept += len(rows)
+                bar.update(len(batch))
                 result = next(results, None) if read < _PART else None
         report = {"read": read, "kept": kept, "dropped": dict(dropped)}
         self._write_report(f"{name}.json", report, name)
@@ -333,7 +300,7 @@ class _Preparation:
         starts = np.cumsum([0, *sizes])
         for stem, start, end in zip(stems, starts[:-1], starts[1:], strict=True):
             if not first[start:end].all():
-                _keep_rows(self.partial / f"{stem}.arrow", first[start:end])
+                keep_rows(self.partial / f"{stem}.arrow", first[start:end])
         return int(len(first) - first.sum())
 
 
@@ -350,112 +317,4 @@ def describe_dropped(dropped: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count)
 
 
-def in_order(
-    function: Tokenise, batches: Iterator[tuple[list[Pair], int]], processes: int
-) -> Iterator[tuple[tuple[int, int], Any]]:
-    """Apply a function to batches in several processes, a few batches ahead of the reader.
-
-    Raises:
-        DataError: a process was killed.
-    """
-    ahead: list[tuple[tuple[int, int], Future]] = []
-    early = []
-    for batch in batches:
-        early.append(batch)
-        if len(early) * _BATCH >= _FEW or processes == 1:
-            break
-    else:
-        processes = 1
-    if processes == 1:
-        for pairs, unreadable in _chained(early, batches):
-            yield (len(pairs), unreadable), function(pairs)
-        return
-    method = "fork" if os.name == "posix" else "spawn"
-    pool = ProcessPoolExecutor(processes, get_context(method), _set_function, (function,))
-    with pool:
-        try:
-            for pairs, unreadable in _chained(early, batches):
-                ahead.append(((len(pairs), unreadable), pool.submit(_call_function, pairs)))
-                if len(ahead) > 4 * processes:
-                    counts, future = ahead.pop(0)
-                    yield counts, future.result()
-            for counts, future in ahead:
-                yield counts, future.result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                "A process that tokenised was killed, for want of memory perhaps: start again, and "
-                "the preparation goes on."
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _chained(early: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from early
-    yield from rest
-
-
-_function: Tokenise | None = None
-
-
-def _set_function(function: Tokenise) -> None:
-    global _function
-    _function = function
-
-
-def _call_function(pairs: list[Pair]) -> Any:
-    assert _function is not None
-    return _function(pairs)
-
-
-_BUCKETS = 64
-_RECORD = np.dtype([("high", "u8"), ("low", "u8"), ("row", "u8")])
-
-
-def first_of_each(files: Sequence[Path], scratch: Path) -> np.ndarray:
-    """Tell of every 128-bit hash whether it is the first of its value, in little memory.
-
-    Equal hashes fall into the same of many buckets on the disk, and one bucket at a time is sorted.
-    """
-    hash_type = np.dtype([("high", "u8"), ("low", "u8")])
-    rows = 0
-    paths = [scratch / f"bucket-{number}" for number in range(_BUCKETS)]
-    for path in paths:
-        path.unlink(missing_ok=True)
-    for file in files:
-        hashes = np.fromfile(file, hash_type)
-        records = np.empty(len(hashes), _RECORD)
-        records["high"], records["low"] = hashes["high"], hashes["low"]
-        records["row"] = np.arange(rows, rows + len(hashes))
-        rows += len(hashes)
-        buckets = records["high"] % _BUCKETS
-        for number, path in enumerate(paths):
-            with path.open("ab") as bucket:
-                records[buckets == number].tofile(bucket)
-    first = np.ones(rows, dtype=bool)
-    for path in paths:
-        records = np.fromfile(path, _RECORD) if path.exists() else np.empty(0, _RECORD)
-        records = records[np.lexsort((records["row"], records["low"], records["high"]))]
-        same = records["high"][1:] == records["high"][:-1]
-        same &= records["low"][1:] == records["low"][:-1]
-        first[records["row"][1:][same]] = False
-        path.unlink(missing_ok=True)
-    return first
-
-
-def _keep_rows(path: Path, kept: np.ndarray) -> None:
-    """Rewrite an Arrow file without the rows that are not kept."""
-    rewritten = path.with_suffix(".rewritten")
-    with pyarrow.memory_map(str(path)) as source, rewritten.open("wb") as file:
-        reader = pyarrow.ipc.open_stream(source)
-        start = 0
-        with pyarrow.ipc.new_stream(file, reader.schema) as writer:
-            for batch in reader:
-                mask = pyarrow.array(kept[start : start + len(batch)])
-                start += len(batch)
-                writer.write_batch(batch.filter(mask))
-    flush(rewritten)
-    rewritten.replace(path)
-
-
-__all__ = ["Prepared", "Tokenise", "default_cache", "describe_dropped", "in_order", "prepare"]
+__all__ = ["Prepared", "Tokenise", "default_cache", "describe_dropped", "prepare"]

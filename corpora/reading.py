@@ -14,12 +14,6 @@ from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.tokenization_vaswani import half_character
 
-with needs("vaswani[train]"):
-    import pyarrow
-    import pyarrow.parquet
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
 Pair = tuple[str, str]
 
 _COMPRESSED = (".gz", ".zst")
@@ -139,6 +133,8 @@ def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
     if path.endswith(".gz"):
         return stack.enter_context(gzip.open(path, "rb"))
     if path.endswith(".zst"):
+        with needs("vaswani[train]"):
+            import pyarrow
         stream: Any = stack.enter_context(pyarrow.input_stream(path, compression="zstd"))
         return io.BufferedReader(stream, 2**20)
     return stack.enter_context(open(path, "rb"))
@@ -175,6 +171,8 @@ def _filled_lines(path: str) -> Iterator[tuple[str | DataError, str]]:
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    with needs("vaswani[train]"):
+        import pyarrow.parquet
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_ROWS):

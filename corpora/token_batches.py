@@ -8,6 +8,8 @@ import numpy as np
 from torch.utils.data import Sampler
 from transformers.utils import logging
 
+from .mixing import Mixture
+
 logger = logging.get_logger(__name__)
 
 # Random cuts tried for the number of batches that every epoch has, before the one that has it.
@@ -40,6 +42,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             every epoch is a multiple of it, if there are pairs enough: otherwise the last update
             is small, and Accelerate repeats batches to give each process as many. An update has the
             same sentences however this number is divided between processes and accumulation.
+        mixture: draws the pairs of every epoch from several corpora. None takes each pair once.
 
     Raises:
         ValueError: lengths are missing, negative, not integers or not pairs; a budget or
@@ -54,6 +57,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_oversize: bool = False,
         batches_per_update: int = 1,
+        mixture: Mixture | None = None,
     ) -> None:
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = (
@@ -67,6 +71,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.seed = seed
         self.epoch = 0
         self.batches_per_update = batches_per_update
+        self.mixture = mixture
         self._source, self._target = _columns(lengths)
         fits = self._source <= self.max_source_tokens
         fits &= self._target <= self.max_target_tokens
@@ -74,7 +79,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.oversize = np.flatnonzero(~fits)
         self._report_oversize(drop_oversize)
         self._alone = self.oversize[:0] if drop_oversize else self.oversize
-        self.num_sentences = len(self._fitting) + len(self._alone)
+        self.num_sentences = len(self._rows()) + len(self._alone)
         if self.num_sentences == 0:
             raise ValueError(
                 f"All {len(self._source)} sentence pairs exceed max_source_tokens "
@@ -114,19 +119,26 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"{', '.join(map(str, self.oversize[:5]))}{more}"
             )
 
+    def _rows(self) -> np.ndarray:
+        """Return the pairs of the epoch that fit into a batch."""
+        if self.mixture is None:
+            return self._fitting
+        return self.mixture.rows(self._fitting, self.epoch)
+
     def _order(self, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs so that neighbours have about the same lengths; equals are shuffled.
 
         By the longer side first, which is the one that fills the budget, then by the difference of
         both: rising for one length and falling for the next, so that batches may span several.
         """
-        source, target = self._source[self._fitting], self._target[self._fitting]
+        rows = self._rows()
+        source, target = self._source[rows], self._target[rows]
         longer = np.maximum(source, target).astype(np.int64)
         rank = np.cumsum(np.bincount(longer) > 0)[longer]
         direction = np.where((rank + rng.integers(2)) % 2 == 0, 1, -1)
         key = longer * (2 * longer.max(initial=0) + 1) + direction * (source - target)
         shuffled = rng.permutation(len(key))
-        return self._fitting[shuffled[np.argsort(key[shuffled], kind="stable")]]
+        return rows[shuffled[np.argsort(key[shuffled], kind="stable")]]
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
         """Cut an order into batches as full as the budgets allow; return where each ends.
@@ -178,6 +190,8 @@ class TokenBatchSampler(Sampler[list[int]]):
                 break
         else:
             order, ends = self._reference()
+            # Epochs of a mixture differ in their lengths, and may need more batches than the first.
+            order, ends = _some_batches(order, ends, count, rng)
         ends = _split_largest(ends, count)
         alone = np.arange(1, len(self._alone) + 1) + len(order)
         return np.concatenate((order, self._alone)), np.concatenate((ends, alone))
@@ -234,6 +248,17 @@ def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
             f"lengths must be 0 or more; sentence pair {negative[0]} has {pairs[negative[0]]}."
         )
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
+
+
+def _some_batches(
+    order: np.ndarray, ends: np.ndarray, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Leave out batches at random until there are at most `count`."""
+    if len(ends) <= count:
+        return order, ends
+    batches = np.split(order, ends[:-1])
+    kept = [batches[number] for number in np.sort(rng.permutation(len(batches))[:count])]
+    return np.concatenate(kept), np.cumsum([len(batch) for batch in kept])
 
 
 def _split_largest(ends: np.ndarray, count: int) -> np.ndarray:

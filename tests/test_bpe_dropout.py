@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from num2words import num2words
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from vaswani.corpora.bpe_dropout import BpeDropout
 
 from vaswani import VaswaniTokenizer
@@ -39,11 +39,25 @@ def test_without_dropout_the_tokens_are_the_tokenizers(space_after, text):
         assert BpeDropout(tokenizer, 0, target=target)([text]) == tokenizer([text])["input_ids"]
 
 
-def test_added_tokens_are_not_cut():
+def test_added_tokens_stay_whole():
     tokenizer = VaswaniTokenizer.train_from_iterator(LINES, vocab_size=500, show_progress=False)
+    tokenizer.add_tokens([AddedToken(">>de<<", rstrip=True, normalized=False)])
+    for text in (">>de<< seven", "one >>de<<  two", ">>de<<", "", "none"):
+        assert BpeDropout(tokenizer, 0)([text]) == tokenizer([text])["input_ids"]
+        tag = tokenizer.convert_tokens_to_ids(">>de<<")
+        assert BpeDropout(tokenizer, 1)([text])[0].count(tag) == text.count(">>de<<")
     tokenizer.add_tokens(["<2de>"])
     with pytest.raises(ValueError, match="would cut the added tokens <2de>"):
         BpeDropout(tokenizer, 0.1)
+
+
+def test_a_position_tells_the_tokens_whatever_was_encoded_before():
+    one, other = BpeDropout(tokenizer_of(), 0.3, 5), BpeDropout(tokenizer_of(), 0.3, 5)
+    other(LINES)
+    tokens = [one.at(line, 1, number) for number, line in enumerate(LINES)]
+    backwards = [other.at(LINES[number], 1, number) for number in reversed(range(len(LINES)))]
+    assert tokens == backwards[::-1]
+    assert tokens != [one.at(line, 2, number) for number, line in enumerate(LINES)]
 
 
 @pytest.mark.parametrize("space_after", [False, True])

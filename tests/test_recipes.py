@@ -7,8 +7,10 @@ import re
 import shlex
 import shutil
 import signal
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sacrebleu
 import torch
@@ -20,7 +22,7 @@ from transformers.testing_utils import CaptureLogger
 from vaswani.commands.main import main
 from vaswani.commands.train import make_parser
 from vaswani.corpora.reading import DataError, read_pairs
-from vaswani.training import checkpoints, run
+from vaswani.training import checkpoints, run, run_data
 from vaswani.training.checkpoints import last_complete_checkpoint
 from vaswani.training.run import TrainingRun, training_arguments
 from vaswani.training.trainer import VaswaniTrainer
@@ -311,14 +313,19 @@ def test_an_epoch_of_bpe_dropout_has_every_pair_in_several_cuts(recipe):
         ["--recipe", str(recipe), "--bpe-dropout", "0.3", "--segmentations=3"]
     )
     run = TrainingRun(args)
-    columns, pairs, tokenizer = run.trainer.train_dataset[:], run.train_pairs, run.tokenizer
+    data, tokenizer = run.trainer.train_dataset, run.tokenizer
+    pairs = read_pairs(args.train, args.columns, "train")
+    assert len(data) == 3 * len(pairs)
     for side, name in enumerate(("input_ids", "labels")):
-        ids = columns[name]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        assert texts == [pair[side] for pair in pairs] * 3
-        assert ids[:80] != ids[80:160] != ids[160:] != ids[:80]
-    lengths = zip(map(len, columns["input_ids"]), map(len, columns["labels"]), strict=True)
-    assert columns["length"] == [max(pair) for pair in lengths]
+        epochs = []
+        for epoch in (0, 1):
+            data.set_epoch(epoch)
+            epochs.append([row[name] for row in data.__getitems__(range(240))])
+            texts = tokenizer.batch_decode(epochs[-1], skip_special_tokens=True)
+            assert texts == [pair[side] for pair in pairs] * 3
+            assert (np.array([len(ids) for ids in epochs[-1]]) <= data.lengths[:, side]).all()
+        looks = [ids[start : start + 80] for ids in epochs for start in (0, 80, 160)]
+        assert all(one != other for one, other in combinations(looks, 2))
     args.tokenizer_kind = "word"
     with pytest.raises(DataError, match=r"--bpe-dropout: .* not of WordLevel"):
         _ = TrainingRun(args).trainer
@@ -372,10 +379,10 @@ def test_a_run_that_ends_with_its_time_is_resumed_and_averaged_to_its_last_updat
 
 
 def test_a_run_killed_while_it_reads_its_data_can_be_resumed(recipe, tmp_path, monkeypatch):
-    def killed(*args):
+    def killed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "read_pairs", killed)
+    monkeypatch.setattr(run_data, "prepare", killed)
     for arguments in ([], ["--resume"]):
         with pytest.raises(KeyboardInterrupt):
             train("--recipe", recipe, *arguments)

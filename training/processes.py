@@ -1,10 +1,12 @@
 """Several processes: on what they train, and the whole weights where each holds a part of them."""
 
+import datetime
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..configuration.extras import needs
@@ -51,6 +53,14 @@ def of_main_process(value: Any) -> Any:
     values = [value]
     broadcast_object_list(values)
     return values[0]
+
+
+def patient_barrier() -> Callable[[], None]:
+    """Return a function that waits for all processes, however long one of them takes."""
+    if not distributed.is_initialized():
+        return lambda: None
+    group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+    return lambda: distributed.barrier(group)
 
 
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:

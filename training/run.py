@@ -30,15 +30,15 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
-from ..corpora.reading import Pair, read_pairs
-from ..corpora.tokenising import dropout_encoders, encoders, tokenised
+from ..corpora.reading import DataError, Pair
+from ..corpora.tokenising import tokenised
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .averaging import average_checkpoints
 from .checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
@@ -49,8 +49,10 @@ from .processes import (
     forget_sharding,
     join_processes,
     of_main_process,
+    patient_barrier,
 )
 from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress
+from .run_data import RunData
 from .trainer import VaswaniTrainer
 
 with needs("vaswani[train]"):
@@ -74,6 +76,13 @@ class OrderedEvaluation(VaswaniTrainer):
     def _get_eval_sampler(self, eval_dataset: Any) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.lengths is None:
+            return super()._get_train_sampler(train_dataset)
+        # transformers would tokenise every pair on the fly to count its tokens.
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(batch, lengths=self.lengths.max(axis=1).tolist())
+
 
 class TrainingRun:
     """One run of `vaswani train`.
@@ -95,17 +104,25 @@ class TrainingRun:
         self.checkpoint = of_main_process(self._checkpoint_to_resume())
         self.circumstances = circumstances()
         set_seed(options.seed)
-        self.train_pairs = read_pairs(options.train, options.columns, "train")
+        self.data = RunData(options, self._say_of_machine)
+        if self.data.is_mixed and not options.max_source_tokens:
+            raise RunError("Weights and --temperature need batches by --max-source-tokens.")
         self.valid_pairs = self._pairs("valid", "validation")
-        self.test_pairs = self._pairs("test", "test")
+        self.test_parts = self.data.evaluation_pairs("test", "test")
+        # One process prepares the data, which may take longer than processes wait for each other.
+        wait_for_all = patient_barrier()
         self.model, self.tokenizer = self._build()
         # A separate target vocabulary has a tokenizer of its own.
         self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
+        self.train_pairs = self.data.prepare(self.tokenizer, self.target_tokenizer)
+        wait_for_all()
         self.parameters = self.model.num_parameters()
         self.say(
-            f"{len(self.train_pairs):,} pairs, {len(self.tokenizer):,} tokens in the vocabulary, "
+            f"{self.train_pairs.read:,} pairs, {len(self.tokenizer):,} tokens in the vocabulary, "
             f"{self.parameters:,} parameters"
         )
+        if self.train_pairs.dropped:
+            self.say(self.train_pairs.describe_dropped())
         try:
             self.model.generation_config.update(**options.generation)
         except ValueError as error:  # a setting contradicts those of --model
@@ -117,9 +134,17 @@ class TrainingRun:
         if self.processes.is_main_process:
             print(text, flush=True)  # noqa: T201  a run tells what it does
 
+    def _say_of_machine(self, text: str) -> None:
+        """Print in any process, since each machine prepares its own data."""
+        print(text, flush=True)  # noqa: T201
+
     def _pairs(self, option: str, split: str) -> list[Pair]:
-        data = getattr(self.options, option)
-        return read_pairs(data, self.options.columns, split) if data else []
+        return [pair for part in self.data.evaluation_pairs(option, split) for pair in part]
+
+    @property
+    def test_pairs(self) -> list[Pair]:
+        """Pairs of all test sets."""
+        return [pair for part in self.test_parts for pair in part]
 
     def _checkpoint_to_resume(self) -> Path | None:
         """Find the checkpoint to continue from; None for a new run."""
@@ -172,15 +197,9 @@ class TrainingRun:
             # A resumed run keeps its vocabulary: the data may have changed since.
             return AutoTokenizer.from_pretrained(self.checkpoint or options.tokenizer)
         try:
-            return VaswaniTokenizer.train_from_iterator(
-                (text for pair in self.train_pairs for text in pair),
-                options.tokenizer_kind,
-                options.vocab_size,
-                pattern=options.pattern,
-                space_after=options.space_after,
-                split_punctuation=options.split_punctuation,
-                show_progress=False,
-            )
+            return self.data.learn_vocabulary()
+        except DataError:
+            raise
         except ValueError as error:
             raise RunError(str(error)) from error
 
@@ -188,19 +207,9 @@ class TrainingRun:
     def trainer(self) -> VaswaniTrainer:
         """The trainer, with data and callbacks."""
         options, model = self.options, self.model
-        plain = encoders(self.tokenizer, self.target_tokenizer)
-        sides, pairs = plain, self.train_pairs
-        if options.bpe_dropout:
-            sides = dropout_encoders(
-                self.tokenizer, self.target_tokenizer, options.bpe_dropout, options.seed
-            )
-            pairs = pairs * options.segmentations
-        train_data = tokenised(pairs, sides, options.max_length)
-        if len(train_data) < len(pairs):
-            self.say(
-                f"Dropped {len(pairs) - len(train_data)} of {len(pairs)} pairs longer than "
-                f"{options.max_length} tokens."
-            )
+        valid_data = None
+        if self.valid_pairs:
+            valid_data = tokenised(self.valid_pairs, self.tokenizer, self.target_tokenizer)
         noam = {}
         if options.scheduler == "noam":
             scale = math.sqrt(model.config.d_model * options.warmup)
@@ -209,8 +218,8 @@ class TrainingRun:
         trainer = OrderedEvaluation(
             model=model,
             args=training_arguments(options, model.config.d_model),
-            train_dataset=train_data,
-            eval_dataset=tokenised(self.valid_pairs, plain) if self.valid_pairs else None,
+            train_dataset=self.train_pairs.dataset,
+            eval_dataset=valid_data,
             data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
             processing_class=self.tokenizer,
             compute_metrics=self._score_validation,
@@ -218,6 +227,8 @@ class TrainingRun:
             max_source_tokens=options.max_source_tokens,
             max_target_tokens=options.max_target_tokens,
             batching=options.batching,
+            lengths=self.train_pairs.lengths,
+            mixture=self.train_pairs.mixture,
             r_drop=options.r_drop,
             **noam,
         )
@@ -265,10 +276,11 @@ class TrainingRun:
             "steps": step,
             "parameters": self.parameters,
             "pairs": {
-                "train": len(self.train_pairs),
+                "train": self.train_pairs.read,
                 "valid": len(self.valid_pairs),
                 "test": len(self.test_pairs),
             },
+            "data": self.train_pairs.report(),
             "settings": vars(self.options),
             "arguments": trainer.settings(),
         }
@@ -327,18 +339,32 @@ class TrainingRun:
         return {**perplexity, "greedy_bleu": scores[0]["bleu"], **scores[1]}
 
     def _scores_of_test(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:
-        """The scores of the test set, whose translations go to test.txt."""
-        options, pairs = self.options, self.test_pairs
+        """The scores of the test sets, whose translations go to test.txt.
+
+        Where there are several test sets, `corpora` has the scores of each, in their order.
+        """
         self.say("Translating the test set with beam search ...")
-        scores, candidates = translate_and_score(
-            translator, self.metric, pairs, options.beams, options.nbest
-        )
-        write(self.output / "test.txt", "".join(f"{best}\n" for best, *_ in candidates))
-        scores["samples"] = [
-            {"source": source, "translation": best, "reference": reference}
-            for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]
+        parts, lines = [], []
+        for pairs in self.test_parts:
+            scores, candidates = translate_and_score(
+                translator, self.metric, pairs, self.options.beams, self.options.nbest
+            )
+            lines += [best for best, *_ in candidates]
+            scores["samples"] = [
+                {"source": source, "translation": best, "reference": reference}
+                for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]
+            ]
+            parts.append(scores)
+        write(self.output / "test.txt", "".join(f"{line}\n" for line in lines))
+        if len(parts) == 1:
+            return parts[0]
+        corpora = self.data.corpora_of("test", "test")
+        named = [
+            {"data": corpus.name, "tag": corpus.tag, **scores}
+            for corpus, scores in zip(corpora, parts, strict=True)
         ]
-        return scores
+        # The first test set stands for all in the card and in tables.
+        return {**parts[0], "corpora": named}
 
     def push(self, repo_id: str) -> None:
         """Upload the finished model and its tokenizers."""

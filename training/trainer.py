@@ -21,6 +21,8 @@ from transformers.utils import logging
 
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
+from ..corpora.mixing import Mixture
+from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.packed_collator import PackedCollator
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
@@ -72,6 +74,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         lengths: (source, target) tokens of every training pair, of shape (N, 2). None counts them
             in the columns `input_ids` and `labels`. A collator that pads to a multiple keeps the
             budgets if these lengths are rounded up to it.
+        mixture: draws the pairs of every epoch where the training data are several corpora.
         noam_warmup_steps: the learning rate is equation 3 (5.3), the first update being step 1:
             d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The settings'
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
@@ -103,6 +106,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
         r_drop: float = 0.0,
+        mixture: Mixture | None = None,
         **kwargs: Any,
     ) -> None:
         if not 0 <= r_drop < math.inf:
@@ -126,6 +130,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
         self.r_drop = r_drop
+        self.mixture = mixture
         self._sentences_per_update: int | None = None
 
     def _require_own_loss(self, setting: str) -> None:
@@ -238,6 +243,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
             )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.train_dataset, OnTheFlyPairs):
+            # Accelerate does not reach the data set behind the batches of several processes.
+            self.train_dataset.set_epoch(kwargs["epoch"])
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             # Resumed where it ended: transformers would make one more update before it looks.
             self.control.should_training_stop = True
@@ -483,6 +491,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             drop_oversize=self.drop_oversize,
             batches_per_update=batches_per_update,
+            mixture=self.mixture,
         )
         self._sentences_per_update = round(
             sampler.num_sentences * batches_per_update / len(sampler)

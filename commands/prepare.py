@@ -1,0 +1,56 @@
+r"""Learn the vocabulary of a run and tokenise its training data ahead of time.
+
+    vaswani prepare --train train.en train.de --vocab-size 37000 --data-cache prepared
+
+`vaswani train` with the same options on data and vocabulary then starts at once. On another
+machine, copy the folder `prepared` there and pass --data-cache prepared. The folder holds results
+by the content of the data, so a changed file or option is prepared again.
+"""
+
+import argparse
+from typing import Any
+
+from .data_options import FORMS, add_data_options, add_vocabulary_options
+from .parser import CommandError, CommandParser
+
+
+def make_parser() -> CommandParser:
+    """Describe the command line."""
+    parser = CommandParser("prepare", f"{__doc__}\n{FORMS}")
+    add_data_options(parser)
+    add_vocabulary_options(parser)
+    add = parser.add_argument_group("other options of the run").add_argument
+    add(
+        "--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune, whose tokenizer counts"
+    )
+    add("--seed", type=int, default=42, help="chooses the lines of the vocabulary (default: 42)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prepare, and print where the data are and what was left out."""
+    from transformers import AutoTokenizer
+
+    from ..training.run_data import RunData
+
+    try:
+        data = RunData(args, print)
+        if args.model or args.tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(args.model or args.tokenizer)
+        else:
+            tokenizer = data.learn_vocabulary()
+        pairs = data.prepare(tokenizer, _target_tokenizer(args.model, tokenizer))
+    except (OSError, ModuleNotFoundError, ValueError) as error:
+        raise CommandError(error) from error
+    if pairs.dropped:
+        print(pairs.describe_dropped())
+    print(f"{pairs.kept:,} pairs are prepared in {data.cache}.")
+
+
+def _target_tokenizer(model: str | None, tokenizer: Any) -> Any:
+    """Load the tokenizer of a separate target vocabulary."""
+    from transformers import AutoModelForSeq2SeqLM
+
+    if model is None:
+        return tokenizer
+    return AutoModelForSeq2SeqLM.from_pretrained(model).target_tokenizer(tokenizer)

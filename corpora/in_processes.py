@@ -1,0 +1,71 @@
+"""A function is applied to batches by several processes, in order and with bounded memory."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing import get_context
+from typing import Any
+
+from .reading import DataError
+
+# Fewer batches are done sooner than processes start.
+_FEW = 10
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_order(
+    function: Callable[[Any], Any], batches: Iterator[Any], processes: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield every batch with its result. Processes are a few batches ahead of the reader.
+
+    Raises:
+        DataError: a process was killed.
+    """
+    first = list(islice(batches, _FEW))
+    batches = chain(first, batches)
+    if processes == 1 or len(first) < _FEW:
+        for batch in batches:
+            yield batch, function(batch)
+        return
+    # A forked process starts at once, and shares the memory of the tokenizers.
+    context = get_context("fork" if os.name == "posix" else "spawn")
+    pool = ProcessPoolExecutor(processes, context, _set_function, (function,))
+    ahead: deque[tuple[Any, Future]] = deque()
+    try:
+        for batch in batches:
+            ahead.append((batch, pool.submit(_call_function, batch)))
+            if len(ahead) > 4 * processes:
+                yield ahead[0][0], ahead[0][1].result()
+                ahead.popleft()
+        for batch, result in ahead:
+            yield batch, result.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A process that tokenised was killed, perhaps because memory ran out. Start again: the "
+            "preparation continues."
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_function: Callable[[Any], Any] | None = None
+
+
+def _set_function(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+
+
+def _call_function(batch: Any) -> Any:
+    assert _function is not None
+    return _function(batch)
+
+
+__all__ = ["cores", "in_order"]
