@@ -133,7 +133,7 @@ DIRTY = [
     ("leer", " "),
     ("same", "same"),
     ("one", "eins"),
-    ("one", "ein"),
+    ("one", "eine"),
     ("two", "eins"),
     ("привет", "hallo"),
     ("naïve 12 !?", "élan - 3"),
