@@ -206,7 +206,7 @@ class PackedBatchSampler(TokenBatchSampler):
 
     def _order(self, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs at random."""
-        return rng.permutation(self._fitting)
+        return rng.permutation(self._rows())
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
         """Cut an order into batches as full as the budgets allow; return where each ends."""

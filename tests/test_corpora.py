@@ -20,7 +20,7 @@ from vaswani.corpora.mapped import MappedPairs
 from vaswani.corpora.mixing import Mixture, shares_of
 from vaswani.corpora.preparing import prepare
 from vaswani.corpora.reading import DataError, strictly
-from vaswani.corpora.token_batches import TokenBatchSampler
+from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 
 from vaswani import VaswaniTokenizer
 
@@ -248,15 +248,20 @@ def test_temperature_makes_shares_more_equal_and_weights_are_shares():
         shares_of([1, 2], [1.0, 2.0], 5)
 
 
+@pytest.mark.parametrize("kind", [TokenBatchSampler, PackedBatchSampler])
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_batches_of_a_mixture_depend_on_seed_and_epoch_and_keep_budget_and_number(processes):
+def test_batches_of_a_mixture_depend_on_seed_and_epoch_and_keep_budget_and_number(kind, processes):
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 60, (700, 2))
     lengths[500:] //= 4
 
     def sampler():
         mixture = Mixture([500, 200], [1, 2], seed=3)
-        return TokenBatchSampler(lengths, 400, seed=3, batches_per_update=4, mixture=mixture)
+        return kind(lengths, 400, seed=3, batches_per_update=4, mixture=mixture)
+
+    def size(batch):
+        own = lengths[batch]
+        return own.sum(axis=0) if kind is PackedBatchSampler else own.max(axis=0) * len(batch)
 
     one, other = sampler(), sampler()
     epochs = []
@@ -266,7 +271,7 @@ def test_batches_of_a_mixture_depend_on_seed_and_epoch_and_keep_budget_and_numbe
         batches = list(one)
         assert batches == list(other)
         assert len(batches) == len(one)
-        assert all((lengths[b].max(axis=0) * len(b) <= 400).all() for b in batches)
+        assert all((size(batch) <= 400).all() for batch in batches)
         rows = [row for batch in batches for row in batch]
         assert abs(sum(row >= 500 for row in rows) / len(rows) - 2 / 3) < 0.01
         epochs.append(rows)
