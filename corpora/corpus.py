@@ -178,7 +178,15 @@ def _content_of(name: str, is_file: bool, default_split: str) -> bytes:
         return content_of_file(path)
     if is_file:
         raise DataError(f"No such file: {name}")
-    return load_rows(name, default_split)._fingerprint.encode()
+    return _content_of_data_set(name, default_split)
+
+
+def _content_of_data_set(name: str, default_split: str) -> bytes:
+    rows = load_rows(name, default_split)
+    digest = xxhash.xxh3_128(repr((len(rows), name.partition(":")[2])).encode())
+    for file in rows.cache_files:
+        digest.update(content_of_file(Path(file["filename"])))
+    return digest.digest()
 
 
 def content_of_file(path: Path) -> bytes:

@@ -59,7 +59,7 @@ def train_vocabulary(
             except (OSError, ValueError) as flaw:
                 say(f"{folder} is damaged ({flaw}): learning the vocabulary again.")
                 shutil.rmtree(folder)
-        pairs = _sample(corpora, lines // 2, seed, skip_unreadable)
+        pairs = _chosen_pairs(corpora, lines // 2, seed, skip_unreadable)
         tokenizer = VaswaniTokenizer.train_from_iterator(
             chain.from_iterable(pairs), show_progress=False, **settings
         )
@@ -72,7 +72,7 @@ def train_vocabulary(
     return tokenizer
 
 
-def _sample(
+def _chosen_pairs(
     corpora: Sequence[Corpus], limit: int, seed: int, skip_unreadable: bool
 ) -> Iterator[Pair]:
     """Yield all pairs, or about `limit` at random if there are more."""

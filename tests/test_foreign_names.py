@@ -93,6 +93,7 @@ METHODS = {
         "_get_eval_sampler": "self eval_dataset",
         "_get_grad_norm": "self model grad_norm",
         "_get_output_dir": "self trial",
+        "_get_train_sampler": "self train_dataset",
         "_load_optimizer_and_scheduler": "self checkpoint",
         "_push_from_checkpoint": "self checkpoint_folder",
         "_remove_unused_columns": "self dataset description",
@@ -180,7 +181,7 @@ IMPORTS = {
     "transformers.models.whisper.tokenization_whisper": "LANGUAGES",
     "transformers.processing_utils": "Unpack",
     "transformers.tokenization_utils_tokenizers": "TokenizersBackend",
-    "transformers.trainer_pt_utils": "LabelSmoother",
+    "transformers.trainer_pt_utils": "LabelSmoother LengthGroupedSampler",
     "transformers.trainer_utils": "TrainOutput has_length seed_worker",
     "transformers.utils": """
         GENERATION_CONFIG_NAME TransformersKwargs cached_file can_return_tuple extract_commit_hash
