@@ -375,7 +375,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         limits = torch.full((len(prompt),), min(longest, default=config.max_length), device=device)
         for criterion in stopping_criteria:
             if type(criterion) is SourceLengthCriteria:
-                limits = limits.minimum(criterion.max_lengths.to(device))
+                own = criterion.max_lengths.to(device)  # of each source, which may have n samples
+                limits = limits.minimum(own.repeat_interleave(len(limits) // len(own)))
             elif type(criterion) is EosTokenCriteria:
                 if criterion.eos_token_id is not config._eos_token_tensor:
                     return None

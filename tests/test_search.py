@@ -489,6 +489,14 @@ def test_tokens_are_sampled_by_their_probabilities(tiny_model, searches):
     assert ((counts / number - expected).abs() <= 4.5 * deviation + 1e-12).all()
 
 
+def test_each_sample_of_each_sentence_keeps_to_the_limit_of_its_source(tiny_model, source):
+    sampled = tiny_model().generate(
+        **source, do_sample=True, num_return_sequences=3, eos_token_id=None, suppress_tokens=[0]
+    )
+    lengths = (sampled[:, 1:] != 0).sum(dim=1)
+    assert lengths.tolist() == [length + 50 for length in (7, 4, 2, 5) for _ in range(3)]
+
+
 WARPERS = [{"top_k": 1}, {"temperature": 1e-4, "top_k": 0}, {"top_p": 1e-6}, {"min_p": 1.0}]
 
 
