@@ -10,6 +10,7 @@ from ..configuration.names_vaswani import complaints
 from ..configuration.places_vaswani import check_path
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from ..hub_cards.results import is_language
+from ..training.objectives import make_objective
 from ..training.presets import PRESETS
 
 
@@ -21,6 +22,7 @@ def check_settings(args: argparse.Namespace) -> None:
     """Refuse what would fail later, before any data are read.
 
     Raises:
+        ObjectiveError: --objective has no such settings.
         OSError: --model or --tokenizer is no place to load from.
         SettingsError: a name or value is wrong; says what may be meant.
     """
@@ -41,6 +43,8 @@ def check_settings(args: argparse.Namespace) -> None:
         VaswaniGenerationConfig(**args.generation)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
+    if args.objective:
+        make_objective(args.objective, **args.objective_settings)
     if args.model:
         VaswaniConfig.from_pretrained(args.model)
     if args.tokenizer:

@@ -68,11 +68,15 @@ class _Parser(CommandParser):
             self.error("--batching packed needs --max-source-tokens, the tokens of a batch")
         if args.nbest > args.beams:
             self.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
-        for option in ("set", "trainer", "generation"):
+        if args.objective and args.r_drop:
+            self.error("--r-drop is an objective of its own: leave it or --objective out")
+        if args.objective_settings and not args.objective:
+            self.error("--objective-settings needs --objective")
+        for option in ("set", "trainer", "generation", "objective_settings"):
             try:
                 setattr(args, option, settings(getattr(args, option)))
             except ValueError as error:
-                self.error(f"--{option}: {error}")
+                self.error(f"--{option.replace('_', '-')}: {error}")
         args.generation = {"num_beams": args.beams, **args.generation}
 
 
@@ -110,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
     except (FloatingPointError, ModuleNotFoundError, OSError, StrictDataclassError) as error:
         raise CommandError(error) from error
     except ValueError as error:
-        if type(error).__name__ not in ("DataError", "RunError", "SettingsError"):
+        if type(error).__name__ not in ("DataError", "ObjectiveError", "RunError", "SettingsError"):
             raise
         raise CommandError(error) from error
 

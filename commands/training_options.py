@@ -85,6 +85,19 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         help="train on each batch twice and pull the two predictions together (default: 0)",
     )
     add(
+        "--objective",
+        choices=("reinforce", "risk", "scheduled_sampling"),
+        help="a training loss for a finished model (--model) in place of the likelihood",
+    )
+    add(
+        "--objective-settings",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="settings of --objective: --objective-settings reward=chrf candidates=8",
+    )
+    add(
         "--warmup",
         type=positive,
         default=4000,

@@ -24,6 +24,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 from transformers.testing_utils import CaptureLogger
 from vaswani.corpora import token_batches
 from vaswani.corpora.token_batches import TokenBatchSampler
+from vaswani.training.sequence_objectives import MinimumRisk
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
@@ -329,7 +330,8 @@ def make_trainer(
     """A trainer of a tiny model; `changes` are its own arguments and those of its settings."""
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize", "batching")
-    names += ("noam_warmup_steps", "noam_factor", "r_drop", "compute_loss_func")
+    names += ("noam_warmup_steps", "noam_factor", "r_drop", "objective", "compute_loss_func")
+    names += ("processing_class",)
     own.update({name: changes.pop(name) for name in names if name in changes})
     dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
     set_seed(3)
@@ -354,6 +356,25 @@ def make_trainer(
         callbacks=callbacks,
         **own,
     )
+
+
+class Letters:
+    """A tokenizer that writes a letter for each token, and learns nothing."""
+
+    name_or_path = ""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        assert skip_special_tokens
+        return ["".join(chr(ord("a") + token) for token in row if token > 2) for row in rows]
+
+    def save_pretrained(self, folder):
+        """Save nothing: there is nothing."""
+
+
+def first_letters(hypotheses, references):
+    """A reward: how many first letters are right."""
+    pairs = zip(hypotheses, references, strict=True)
+    return [float(sum(a == b for a, b in zip(*pair, strict=False))) for pair in pairs]
 
 
 def collator(rows):
@@ -532,6 +553,8 @@ def main(job, output, checkpoint=None):
         changes = {"dropout": 0.0}
     if "packed" in job:
         changes |= {"batching": "packed"}
+    if "risk" in job:
+        changes |= {"objective": MinimumRisk(first_letters, 2), "processing_class": Letters()}
     trainer = make_trainer(output, **changes)
     assert trainer.accelerator.num_processes == 2
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -546,7 +569,7 @@ needs_resume_on_cpus = pytest.mark.skipif(
 
 @needs_resume_on_cpus
 @pytest.mark.slow
-@pytest.mark.parametrize("batching", ["sorted", "packed"])
+@pytest.mark.parametrize("batching", ["sorted", "packed", "packed risk"])
 def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_weights(
     tmp_path, batching
 ):

@@ -155,7 +155,7 @@ IN_SOURCE = {
 }
 # What is imported from modules below the packages' own.
 IMPORTS = {
-    "accelerate.utils": "broadcast_object_list set_seed str_to_bool",
+    "accelerate.utils": "broadcast_object_list extract_model_from_parallel set_seed str_to_bool",
     "transformers.activations": "ACT2FN",
     "transformers.exporters": "OnnxConfig OnnxExporter",
     "transformers.generation": """

@@ -176,6 +176,9 @@ def test_a_recipe_that_makes_no_sense_is_refused(tmp_path, capsys, recipe, compl
     [
         (["--max-target-tokens", "8"], "--max-target-tokens needs --max-source-tokens"),
         (["--batching", "packed"], "--batching packed needs --max-source-tokens"),
+        (["--objective", "risk", "--r-drop", "2"], "leave it or --objective out"),
+        (["--objective-settings", "k=1"], "--objective-settings needs --objective"),
+        (["--objective", "risk", "--objective-settings", "k"], "--objective-settings: expected"),
         (["--patience", "3"], "--patience needs --valid"),
         (["--r-drop", "nan"], "--r-drop: must be 0 or more, got nan"),
         (["--nbest", "5"], "--nbest 5 needs as many --beams, got 4"),

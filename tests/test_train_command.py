@@ -323,3 +323,28 @@ def test_training_pushes_a_complete_repository(parallel_files, tmp_path):
         names = set(hub.files("someone/numbers"))
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
     assert {f"{room}_vaswani.py" for room in ("configuration", "modeling", "tokenization")} <= names
+
+
+def test_an_objective_fine_tunes_a_saved_model_and_its_settings_stand_in_the_recipe(
+    parallel_files, command, tmp_path
+):
+    common = ["--max-source-tokens", 200, "--warmup", 4, "--steps", 3, "--batching", "packed"]
+    command("train", "--train", *parallel_files, *TINY, *common, "--output", tmp_path / "first")
+    command(
+        "train", "--train", *parallel_files, "--model", tmp_path / "first", *common,
+        "--objective", "risk", "--objective-settings", "reward=chrf", "candidates=2",
+        "--output", tmp_path / "second",
+    )  # fmt: skip
+    results = json.loads((tmp_path / "second" / "results.json").read_text())
+    assert results["arguments"]["objective"] == "MinimumRisk"
+    recipe = (tmp_path / "second" / "recipe.yaml").read_text()
+    assert "objective: risk\nobjective-settings:\n  reward: chrf\n  candidates: 2\n" in recipe
+
+
+def test_a_wrong_objective_setting_ends_the_run_with_a_sentence(parallel_files, command, tmp_path):
+    with pytest.raises(SystemExit, match=r"no reward 'meteor': choose one of bleu, chrf"):
+        command(
+            "train", "--train", *parallel_files, "--objective", "risk",
+            "--objective-settings", "reward=meteor", "--output", tmp_path / "run",
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()

@@ -1,13 +1,49 @@
 """R-Drop: two passes under dropout that shall agree (Liang et al., 2021)."""
 
+import math
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
+
+from ..modeling.packing_vaswani import decoder_inputs
+from .objective import Objective, ObjectiveError, Update, over
 
 # Logits of a pass that are taken at a time: on a CPU as many as fit the cache of a core, for all
 # that is done to them, elsewhere 2^28 bytes of them in float32.
 _IN_CACHE, _ELSEWHERE = 2**18, 2**26
+
+
+class RDrop(Objective):
+    """The loss of two passes under dropout that shall agree (Liang et al., 2021, equation 4).
+
+    Loss and gradients are those of `RDropLoss`. Cost: twice the passes of an update, and the logits
+    of a batch exist.
+
+    Args:
+        alpha: weight of the disagreement; Liang et al. take 5 for translation.
+
+    Raises:
+        ObjectiveError: alpha is no finite number of at least 0.
+    """
+
+    def __init__(self, alpha: float = 5.0) -> None:
+        if not 0 <= alpha < math.inf:
+            raise ObjectiveError(f"alpha of R-Drop must be 0 or more, got {alpha}.")
+        self.alpha = alpha
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
+        """Compute the share of a batch in the mean loss of its update."""
+        own, inputs = self.unwrap(model), dict(inputs)
+        labels = inputs.pop("labels")
+        if "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = decoder_inputs(own, labels, inputs)
+        if "cu_seq_lens_q" in inputs:
+            inputs["pad_outputs"] = False
+        outputs = model(**twice(inputs), use_cache=False)
+        total = RDropLoss.apply(outputs.logits, labels, self.alpha, own.config.label_smoothing)
+        return over(total, update.tokens)
 
 
 class RDropLoss(torch.autograd.Function):

@@ -42,6 +42,8 @@ from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .averaging import average_checkpoints
 from .checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
+from .objective import Objective
+from .objectives import make_objective
 from .presets import PRESETS
 from .processes import (
     describe_processes,
@@ -229,11 +231,18 @@ class TrainingRun:
             batching=options.batching,
             lengths=self.train_pairs.lengths,
             mixture=self.train_pairs.mixture,
+            objective=self._objective(),
             r_drop=options.r_drop,
             **noam,
         )
         trainer.remove_callback(PrinterCallback)  # ProgressLine prints
         return trainer
+
+    def _objective(self) -> Objective | None:
+        options = self.options
+        if options.objective is None:
+            return None
+        return make_objective(options.objective, **options.objective_settings)
 
     def _callbacks(self) -> list[TrainerCallback]:
         options = self.options

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,6 @@ from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.packed_collator import PackedCollator
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..modeling.packing_vaswani import decoder_inputs
 from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
@@ -37,8 +37,10 @@ from .checkpoints import (
     limit_checkpoints,
 )
 from .circumstances import circumstances, weights_sha256
+from .objective import Loss, Objective, Update, sentences_of
+from .objectives import make_objective
 from .processes import whole_weights
-from .r_drop import RDropLoss, twice
+from .r_drop import RDrop
 from .schedule import noam_schedule
 
 with needs("vaswani[train]"):
@@ -79,9 +81,11 @@ class VaswaniTrainer(Seq2SeqTrainer):
             d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The settings'
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
         noam_factor: multiplies it; 1 is the paper's.
-        r_drop: with Liang et al.'s (2021) alpha, every batch is trained on twice at once, and two
-            passes under dropout shall agree; they take 5 for translation. Here the logits of a
-            batch do exist. 0 leaves it out.
+        objective: the training loss: a name ("risk", "reinforce", "scheduled_sampling", "r_drop"),
+            an object of training/ with settings of its own, or a function
+            (model, inputs, update) -> loss. None is the model's own loss (5.4), with which
+            evaluation goes on.
+        r_drop: short for `objective=RDrop(alpha)` (Liang et al., 2021); 0 leaves it out.
 
     Raises:
         FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
@@ -90,9 +94,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
         ValueError: `max_target_tokens` or `batching="packed"` comes without `max_source_tokens`;
             `lengths` does not match the training
             data; these have no length or lack the two columns; there is no complete checkpoint to
-            resume from, or it has another learning rate; `r_drop` is negative; `r_drop` or packed
-            batches meet another package's model, another loss or torch's DataParallel. All that
-            TokenBatchSampler and `noam_schedule` raise.
+            resume from, or it has another learning rate; `r_drop` is negative or meets another
+            objective; an objective or packed batches meet another package's model, another loss or
+            torch's DataParallel. All that TokenBatchSampler and `noam_schedule` raise.
+        ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
     def __init__(
@@ -105,12 +110,15 @@ class VaswaniTrainer(Seq2SeqTrainer):
         batching: Literal["sorted", "packed"] = "sorted",
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
+        objective: str | Loss | None = None,
         r_drop: float = 0.0,
         mixture: Mixture | None = None,
         **kwargs: Any,
     ) -> None:
         if not 0 <= r_drop < math.inf:
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
+        if r_drop and objective is not None:
+            raise ValueError("r_drop is an objective of its own: leave it or objective out.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         if batching not in ("sorted", "packed"):
@@ -118,8 +126,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if batching == "packed" and max_source_tokens is None:
             raise ValueError("batching='packed' needs max_source_tokens, the tokens of a batch.")
         super().__init__(*args, **kwargs)
-        if r_drop:
-            self._require_own_loss("r_drop")
+        if r_drop or objective is not None:
+            self._require_own_loss("r_drop" if r_drop else "objective")
         if batching == "packed":
             self._require_own_loss("batching='packed'")
         self.max_source_tokens = max_source_tokens
@@ -131,6 +139,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.noam_factor = noam_factor
         self.r_drop = r_drop
         self.mixture = mixture
+        self.objective = RDrop(r_drop) if r_drop else objective
+        if isinstance(objective, str):
+            self.objective = make_objective(objective)
+        self._sentences_in_update: torch.Tensor | None = None
         self._sentences_per_update: int | None = None
 
     def _require_own_loss(self, setting: str) -> None:
@@ -218,6 +230,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             )
         if resume_from_checkpoint:
             self._warn_of_other_processes(Path(resume_from_checkpoint))
+        if isinstance(self.objective, Objective):
+            self.objective.prepare(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _warn_of_other_processes(self, checkpoint: Path) -> None:
@@ -265,23 +279,32 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Compute the model's own loss (5.4), in training that of `r_drop` where it is given."""
-        if not (self.r_drop and model.training):
+        """Compute the model's own loss (5.4), or in training that of the objective."""
+        if self.objective is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        own: Any = self.accelerator.unwrap_model(model)
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-        if "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = decoder_inputs(own, labels, inputs)
-        if "cu_seq_lens_q" in inputs:
-            inputs["pad_outputs"] = False
-        outputs = model(**twice(inputs), use_cache=False)
-        loss = RDropLoss.apply(outputs.logits, labels, self.r_drop, own.config.label_smoothing)
-        tokens = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        loss = loss / torch.as_tensor(tokens, device=loss.device).clamp(min=1)
+        tokens, sentences = num_items_in_batch, self._sentences_in_update
+        if tokens is None:
+            tokens = (inputs["labels"] != -100).sum()
+        if num_items_in_batch is None or sentences is None:
+            sentences = sentences_of(inputs)
+        update = Update(self.state.global_step, tokens, sentences)
+        loss = self.objective(model, inputs, update)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
-        return (loss, outputs) if return_outputs else loss
+        return (loss, None) if return_outputs else loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        """Collect the batches of an update; count its tokens and sentences in all processes."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._sentences_in_update = None
+        if self.objective is not None and tokens is not None:
+            sentences = torch.tensor(sum(map(sentences_of, batches)), device=device)
+            if self.args.average_tokens_across_devices and self.args.world_size > 1:
+                sentences = self.accelerator.gather(sentences).sum()
+            self._sentences_in_update = sentences
+        return batches, tokens
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         # The Trainer asks for it between the gradients, which all processes share, and the update.
@@ -404,7 +427,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
             "noam_factor",
             "r_drop",
         )
-        return {**self.args.to_dict(), **{name: getattr(self, name) for name in own}}
+        objective = getattr(self.objective, "__name__", type(self.objective).__name__)
+        return {
+            **self.args.to_dict(),
+            **{name: getattr(self, name) for name in own},
+            "objective": None if self.objective is None else objective,
+        }
 
     def create_model_card(
         self,

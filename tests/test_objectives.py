@@ -1,0 +1,293 @@
+"""Objectives: the formulas of their papers, updates that resume, refusals in a sentence."""
+
+import math
+
+import pytest
+import torch
+from test_batching import (
+    Letters,
+    assert_bit_for_bit,
+    collator,
+    first_letters,
+    make_trainer,
+    training_data,
+    weights,
+)
+from vaswani.corpora.packed_collator import packed
+from vaswani.training.objective import ObjectiveError, Update
+from vaswani.training.objectives import make_objective
+from vaswani.training.r_drop import RDrop
+from vaswani.training.rewards import sentence_bleu, sentence_chrf
+from vaswani.training.scheduled_sampling import ScheduledSampling
+from vaswani.training.sequence_objectives import Candidates, MinimumRisk, Reinforce
+
+ROWS = [
+    {"input_ids": [3, 4, 5, 2], "labels": [6, 7, 8, 9, 2]},
+    {"input_ids": [6, 2], "labels": [5, 2]},
+    {"input_ids": [9, 8, 7, 6, 5, 2], "labels": [11, 12, 2]},
+]
+UPDATE = Update(number=500, tokens=10, sentences=3)
+KINDS = pytest.mark.parametrize("form", [lambda batch: batch, packed], ids=["padded", "packed"])
+
+
+def prepared(objective):
+    """An objective with the tokenizer of a trainer."""
+    objective.tokenizer = Letters()
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("settings", "update", "expected"),
+    [
+        ({"schedule": "linear", "k": 0.9, "c": 1e-3, "floor": 0.2}, 100, 0.9 - 0.1),
+        ({"schedule": "linear", "k": 0.9, "c": 1e-3, "floor": 0.2}, 5000, 0.2),
+        ({"schedule": "exponential", "k": 0.99}, 100, 0.99**100),
+        ({"schedule": "inverse_sigmoid", "k": 50.0}, 100, 50 / (50 + math.exp(100 / 50))),
+        ({"schedule": "inverse_sigmoid", "k": 1.0}, 10**6, 0.0),
+    ],
+)
+def test_schedules_are_those_of_bengio_et_al(settings, update, expected):
+    schedule = ScheduledSampling(**settings)
+    assert schedule.probability_of_right_tokens(update) == pytest.approx(expected, abs=1e-12)
+
+
+@KINDS
+def test_scheduled_sampling_reads_its_own_tokens_at_unlucky_positions(
+    tiny_model, form, monkeypatch
+):
+    model = tiny_model(dropout=0.0).train()
+    objective = prepared(ScheduledSampling("linear", k=0.5, c=0.0))
+    luck = torch.tensor([0.9, 0.2, 0.9, 0.2, 0.9])  # by position; below 0.5 the token stays
+    positions = form(collator(ROWS)).get("decoder_position_ids", torch.arange(5).expand(3, -1))
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: luck[positions])
+    loss = objective(model, form(collator(ROWS)), UPDATE)
+    monkeypatch.undo()
+    total = 0.0
+    for row in ROWS:
+        source, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        right = [2, *row["labels"][:-1]]
+        best = model(source, decoder_input_ids=torch.tensor([right])).logits.argmax(-1)[0].tolist()
+        read = [right[t] if t == 0 or luck[t] < 0.5 else best[t - 1] for t in range(len(right))]
+        one = model(source, decoder_input_ids=torch.tensor([read]), labels=labels)
+        total += one.loss * len(right)
+    torch.testing.assert_close(loss, total / 10)
+
+
+def test_scheduled_sampling_with_right_tokens_alone_is_the_likelihood(tiny_model):
+    model = tiny_model(dropout=0.0).train()
+    objective = prepared(ScheduledSampling("linear", c=0.0))
+    batch = collator(ROWS)
+    torch.testing.assert_close(objective(model, batch, UPDATE), model(**batch).loss)
+
+
+def table():
+    log_probs = torch.tensor([[-3.0, -1.0, -2.0], [-4.0, -2.5, 0.0]], dtype=torch.float64)
+    rewards = torch.tensor([[1.0, 0.25, 0.5], [1.0, 0.125, 7.0]], dtype=torch.float64)
+    present = torch.tensor([[True, True, True], [True, True, False]])
+    return Candidates(log_probs.requires_grad_(), rewards, present, torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("sharpness", [0.005, 1.0])
+def test_risk_is_the_formula_of_shen_et_al_with_its_gradient(sharpness):
+    candidates = table()
+    losses = MinimumRisk(first_letters, 2, sharpness=sharpness).sentence_losses(candidates)
+    losses.sum().backward()
+    for row, number in ((0, 3), (1, 2)):
+        powers = [math.exp(sharpness * p) for p in candidates.log_probs[row, :number].tolist()]
+        shares = [power / sum(powers) for power in powers]
+        risks = [-reward for reward in candidates.rewards[row, :number].tolist()]
+        expected = sum(share * risk for share, risk in zip(shares, risks, strict=True))
+        assert losses[row].item() == pytest.approx(expected, rel=1e-12)
+        for column in range(number):
+            slope = sharpness * shares[column] * (risks[column] - expected)
+            assert candidates.log_probs.grad[row, column].item() == pytest.approx(slope, rel=1e-9)
+    assert candidates.log_probs.grad[1, 2] == 0
+
+
+def test_reinforce_has_the_mean_of_the_other_samples_as_its_baseline():
+    candidates = table()
+    losses = Reinforce(first_letters, 2).sentence_losses(candidates)
+    rewards, log_probs = candidates.rewards[0, 1:].tolist(), candidates.log_probs[0, 1:].tolist()
+    expected = -sum((rewards[j] - rewards[1 - j]) * log_probs[j] for j in (0, 1)) / 2
+    assert losses[0].item() == pytest.approx(expected, rel=1e-12)
+
+
+def log_prob(model, source, target):
+    decoder_input_ids = torch.tensor([[2, *target[:-1]]])
+    logits = model(torch.tensor([source]), decoder_input_ids=decoder_input_ids).logits[0]
+    return logits.log_softmax(-1)[range(len(target)), target].sum()
+
+
+@KINDS
+@pytest.mark.parametrize("likelihood", [0.0, 0.3])
+def test_loss_of_a_batch_is_the_mixture_written_out(tiny_model, form, likelihood, monkeypatch):
+    model = tiny_model(dropout=0.0, label_smoothing=0.1).train()
+    objective = prepared(MinimumRisk(first_letters, 2, likelihood=likelihood, sharpness=0.5))
+    samples = [[[6, 7, 2], [6, 7, 2]], [[5, 2], [2]], [[11, 12, 9, 9, 2], [3, 3]]]
+    monkeypatch.setattr(
+        objective, "_samples", lambda *_: [[torch.tensor(one) for one in row] for row in samples]
+    )
+    loss = objective(model, form(collator(ROWS)), UPDATE)
+    loss.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    risk, likelihood_sum = 0.0, 0.0
+    for row, found in zip(ROWS, samples, strict=True):
+        source, reference = row["input_ids"], row["labels"]
+        unique = [list(one) for one in dict.fromkeys(map(tuple, [reference, *found]))]
+        scores = torch.stack([0.5 * log_prob(model, source, one) for one in unique])
+        texts = Letters().batch_decode([*unique, reference], skip_special_tokens=True)
+        rewards = torch.tensor(first_letters(texts[:-1], [texts[-1]] * len(unique)))
+        risk -= (scores.softmax(0) * rewards).sum()
+        batch = {"input_ids": torch.tensor([source]), "labels": torch.tensor([reference])}
+        likelihood_sum += model(**batch, skip_logits=False).loss * len(reference)
+    expected = likelihood * likelihood_sum / 10 + (1 - likelihood) * risk / 3
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, model.lm_head.weight.grad)
+
+
+def test_samples_end_as_labels_do_and_come_from_the_model_without_dropout(tiny_model):
+    model = tiny_model(dropout=0.5).train()
+    objective = prepared(Reinforce(first_letters, 30))
+    samples = objective._samples(model, [torch.tensor(row["input_ids"]) for row in ROWS])
+    assert [len(row) for row in samples] == [30] * 3
+    for sample in (one for row in samples for one in row):
+        assert 2 not in sample[:-1]
+        assert sample[-1] == 2 or len(sample) > 50
+    assert len({tuple(sample.tolist()) for sample in samples[0]}) > 20
+    assert all(module.training for module in model.modules())
+
+
+def test_fine_tuning_by_reinforce_raises_the_reward(tmp_path):
+    rewards = []
+
+    def early_end(hypotheses, references):
+        values = [-float(len(hypothesis)) for hypothesis in hypotheses]
+        rewards.append(sum(values) / len(values))
+        return values
+
+    trainer = make_trainer(
+        tmp_path, objective=Reinforce(early_end, 4, likelihood=0.0), processing_class=Letters(),
+        batching="packed", max_steps=25, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer.train()
+    first, last = sum(rewards[1:4]) / 3, sum(rewards[-3:]) / 3
+    assert last > first + 3
+
+
+OBJECTIVES = {
+    "scheduled sampling": lambda: ScheduledSampling("exponential", k=0.9),
+    "risk": lambda: MinimumRisk(first_letters, 2),
+    "reinforce": lambda: Reinforce(first_letters, 2),
+    "r_drop": lambda: RDrop(2.0),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path, name):
+    changes = {
+        "batching": "packed", "gradient_accumulation_steps": 2, "save_strategy": "steps",
+        "save_steps": 2, "max_steps": 4, "processing_class": Letters(),
+    }  # fmt: skip
+    whole = make_trainer(tmp_path / "whole", objective=OBJECTIVES[name](), **changes)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", objective=OBJECTIVES[name](), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_bit_for_bit(weights(resumed), weights(whole))
+    assert whole.settings()["objective"] == type(OBJECTIVES[name]()).__name__
+
+
+def test_a_function_is_an_objective_and_sees_its_update(tmp_path):
+    seen = []
+
+    def own_loss(model, inputs, update):
+        seen.append(update)
+        return model(**inputs, num_items_in_batch=update.tokens).loss
+
+    changes = {"gradient_accumulation_steps": 2, "max_steps": 3, "dropout": 0.0}
+    mine = make_trainer(tmp_path, objective=own_loss, **changes)
+    mine.train()
+    plain = make_trainer(tmp_path, **changes)
+    plain.train()
+    assert_bit_for_bit(weights(mine), weights(plain))
+    assert [update.number for update in seen] == [0, 0, 1, 1, 2, 2]
+    assert seen[0].sentences == seen[1].sentences > 2
+    assert mine.settings()["objective"] == "own_loss"
+
+
+def test_evaluation_goes_on_with_the_models_own_loss(tmp_path):
+    data = training_data(5)
+    trainer = make_trainer(
+        tmp_path, objective=MinimumRisk(first_letters, 2), processing_class=Letters()
+    )
+    plain = make_trainer(tmp_path)
+    assert trainer.evaluate(data)["eval_loss"] == plain.evaluate(data)["eval_loss"]
+
+
+def broken(hypotheses, references):
+    raise KeyError("absent")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (broken, "The reward broken failed with KeyError: 'absent'"),
+        (lambda hypotheses, references: [math.nan] * len(hypotheses), "it must be finite"),
+        (lambda hypotheses, references: [1.0], "returned 1 numbers for 2 hypotheses"),
+        (lambda hypotheses, references: None, "failed with TypeError"),
+        (lambda hypotheses, references: [1 / len(one) for one in hypotheses], "ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_before_the_first_update(tmp_path, reward, message):
+    trainer = make_trainer(tmp_path, objective=MinimumRisk(reward), processing_class=Letters())
+    with pytest.raises(ObjectiveError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(tmp_path):
+    objective = MinimumRisk(first_letters)
+    with pytest.raises(ObjectiveError, match="pass the tokenizer to the trainer"):
+        make_trainer(tmp_path, objective=objective).train()
+    data = training_data(3).map(lambda row: {"labels": []})
+    with pytest.raises(ObjectiveError, match="the first row of the training data has no labels"):
+        make_trainer(tmp_path, objective=objective, processing_class=Letters(), data=data).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "bleu"}, "no objective 'bleu': choose one of r_drop, reinforce, risk"),
+        ({"name": "risk", "alpha": 1}, "no setting 'alpha': it has reward, candidates"),
+        ({"name": "risk", "reward": "meteor"}, "no reward 'meteor': choose one of bleu, chrf"),
+        ({"name": "risk", "candidates": 0}, "candidates must be an integer of at least 1, got 0"),
+        ({"name": "reinforce", "candidates": 1}, "at least 2, got 1"),
+        ({"name": "risk", "likelihood": 1.5}, "likelihood must be from 0 to 1, got 1.5"),
+        ({"name": "risk", "sharpness": 0}, "sharpness must be a positive number, got 0"),
+        ({"name": "risk", "sharpness": "high"}, "cannot take"),
+        ({"name": "scheduled_sampling", "schedule": "cosine"}, "got 'cosine'"),
+        ({"name": "scheduled_sampling", "k": 0.5}, "k of the inverse_sigmoid schedule"),
+        ({"name": "r_drop", "alpha": -1}, "alpha of R-Drop must be 0 or more"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name_and_value(settings, message):
+    with pytest.raises(ObjectiveError, match=message):
+        make_objective(**settings)
+
+
+def test_r_drop_and_another_objective_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="leave it or objective out"):
+        make_trainer(tmp_path, objective="risk", r_drop=1.0)
+
+
+def test_rewards_are_sacrebleus_sentence_scores():
+    sacrebleu = pytest.importorskip("sacrebleu")
+    pairs = [("a b c d e", "a b c d f"), ("a", "a b"), ("", "a"), ("x y", "x y")]
+    hypotheses, references = map(list, zip(*pairs, strict=True))
+    for reward, score in (
+        (sentence_bleu, lambda h, r: sacrebleu.sentence_bleu(h, [r]).score),
+        (sentence_chrf, lambda h, r: sacrebleu.sentence_chrf(h, [r]).score),
+    ):
+        expected = [score(*pair) / 100 for pair in pairs]
+        assert reward(hypotheses, references) == pytest.approx(expected)

@@ -1,0 +1,42 @@
+"""Training objectives by name. Without one, a model trains on its likelihood (section 5.4).
+
+r_drop               Liang et al., 2021             reinforce   Ranzato et al., 2016
+scheduled_sampling   Mihaylova and Martins, 2019    risk        Shen et al., 2016
+"""
+
+import inspect
+from typing import Any
+
+from .objective import Objective, ObjectiveError
+from .r_drop import RDrop
+from .scheduled_sampling import ScheduledSampling
+from .sequence_objectives import MinimumRisk, Reinforce
+
+_KINDS: dict[str, type[Objective]] = {
+    "r_drop": RDrop,
+    "reinforce": Reinforce,
+    "risk": MinimumRisk,
+    "scheduled_sampling": ScheduledSampling,
+}
+
+
+def make_objective(name: str, **settings: Any) -> Objective:
+    """Make the objective of that name.
+
+    Raises:
+        ObjectiveError: there is no such objective, or it has no such setting or value.
+    """
+    if name not in _KINDS:
+        raise ObjectiveError(f"There is no objective {name!r}: choose one of {', '.join(_KINDS)}.")
+    known = inspect.signature(_KINDS[name]).parameters
+    if unknown := sorted(settings.keys() - known.keys()):
+        raise ObjectiveError(
+            f"The objective {name!r} has no setting {unknown[0]!r}: it has {', '.join(known)}."
+        )
+    try:
+        return _KINDS[name](**settings)
+    except TypeError as error:  # a word where a number is needed, for example
+        raise ObjectiveError(f"The objective {name!r} cannot take {settings}: {error}") from error
+
+
+__all__ = ["make_objective"]

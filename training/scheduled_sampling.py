@@ -1,0 +1,109 @@
+"""Scheduled sampling for Transformers, in two passes (Mihaylova and Martins, 2019)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..modeling.packing_vaswani import decoder_inputs
+from .objective import Objective, ObjectiveError, Update
+
+_DEFAULT_K = {"linear": 1.0, "exponential": 0.9999, "inverse_sigmoid": 1000.0}
+
+
+class ScheduledSampling(Objective):
+    """The likelihood after prefixes that mix right tokens and the model's own (5.4).
+
+    A first pass, without gradients, predicts each target token from the right prefix. The second
+    pass reads the right token at each position with probability epsilon, and the most probable
+    token of the first pass otherwise. Its loss is the model's own. Bengio et al. (2015) let epsilon
+    fall with the number i of updates:
+
+        linear             max(floor, k - c i)
+        exponential        k^i, with k < 1
+        inverse_sigmoid    k / (k + exp(i / k)), with k >= 1
+
+    Cost: one more forward pass an update.
+
+    Args:
+        schedule: "linear", "exponential" or "inverse_sigmoid".
+        k: of the equations; None is 1, 0.9999 or 1000, in that order.
+        c: slope of the linear schedule.
+        floor: lowest epsilon of the linear schedule.
+
+    Raises:
+        ObjectiveError: the schedule is unknown, or a number has no meaning for it.
+    """
+
+    def __init__(
+        self,
+        schedule: str = "inverse_sigmoid",
+        k: float | None = None,
+        c: float = 1e-5,
+        floor: float = 0.0,
+    ) -> None:
+        if schedule not in _DEFAULT_K:
+            raise ObjectiveError(
+                f"schedule must be one of {', '.join(_DEFAULT_K)}, got {schedule!r}."
+            )
+        self.schedule, self.c, self.floor = schedule, c, floor
+        self.k = _DEFAULT_K[schedule] if k is None else k
+        highest = math.inf if schedule == "inverse_sigmoid" else 1.0
+        lowest = 1.0 if schedule == "inverse_sigmoid" else 0.0
+        if not lowest <= self.k <= highest or math.isinf(self.k):
+            raise ObjectiveError(
+                f"k of the {schedule} schedule must lie between {lowest:g} and {highest:g}, got "
+                f"{self.k}."
+            )
+        if not (0 <= c < math.inf and 0 <= floor <= 1):
+            raise ObjectiveError(f"c must be 0 or more and floor a probability: got {c}, {floor}.")
+
+    def probability_of_right_tokens(self, update: int) -> float:
+        """Return epsilon after so many updates."""
+        if self.schedule == "linear":
+            return max(self.floor, self.k - self.c * update)
+        if self.schedule == "exponential":
+            return self.k**update
+        # Divided by k, so that no large exponential overflows.
+        return 1 / (1 + math.exp(min(update / self.k - math.log(self.k), 700.0)))
+
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
+        """Compute the share of a batch in the mean loss of its update."""
+        right, own = inputs.get("decoder_input_ids"), self.unwrap(model)
+        if right is None:
+            right = decoder_inputs(own, inputs["labels"], inputs)
+        epsilon = self.probability_of_right_tokens(update.number)
+        mixed = right
+        if epsilon < 1:
+            predicted = self._predictions(model, inputs, right)
+            kept = torch.rand(right.shape, device=right.device) < epsilon
+            mixed = torch.where(kept | _starts(inputs, right), right, predicted)
+        inputs = {**inputs, "decoder_input_ids": mixed, "num_items_in_batch": update.tokens}
+        return model(**inputs)["loss"]
+
+    def _predictions(
+        self, model: nn.Module, inputs: dict[str, Any], right: torch.Tensor
+    ) -> torch.Tensor:
+        """Predict the token at each position from the right tokens before it."""
+        batch = {name: value for name, value in inputs.items() if name != "labels"}
+        if "cu_seq_lens_q" in batch:
+            batch["pad_outputs"] = False
+        with torch.no_grad():
+            outputs = model(**{**batch, "decoder_input_ids": right}, use_cache=False)
+        # The first position of a row has no prediction, and `_starts` keeps its right token.
+        return outputs["logits"].argmax(dim=-1).roll(1, dims=1)
+
+
+def _starts(inputs: dict[str, Any], right: torch.Tensor) -> torch.Tensor:
+    """Mark the first position of each sentence, which is always the start token."""
+    first = torch.zeros_like(right, dtype=torch.bool)
+    boundaries = inputs.get("decoder_cu_seq_lens_q")
+    if boundaries is None:
+        first[:, 0] = True
+    else:
+        first[0, boundaries[:-1].long()] = True
+    return first
+
+
+__all__ = ["ScheduledSampling"]
