@@ -77,7 +77,7 @@ class SequenceObjective(Objective):
             )
         own = self.unwrap(trainer.model)
         self.tokenizer = own.target_tokenizer(trainer.processing_class)
-        first = next(iter(trainer.train_dataset), {})
+        first: dict[str, Any] = next(iter(trainer.train_dataset), {})
         if not len(first.get("labels", ())):
             raise ObjectiveError(
                 "Rewards compare translations with references, but the first row of the training "

@@ -139,9 +139,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.noam_factor = noam_factor
         self.r_drop = r_drop
         self.mixture = mixture
-        self.objective = RDrop(r_drop) if r_drop else objective
-        if isinstance(objective, str):
-            self.objective = make_objective(objective)
+        named = make_objective(objective) if isinstance(objective, str) else objective
+        self.objective: Loss | None = RDrop(r_drop) if r_drop else named
         self._sentences_in_update: torch.Tensor | None = None
         self._sentences_per_update: int | None = None
 
@@ -282,7 +281,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         """Compute the model's own loss (5.4), or in training that of the objective."""
         if self.objective is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        tokens, sentences = num_items_in_batch, self._sentences_in_update
+        tokens: Any = num_items_in_batch
+        sentences: Any = self._sentences_in_update
         if tokens is None:
             tokens = (inputs["labels"] != -100).sum()
         if num_items_in_batch is None or sentences is None:
