@@ -88,8 +88,8 @@ def prepare(
         OSError: a file could not be written; the message tells how much room there is.
     """
     before = corpus.state()
-    parts = (_VERSION, corpus.content(), rules.key(), keep_texts)
-    parts += tuple(map(fingerprint_of, (tokenizer, target_tokenizer)))
+    vocabularies = tuple(map(fingerprint_of, (tokenizer, target_tokenizer)))
+    parts = (_VERSION, corpus.content(), rules.key(), keep_texts, *vocabularies)
     key = xxhash.xxh3_128_hexdigest(repr(parts).encode())
     folder = cache / key
     cache.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import xxhash
 from tokenizers import AddedToken
-from transformers import AutoTokenizer
 
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .atomic_folder import new_folder
@@ -55,7 +54,7 @@ def train_vocabulary(
     with OnlyOne(cache / f"vocabulary-{key}.lock", say):
         if folder.exists():
             try:
-                return AutoTokenizer.from_pretrained(folder)
+                return VaswaniTokenizer.from_pretrained(folder)
             except (OSError, ValueError) as flaw:
                 say(f"{folder} is damaged ({flaw}): learning the vocabulary again.")
                 shutil.rmtree(folder)
