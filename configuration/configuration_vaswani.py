@@ -255,6 +255,11 @@ class VaswaniConfig(PreTrainedConfig):
         super().__setattr__(name, value)
 
     @property
+    def position_limit(self) -> int | None:
+        """Tokens of the longest sequence with learned positions; None for sinusoids."""
+        return self.max_position_embeddings if self.position_encoding == "learned" else None
+
+    @property
     def custom_pipelines(self) -> dict[str, dict[str, Any]]:
         """Where transformers' `pipeline` finds the class of a task; a copy, for it writes there."""
         return TasksOfFolder(copy.deepcopy(vars(self)["custom_pipelines"]))

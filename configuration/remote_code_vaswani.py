@@ -26,6 +26,7 @@ _TRAVELLING_FILES = (
     "generation/search_vaswani.py",
     "modeling/loading_vaswani.py",
     "modeling/dropout_vaswani.py",
+    "modeling/backends_vaswani.py",
     "modeling/embeddings_vaswani.py",
     "generation/fallback_vaswani.py",
     "generation/incremental_vaswani.py",
@@ -37,6 +38,7 @@ _TRAVELLING_FILES = (
     "modeling/pickling_vaswani.py",
     "generation/scoring_vaswani.py",
     "generation/settings_vaswani.py",
+    "generation/batches_vaswani.py",
     "tokenization/tokenization_vaswani.py",
     "generation/pipeline_vaswani.py",
 )

@@ -249,7 +249,7 @@ class VaswaniLoader(ModelLoader):
         for name, tensor in variables.items():
             place, _, attribute = name.rpartition("/")
             setattr(model_spec.index_spec(spec, place), attribute, tensor)
-        length = self.max_positions or _learned_positions(model.config) or MAX_POSITIONS
+        length = self.max_positions or model.config.position_limit or MAX_POSITIONS
         for side, (_, stack) in sides.items():
             table = stack.embed_positions(0, length, torch.device("cpu"))
             stacks[side].position_encodings.encodings = table.to(_dtype(model), copy=True)
@@ -329,11 +329,6 @@ def _head_widths(config: VaswaniConfig, side: str) -> tuple[int, int, int]:
     return config.d_k or default, config.d_v or default, default
 
 
-def _learned_positions(config: VaswaniConfig) -> int | None:
-    """Return the size of a table of learned positions. Sinusoids have no limit."""
-    return config.max_position_embeddings if config.position_encoding == "learned" else None
-
-
 def _dtype(model: VaswaniForConditionalGeneration) -> torch.dtype:
     dtype = model.lm_head.weight.dtype
     return torch.float32 if dtype == torch.float64 else dtype
@@ -378,7 +373,7 @@ def _problems(config: VaswaniConfig, max_positions: int | None) -> list[str]:
             f"activation_function {config.activation_function!r} (CTranslate2 has "
             f"{', '.join(_ACTIVATIONS)})"
         )
-    limit = _learned_positions(config)
+    limit = config.position_limit
     if max_positions is not None and max_positions < 1:
         problems.append(f"max_positions {max_positions} (at least 1)")
     elif max_positions is not None and limit is not None and max_positions > limit:

@@ -110,9 +110,9 @@ def _exporter(opset: int | None) -> tuple[Any, Any]:
 def _problems(config: VaswaniConfig) -> list[str]:
     """List the settings that cannot be traced."""
     needed = max(_SOURCE, 1 + _PROMPT + 2)
-    positions = config.max_position_embeddings
-    if config.position_encoding == "learned" and positions is not None and positions < needed:
-        return [f"max_position_embeddings {positions} (tracing needs {needed} positions)"]
+    limit = config.position_limit
+    if limit is not None and limit < needed:
+        return [f"max_position_embeddings {limit} (tracing needs {needed} positions)"]
     return []
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
-from ..generation.limits_vaswani import length_limits
+from ..generation.limits_vaswani import check_position_limit, length_limits, length_rule
 from ..generation.search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
-from ..generation.settings_vaswani import checked_factor, checked_offset
 from .loading import open_tokenizers
 
 Array = np.ndarray[Any, Any]
@@ -62,20 +62,20 @@ class OnnxTranslator:
             )
             for name in PARTS
         }
-        config = self._read("config")
-        self.settings = self._read("generation_config")
+        self.settings = self._read_settings()
         if strict:
             self._refuse_unknown_settings()
-        learned = config["position_encoding"] == "learned"
-        self.positions = config["max_position_embeddings"] if learned else None
+        self.position_limit = VaswaniConfig.from_pretrained(self.folder).position_limit
         self.pad_token_id = self.settings.get("pad_token_id", 0)
 
-    def _read(self, name: str) -> dict[str, Any]:
-        """Read the settings of a JSON file, without those that are null."""
-        read = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
-        return {setting: value for setting, value in read.items() if value is not None}
+    def _read_settings(self) -> dict[str, Any]:
+        """Read generation_config.json, without settings that are null."""
+        file = self.folder / "generation_config.json"
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        return {name: value for name, value in settings.items() if value is not None}
 
     def _refuse_unknown_settings(self) -> None:
+        """Refuse settings that would change the results, but are not followed here."""
         known = {*_SEARCH, *_LIMITS, *_TOKENS, *_RULES, *_WITHOUT_EFFECT}
         unknown = [
             f"{name}={value!r}"
@@ -167,17 +167,14 @@ class OnnxTranslator:
                 f"Source {int(lengths.argmin())} has no tokens: even an empty sentence has its "
                 "end token."
             )
-        if self.positions is not None and lengths.max() > self.positions:
-            raise ValueError(
-                f"Source {int(lengths.argmax())} has {int(lengths.max())} tokens, more than "
-                f"max_position_embeddings ({self.positions}) of the learned positions: shorten it."
-            )
-        offset = checked_offset(settings.get("max_length_offset", 0))
-        factor = settings.get("max_length_factor")
-        if max_new_tokens is None and (offset or factor):
-            factor = 1.0 if factor is None else checked_factor(factor)
-            limits = length_limits(lengths, factor, offset)
-            return limits if self.positions is None else limits.clamp(max=self.positions - 1)
+        for index, length in enumerate(lengths.tolist()):
+            check_position_limit(f"Source {index}", length, self.position_limit)
+        rule = length_rule(settings.get("max_length_factor"), settings.get("max_length_offset"))
+        if max_new_tokens is None and rule is not None:
+            limits = length_limits(lengths, *rule)
+            if self.position_limit is not None:  # the start token takes a position too
+                limits = limits.clamp(max=self.position_limit - 1)
+            return limits
         limit = max_new_tokens
         if limit is None:
             limit = settings.get("max_new_tokens")

@@ -1,24 +1,23 @@
-"""transformers' beam search, the fallback of ours, with the paper's length penalty (6.1)."""
+"""Beam search of transformers, for calls that the fast search does not cover (section 6.1).
 
+It gets two corrections: the paper's length penalty, and the target's vocabulary size.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
 
-from .search_vaswani import FILL, length_penalty
-
-
-class GnmtLengthPenalty(float):
-    """The exponent alpha: transformers computes `length ** penalty`, which becomes lp(Y) (6.1)."""
-
-    def __rpow__(self, length: int) -> float:
-        return length_penalty(length, float(self), "gnmt")
+from .search_vaswani import FILL
+from .search_vaswani import length_penalty as length_penalty_of
 
 
 class TargetSide:
-    """A model whose configuration speaks of the target's vocabulary where the two differ.
+    """A model for transformers' searches, whose config gives the size of the target vocabulary.
 
-    transformers counts transition scores, and before 5.18 beams, by the source's vocabulary.
+    transformers counts transition scores, and before 5.18 beams, by `config.vocab_size`. This is
+    the size of the source vocabulary.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,24 +32,73 @@ class TargetSide:
         return self.model(*args, **kwargs)
 
 
+class _WithPaperPenalty(TargetSide):
+    """The same model, whose beam search divides by lp(Y) (6.1).
+
+    transformers divides log-probabilities by length ** length_penalty in two methods. Here, both
+    get log-probabilities that are divided already, and the exponent 0, which leaves them alone.
+    """
+
+    def _update_finished_beams(
+        self,
+        *,
+        topk_log_probs: torch.Tensor,
+        cur_len: int,
+        decoder_prompt_len: int,
+        length_penalty: float,
+        **state: Any,
+    ) -> Any:
+        penalty = length_penalty_of(cur_len + 1 - decoder_prompt_len, length_penalty, "gnmt")
+        return self.model._update_finished_beams(
+            topk_log_probs=topk_log_probs / penalty,
+            cur_len=cur_len,
+            decoder_prompt_len=decoder_prompt_len,
+            length_penalty=0.0,
+            **state,
+        )
+
+    def _check_early_stop_heuristic(
+        self,
+        *,
+        running_beam_scores: torch.Tensor,
+        cur_len: int,
+        max_length: int,
+        decoder_prompt_len: int,
+        early_stopping: bool | str,
+        length_penalty: float,
+        **state: Any,
+    ) -> torch.Tensor:
+        # A positive exponent favours long hypotheses, so the longest has the best chance.
+        grows = early_stopping == "never" and length_penalty > 0
+        longest = (max_length if grows else cur_len) - decoder_prompt_len
+        penalty = length_penalty_of(longest, length_penalty, "gnmt")
+        return self.model._check_early_stop_heuristic(
+            running_beam_scores=running_beam_scores / penalty,
+            cur_len=cur_len,
+            max_length=max_length,
+            decoder_prompt_len=decoder_prompt_len,
+            early_stopping=early_stopping,
+            length_penalty=0.0,
+            **state,
+        )
+
+
 def fallback_beam_search(
     model: Any, input_ids: Any, processors: Any, criteria: Any, config: Any, **kwargs: Any
 ) -> Any:
     """Run transformers' beam search; arguments are those of `GenerationMixin._beam_search`."""
-    if getattr(config, "length_penalty_type", None) == "gnmt":
-        config.length_penalty = GnmtLengthPenalty(config.length_penalty)
     pad = config._pad_token_tensor
     if pad is not None:
         # transformers fills finished rows with `pad or eos`, and takes a pad id of 0 for none.
         config._pad_token_tensor = torch.full_like(pad, FILL)
-    target: Any = TargetSide(model)
-    output: Any = GenerationMixin._beam_search(
-        target, input_ids, processors, criteria, config, **kwargs
-    )
+    paper = getattr(config, "length_penalty_type", None) == "gnmt"
+    searched = (_WithPaperPenalty if paper else TargetSide)(model)
+    search: Callable = GenerationMixin._beam_search  # it reads a few methods of the model only
+    output = search(searched, input_ids, processors, criteria, config, **kwargs)
     if pad is not None:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         sequences.masked_fill_(sequences == FILL, int(pad))
     return output
 
 
-__all__ = ["GnmtLengthPenalty", "TargetSide", "fallback_beam_search"]
+__all__ = ["TargetSide", "fallback_beam_search"]

@@ -1,11 +1,12 @@
 """`generate` as the paper decodes (section 6.1): length penalty, output limit, stopping rule.
 
-Beam and greedy search are those of `search_vaswani.py`, as far as they cover a call; all the rest
-of `generate` is transformers' own.
+Beam search and greedy search are those of `search_vaswani.py`, if they cover the settings of the
+call. Everything else in `generate` comes from transformers.
 """
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -31,6 +32,7 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .fallback_vaswani import TargetSide, fallback_beam_search
@@ -38,30 +40,25 @@ from .incremental_vaswani import IncrementalDecoder
 from .limits_vaswani import (
     ForcedEndAtOwnLimit,
     SourceLengthCriteria,
-    forced_at_own_limit,
+    force_end_at_own_limit,
     length_limits,
+    length_rule,
 )
 from .linear_vaswani import prepared_copy
 from .search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
-from .settings_vaswani import (
-    VaswaniGenerationConfig,
-    check_search,
-    check_tokens,
-    checked_factor,
-    checked_offset,
-)
+from .settings_vaswani import VaswaniGenerationConfig, check_search, check_tokens, first_setting
 
 if TYPE_CHECKING:
-    # Where this file is remote code, transformers copies with it what it seems to import: a folder
-    # saved from such a model gets its pipeline by this line.
+    # When this file is remote code, transformers copies the files that it imports. This line makes
+    # transformers copy the pipeline too.
     from .pipeline_vaswani import VaswaniTranslationPipeline  # noqa: F401
 
-# Implementations of the same attention, between which our searches need not choose.
+# Backends that compute the same attention as the fast search.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-# Modules whose hooks the fast search can skip safely: they only record attentions, or enable the
-# input gradients of a frozen model.
-_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-# What sampling does to the logits of a step, without a look at earlier tokens.
+# Files of transformers whose hooks the fast search can skip safely. The hooks only record
+# attentions or enable input gradients. They are local functions, known by their module alone.
+_FILES_OF_PASSIVE_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+# Processors of sampling that read the logits of a step only, and no earlier tokens.
 _WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -74,7 +71,7 @@ _WARPERS = (
 
 
 def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:
-    """Read processors as rules that our searches know; None if there are others among them."""
+    """Translate logits processors to rules of the fast search; None if it lacks one of them."""
     rules = TokenRules()
     for processor in processors:
         kind = type(processor)
@@ -89,32 +86,30 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
                 return None
             rules.never |= {token for (token,) in processor.sequence_bias}
         elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-            least = (
+            min_length = (
                 processor.min_length
                 if kind is MinLengthLogitsProcessor
                 else processor.min_new_tokens + processor.prompt_length_to_skip
             )
-            rules.min_length = max(rules.min_length, least - prompt_length)
+            rules.min_length = max(rules.min_length, min_length - prompt_length)
             ends = set(processor.eos_token_id.tolist())
             if rules.ends not in (set(), ends):
                 return None
             rules.ends = ends
         elif kind in (ForcedEOSTokenLogitsProcessor, ForcedEndAtOwnLimit):
-            own = kind is ForcedEndAtOwnLimit
-            if len(processor.eos_token_id) > 1 or not (
-                own or processor.max_length == config.max_length
-            ):
+            at_limit = kind is ForcedEndAtOwnLimit or processor.max_length == config.max_length
+            if len(processor.eos_token_id) > 1 or not at_limit:
                 return None
             rules.forced_last = int(processor.eos_token_id)
         elif kind is LogitNormalization:
-            rules.renormalize = True  # transformers runs it after all others
+            rules.renormalize = True  # transformers runs this processor last
         else:
             return None
     return None if rules.forced_last in rules.never else rules
 
 
 def _search_settings(config: Any) -> SearchSettings:
-    """Read the prepared generation config of a call."""
+    """Return the settings of the fast search from the prepared generation config of a call."""
     ends = config._eos_token_tensor
     return SearchSettings(
         num_beams=config.num_beams,
@@ -127,32 +122,37 @@ def _search_settings(config: Any) -> SearchSettings:
 
 
 def _forward_replaced(module: torch.nn.Module) -> bool:
-    """Tell whether somebody has put a function over `forward`, Accelerate's casts left aside.
+    """Tell whether a module's `forward` is monkey-patched.
 
-    Accelerate wraps a model for mixed precision and keeps the original beside. The fast search
-    computes in the type of the weights, without such casts.
+    Accelerate's wrapper for mixed precision does not count; it keeps `_original_forward`. The fast
+    search computes in the dtype of the weights, without such casts.
     """
     return "forward" in vars(module) and "_original_forward" not in vars(module)
 
 
-def _hooks_are_harmless(module: torch.nn.Module) -> bool:
+def _hooks_are_passive(module: torch.nn.Module) -> bool:
     hooks = module._forward_hooks.values()
-    return not module._forward_pre_hooks and all(hook.__module__ in _HARMLESS for hook in hooks)
+    passive = all(hook.__module__ in _FILES_OF_PASSIVE_HOOKS for hook in hooks)
+    return passive and not module._forward_pre_hooks
 
 
 class VaswaniGenerationMixin(GenerationMixin):
-    """`generate` with the paper's defaults (6.1); transformers' own arguments keep working."""
+    """`generate` with the paper's defaults (6.1), and with all arguments of transformers."""
 
     config: Any
-    # What a call of `generate` may pass to the model, for the fast search to apply.
+    model: Any
+    lm_head: Any
+    training: bool
+    forward: Callable
+    # Inputs of the model that the fast search handles. Seq2SeqTrainer passes labels; nothing reads
+    # them.
     _known_inputs: ClassVar[frozenset[str]] = frozenset(
-        # Seq2SeqTrainer passes labels, for nothing.
         {"encoder_outputs", "attention_mask", "use_cache", "past_key_values", "logits_to_keep"}
         | {"labels"}
     )
     _beam_output: ClassVar[type] = GenerateBeamEncoderDecoderOutput
     _greedy_output: ClassVar[type] = GenerateEncoderDecoderOutput
-    # The network's classes, the model itself last: the fast search knows what their `forward` does.
+    # Classes of the network, the model itself last. The fast search computes what they compute.
     _network_classes: ClassVar[tuple[type[torch.nn.Module], ...]] = ()
 
     @functools.wraps(GenerationMixin.generate)
@@ -165,9 +165,9 @@ class VaswaniGenerationMixin(GenerationMixin):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Generate as transformers does, each sentence limited by its own source length (6.1).
+        """Generate as transformers does, but limit each sentence by the length of its source (6.1).
 
-        Padding is masked where a call passes no `attention_mask`, as for decoders in transformers.
+        A call without `attention_mask` masks the padding, as decoders of transformers do.
         """
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
@@ -178,47 +178,53 @@ class VaswaniGenerationMixin(GenerationMixin):
         if rule is not None:
             prompt = self._prompt_length(generation_config, kwargs)
             limits = length_limits(self._source_lengths(inputs, kwargs), *rule) + prompt  # (B,)
-            max_length = int(limits.max())
-            if self.config.position_encoding == "learned":
-                max_length = min(max_length, self.config.max_position_embeddings)
-            if generation_config is None:
-                kwargs |= {"max_length": max_length, "max_new_tokens": None}
-            else:
-                limited: Any = copy.deepcopy(generation_config)
-                limited.max_length = max_length
-                # Merging will take max_new_tokens from the model's config, where it must not count.
-                limited._limited_by_source = True
-                generation_config = limited
-            padded = self._first_set(generation_config, kwargs, "pad_token_id") is not None
+            generation_config = self._set_max_length(int(limits.max()), generation_config, kwargs)
+            padded = self._setting_of_call("pad_token_id", generation_config, kwargs) is not None
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
         with torch.no_grad():
-            model: Any = self
+            model = self
             # A custom function may keep the model it gets. A global hook may look for a module by
             # identity, and would not find it in a copy.
             hooked = torch.nn.modules.module._has_any_global_hook()
             if kwargs.get("custom_generate") is None and not hooked:
-                model = prepared_copy(model, self._is_as_written)
+                model = prepared_copy(self, self._is_as_written)
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
 
+    def _set_max_length(
+        self, max_length: int, given: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> GenerationConfig | None:
+        """Set `max_length` in a copy of the given config, or in `kwargs` if no config is given."""
+        if self.config.position_limit is not None:
+            max_length = min(max_length, self.config.position_limit)
+        if given is None:
+            kwargs |= {"max_length": max_length, "max_new_tokens": None}
+            return None
+        limited = copy.deepcopy(given)
+        limited.max_length = max_length
+        # The merge copies max_new_tokens from the model's config. This mark lets
+        # _prepare_generation_config reset it, or it would override max_length.
+        vars(limited)["_limited_by_source"] = True
+        return limited
+
     def _mask_of_padding(
         self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """Mask the padding of source ids (B, S) that come without a mask.
+        """Return a mask for source ids (B, S) that come without one; None if none is needed.
 
-        None means that nothing is padded, or that the padding token ends sentences too: then
-        padding cannot be told from ends, and transformers warns.
+        If the padding token is an end token too, padding cannot be told from ends. Then there is no
+        mask, and transformers warns.
         """
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        pad = self._first_set(given, kwargs, "pad_token_id")
+        pad = self._setting_of_call("pad_token_id", given, kwargs)
         if ids is None or pad is None or kwargs.get("attention_mask") is not None:
             return None
         if ids.dim() != 2 or ids.is_floating_point():
             return None
-        ends = self._first_set(given, kwargs, "eos_token_id")
+        ends = self._setting_of_call("eos_token_id", given, kwargs)
         if ends is not None and int(pad) in torch.as_tensor(ends).flatten().tolist():
             return None
         mask = (ids != int(pad)).long()
@@ -227,31 +233,24 @@ class VaswaniGenerationMixin(GenerationMixin):
     def _length_rule_of_call(
         self, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> tuple[float, int] | None:
-        """The factor and offset that limit a sentence by its source; None where they do not.
+        """Return the factor and offset that limit a sentence by its source; None without a limit.
 
-        The call's own `max_length` or `max_new_tokens` replaces the rule. Those of the model's
-        generation config do not count, because Seq2SeqTrainer writes one there.
+        `max_length` or `max_new_tokens` of the call replace this limit. In the model's generation
+        config they do not, because Seq2SeqTrainer writes `max_length` there.
         """
         for name in ("max_length", "max_new_tokens"):
-            if kwargs.get(name) is not None or getattr(given, name, None) is not None:
+            if first_setting(name, kwargs, given) is not None:
                 return None
-        offset = self._first_set(given, kwargs, "max_length_offset")
-        factor = self._first_set(given, kwargs, "max_length_factor")
-        offset = 0 if offset is None else checked_offset(offset)
-        if not (offset or factor):
-            return None
-        return 1.0 if factor is None else checked_factor(factor), offset
+        return length_rule(
+            self._setting_of_call("max_length_factor", given, kwargs),
+            self._setting_of_call("max_length_offset", given, kwargs),
+        )
 
     def _source_lengths(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor:
         """Count the real source tokens of every sentence: (B,)."""
-        source = next(
-            (
-                tensor
-                for tensor in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-                if tensor is not None
-            ),
-            None,
-        )
+        source = inputs
+        for name in ("input_ids", "inputs_embeds"):
+            source = kwargs.get(name) if source is None else source
         if source is None and kwargs.get("encoder_outputs") is not None:
             source = kwargs["encoder_outputs"][0]
         if source is None or not len(source):
@@ -261,7 +260,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         if source.dim() < 2:
             raise ValueError(
-                f"The source must be a batch of sentences, (B, S), got the shape "
+                f"The source must be a batch of sentences (B, S), got the shape "
                 f"{tuple(source.shape)}: put a single sentence into a batch of one."
             )
         if (attention_mask := kwargs.get("attention_mask")) is not None:
@@ -269,26 +268,29 @@ class VaswaniGenerationMixin(GenerationMixin):
         return torch.full((source.shape[0],), source.shape[1], device=source.device)
 
     def _prompt_length(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
-        """Count the decoder's given tokens and the start token that transformers puts first."""
+        """Count the tokens of `decoder_input_ids`, and the start token that `generate` adds."""
         prompt = kwargs.get("decoder_input_ids")
         if prompt is None:
             return 1
-        start = self._first_set(given, kwargs, "decoder_start_token_id", "bos_token_id")
-        first = torch.as_tensor(-1 if start is None else start, device=prompt.device).flatten()
-        return prompt.shape[1] + int((prompt[:, 0] != first).all())
+        start = self._setting_of_call("decoder_start_token_id", given, kwargs)
+        if start is None:
+            start = self._setting_of_call("bos_token_id", given, kwargs)
+        start = torch.as_tensor(-1 if start is None else start, device=prompt.device).flatten()
+        return prompt.shape[1] + int((prompt[:, 0] != start).all())
 
-    def _first_set(
-        self, given: GenerationConfig | None, kwargs: dict[str, Any], *names: str
+    def _setting_of_call(
+        self, name: str, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> Any:
-        """Look up what a call sets: in itself, in the config it gives, in the model's own."""
-        settings = (kwargs, vars(given or self.generation_config), vars(self.generation_config))
-        values = (setting.get(name) for name in names for setting in settings)
-        return next((value for value in values if value is not None), None)
+        """Look a setting up in the call, then in the given config, then in the model's."""
+        return first_setting(name, kwargs, given, self.generation_config)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
-        """Lay the call's settings over this model's, whose class knows all of their keys."""
+        """Override the model's settings by those of the call.
+
+        `VaswaniGenerationConfig` reads the model's settings, because it knows the paper's names.
+        """
         if generation_config is not None:
             prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
             check_search(prepared)
@@ -298,7 +300,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         settings = VaswaniGenerationConfig.from_dict(self.generation_config.to_dict())
         model_kwargs = settings.update(**kwargs)
         prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)
-        # A None in the call switches a default off (eos_token_id=None); merging has refilled it.
+        # None in the call switches a default off (eos_token_id=None), but the merge refills it.
         prepared.update(**{name: None for name, value in kwargs.items() if value is None})
         return prepared, model_kwargs
 
@@ -307,9 +309,8 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> None:
         if "streamer" in generation_mode_kwargs and generation_mode == GenerationMode.BEAM_SEARCH:
             raise ValueError(
-                "A streamer shows each token when it is chosen, but beam search chooses them at "
-                "the end: pass num_beams=1. Without it, this call searches with "
-                f"num_beams={generation_config.num_beams}."
+                "A streamer shows each token at once, but beam search chooses tokens at the end: "
+                f"pass num_beams=1 (this call has num_beams={generation_config.num_beams})."
             )
         super()._validate_generation_mode(
             generation_mode, generation_config, generation_mode_kwargs
@@ -317,21 +318,21 @@ class VaswaniGenerationMixin(GenerationMixin):
 
     @functools.wraps(GenerationMixin.compute_transition_scores)
     def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Score each generated token; transformers would count by the source's vocabulary."""
-        target: Any = TargetSide(self)
-        return GenerationMixin.compute_transition_scores(target, *args, **kwargs)
+        """Return the score of each generated token, with the size of the target vocabulary."""
+        compute: Callable = GenerationMixin.compute_transition_scores
+        return compute(TargetSide(self), *args, **kwargs)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Let prompt lookup, too, count by the target's vocabulary."""
-        generator: Any = super()._get_candidate_generator(*args, **kwargs)
-        if hasattr(generator, "vocab_size"):
+        """Let prompt lookup use the size of the target vocabulary."""
+        generator = super()._get_candidate_generator(*args, **kwargs)
+        if isinstance(generator, PromptLookupCandidateGenerator):
             generator.vocab_size = self.config.decoder_vocab_size
         return generator
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Note whether the call brings a cache, which it then expects to find filled."""
+        """Note whether the call brings a cache, because the call expects `generate` to fill it."""
         generation_config._cache_given = model_kwargs.get("past_key_values") is not None
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
@@ -343,10 +344,10 @@ class VaswaniGenerationMixin(GenerationMixin):
         config: Any,
         model_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, TokenRules] | None:
-        """Tell how many tokens each sentence may get, (B,), and which; None if that takes more.
+        """Return the limit of each sentence (B,) and the token rules; None to use transformers.
 
-        Our searches know the paper's decoding and `TokenRules`: whatever changes scores, stops
-        otherwise, or wants to see more than the outcome is left to transformers' searches.
+        The fast search covers the paper's decoding and `TokenRules`. It does not cover other
+        processors and criteria, or calls that return more than sequences and their scores.
         """
         given = {name for name, value in model_kwargs.items() if value is not None}
         rules = token_rules(logits_processor, prompt.shape[1], config)
@@ -387,33 +388,33 @@ class VaswaniGenerationMixin(GenerationMixin):
     def _runs_as_written(self) -> bool:
         """Tell whether the fast search computes what the modules' own `forward` would compute.
 
-        It calls the parts of layers, not the layers. A module that somebody has subclassed, wrapped
-        or hooked is left to transformers' searches, which call it.
+        The fast search calls the parts of layers, never a layer's `forward`. If a module is
+        subclassed, wrapped or hooked, transformers' searches must run, which call `forward`.
         """
-        model: Any = self
-        decoder = model.model.decoder
-        modules = [model.model, decoder, *decoder.layers]
+        network: Any = self  # a module of torch, which the mixin's type does not say
+        decoder = self.model.decoder
+        modules = [self.model, decoder, *decoder.layers]
         for layer in decoder.layers:
             modules += filter(None, (layer.self_attn, layer.encoder_attn))
-        prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+        prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
         return (
             prepare is GenerationMixin.prepare_inputs_for_generation
-            and type(model).forward is self._network_classes[-1].forward
-            and not _forward_replaced(model)
-            and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
+            and type(self).forward is self._network_classes[-1].forward
+            and not _forward_replaced(network)
+            and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
             and self.config._attn_implementation in _ATTENTION
             and not torch.nn.modules.module._has_any_global_hook()
             and all(self._is_as_written(module) and not module.training for module in modules)
-            and not model.training
-            and all(map(_hooks_are_harmless, (model, model.lm_head, *decoder.modules())))
+            and not self.training
+            and all(map(_hooks_are_passive, (network, self.lm_head, *decoder.modules())))
         )
 
     def _is_as_written(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module of the network does what its class says, and nothing else."""
+        """Tell whether a module of the network runs the `forward` of its class and nothing else."""
         return (
             type(module) in self._network_classes
             and not _forward_replaced(module)
-            and _hooks_are_harmless(module)
+            and _hooks_are_passive(module)
         )
 
     def _incremental_decoder(self, model_kwargs: dict[str, Any], beams: int) -> IncrementalDecoder:
@@ -427,16 +428,16 @@ class VaswaniGenerationMixin(GenerationMixin):
         input_ids: torch.LongTensor,
         logits_processor: Any,
         stopping_criteria: Any,
-        generation_config: GenerationConfig,
+        generation_config: Any,
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
-        """Search with a beam (6.1): our own search where it applies, else transformers'."""
-        config: Any = generation_config
+        """Search with a beam (6.1): the fast search if it covers the call, or transformers'."""
+        config = generation_config
         if config.length_penalty is None:
-            config.length_penalty = 1.0  # as transformers documents it
+            config.length_penalty = 1.0  # the default that transformers documents
         prompt = input_ids[:: config.num_beams]
-        logits_processor = forced_at_own_limit(logits_processor, stopping_criteria)
+        logits_processor = force_end_at_own_limit(logits_processor, stopping_criteria)
         fast = self._fast_search(prompt, logits_processor, stopping_criteria, config, model_kwargs)
         if synced_gpus or fast is None:
             return fallback_beam_search(
@@ -453,20 +454,20 @@ class VaswaniGenerationMixin(GenerationMixin):
         tokens, beams, scores = beam_search(
             decoder, prompt, limits, _search_settings(config), rules
         )
-        fill = config._pad_token_tensor
-        if fill is None and config._eos_token_tensor is not None:
-            fill = config._eos_token_tensor[0]
-        if fill is not None:
-            tokens = tokens.masked_fill(beams == FILL, int(fill))
+        padding = config._pad_token_tensor
+        if padding is None and config._eos_token_tensor is not None:
+            padding = config._eos_token_tensor[0]
+        if padding is not None:
+            tokens = tokens.masked_fill(beams == FILL, int(padding))
         prompt = prompt.repeat_interleave(config.num_return_sequences, dim=0)
-        sequences: Any = torch.cat((prompt, tokens), dim=1)
+        sequences = cast(torch.LongTensor, torch.cat((prompt, tokens), dim=1))
         if not config.return_dict_in_generate:
             return sequences
         return self._beam_output(
             sequences=sequences,
-            # Copies: the search made its own in inference mode, which autograd would refuse.
-            sequences_scores=cast(Any, scores.clone()),
-            beam_indices=cast(Any, beams.clone()),
+            # Clone tensors of inference mode, because autograd would refuse them.
+            sequences_scores=cast(torch.FloatTensor, scores.clone()),
+            beam_indices=cast(torch.LongTensor, beams.clone()),
         )
 
     def _sample(
@@ -474,14 +475,14 @@ class VaswaniGenerationMixin(GenerationMixin):
         input_ids: torch.LongTensor,
         logits_processor: Any,
         stopping_criteria: Any,
-        generation_config: GenerationConfig,
+        generation_config: Any,
         synced_gpus: bool = False,
-        streamer: Any = None,
+        streamer: Any | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Choose one token at a time: with our own greedy search or sampling where it applies."""
-        config: Any = generation_config
-        logits_processor = forced_at_own_limit(logits_processor, stopping_criteria)
+        """Choose a token at a time: by the fast search if it covers the call, or transformers'."""
+        config = generation_config
+        logits_processor = force_end_at_own_limit(logits_processor, stopping_criteria)
         fast = self._fast_search(
             input_ids, logits_processor, stopping_criteria, config, model_kwargs
         )
@@ -501,7 +502,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             decoder, input_ids, limits, _search_settings(config), rules, config.do_sample
         )
         tokens = tokens.masked_fill(tokens == FILL, int(config._pad_token_tensor))
-        sequences: Any = torch.cat((input_ids, tokens), dim=1)
+        sequences = cast(torch.LongTensor, torch.cat((input_ids, tokens), dim=1))
         if not config.return_dict_in_generate:
             return sequences
         return self._greedy_output(sequences=sequences)
@@ -515,12 +516,12 @@ class VaswaniGenerationMixin(GenerationMixin):
         trust_remote_code: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Lay a checkpoint's generation config over the paper's defaults, for `from_pretrained`.
+        """Override the paper's defaults by a checkpoint's generation config, in `from_pretrained`.
 
-        A repository's own `custom_generate` is not installed over `generate`; pass it to the call.
+        A `custom_generate` of the repository does not replace `generate`; pass it to the call.
         """
         if generation_config is None and pretrained_model_name_or_path is not None:
-            # Where there is no such file the defaults hold; one that cannot be read is an error.
+            # A missing file leaves the defaults. A file that cannot be read is an error.
             file = cached_file(
                 pretrained_model_name_or_path,
                 GENERATION_CONFIG_NAME,

@@ -1,8 +1,8 @@
 """The decoder, one token at a time, for the searches of `search_vaswani.py` (section 3.1).
 
-Shapes: B sentences, K hypotheses of each (the beam), R rows, which are the B * K hypotheses or some
-of them, S source tokens, N positions in the cache, L layers, H heads, D = d_model, V entries of the
-target vocabulary.
+Shapes: B sentences, K hypotheses of each (the beam), R rows (all B * K hypotheses, or the open ones
+among them), S source tokens, N positions in the cache, L layers, H heads, D = d_model, V entries of
+the target vocabulary.
 """
 
 import functools
@@ -15,57 +15,65 @@ from torch.nn import functional as F  # noqa: N812
 
 from .linear_vaswani import prepare
 
-_FIRST_CAPACITY = 64  # positions in the cache: a beam of 4 fills them in 16 steps
+_FIRST_CAPACITY = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
 
 
 class _DecoderLayer:
-    """A layer of the decoder (3.1) with its linear maps prepared."""
+    """A layer of the decoder (3.1), with its linear layers prepared."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.past, self.source = layer.self_attn, layer.encoder_attn
-        self.past_inputs = prepare(self.past.q_proj, self.past.k_proj, self.past.v_proj)
+        self.past_qkv = prepare(self.past.q_proj, self.past.k_proj, self.past.v_proj)
         self.past_output = prepare(self.past.out_proj)
         if self.source is not None:
             self.source_query = prepare(self.source.q_proj)
             self.source_output = prepare(self.source.out_proj)
-        self.inner, self.outer = prepare(layer.fc1), prepare(layer.fc2)
+        self.fc1, self.fc2 = prepare(layer.fc1), prepare(layer.fc2)
 
     def __call__(
         self, states: torch.Tensor, attend_past: Callable, attend_source: Callable
     ) -> torch.Tensor:
-        """Transform (R, D); both attentions map projected states to concatenated heads."""
+        """Transform states (R, D).
+
+        Args:
+            states: (R, D).
+            attend_past: maps queries, keys and values of the states to concatenated heads.
+            attend_source: maps queries of the states to concatenated heads.
+        """
         layer = self.layer
         states = layer.add_norm(
             states,
-            lambda x: self.past_output(attend_past(self.past_inputs(x))),
+            lambda inputs: self.past_output(attend_past(self.past_qkv(inputs))),
             layer.self_attn_layer_norm,
         )
         if self.source is not None:
             states = layer.add_norm(
                 states,
-                lambda x: self.source_output(attend_source(self.source_query(x))),
+                lambda inputs: self.source_output(attend_source(self.source_query(inputs))),
                 layer.encoder_attn_layer_norm,
             )
         return layer.add_norm(
-            states, lambda x: self.outer(layer.activation_fn(self.inner(x))), layer.final_layer_norm
+            states,
+            lambda inputs: self.fc2(layer.activation_fn(self.fc1(inputs))),
+            layer.final_layer_norm,
         )
 
 
 class IncrementalDecoder:
-    """A decoder that remembers what it has read, for K hypotheses of each of B sentences.
+    """A decoder with a cache, for K hypotheses of each of B sentences.
 
-    The source's keys and values are kept once per sentence, not once per hypothesis. So are the
-    target's: the hypotheses of a sentence share one list of positions, and a mask says which of
-    them are a hypothesis' own past. A choice of hypotheses changes the mask alone. Keys and values
-    never change places. When the list is full, positions no hypothesis descends from are dropped.
+    The cache holds the source's keys and values once per sentence, not once per hypothesis. The
+    hypotheses of a sentence also share one list of target positions, and a mask tells which
+    positions are the past of a hypothesis. A choice of hypotheses changes only the mask; keys and
+    values are not copied. When the list is full, positions without a descendant are dropped.
 
     Args:
         model: a VaswaniForConditionalGeneration, or a VaswaniForCausalLM.
         source: (B, S, D) the encoder's output; None for a language model.
-        source_mask: (B, S), nonzero at real source tokens; None where there is no padding.
-        prompt_mask: (B, T), nonzero at real tokens of the prompt, whose padding is on the left;
-            None where there is no padding.
+        source_mask: (B, S), nonzero at real source tokens; None means no padding.
+        prompt_mask: (B, T), nonzero at real tokens of the prompt, which is padded on the left; None
+            means no padding.
         prefix_mask: (B, T), nonzero at tokens of the prompt that see each other in both directions.
     """
 
@@ -95,11 +103,11 @@ class IncrementalDecoder:
         self.prefix_mask = None if prefix_mask is None else prefix_mask != 0
         # Keys, then values of all heads, by layer and position: (L, B, N, H d_k + H d_v).
         self.target = torch.empty(0)
-        self.used = 0  # positions of these N that are taken
-        self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, or -inf
-        self.position = 0  # of the next token in the sentence, its padding included
+        self.used = 0  # positions of the N that are taken
+        self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
+        self.position = 0  # position of the next token in the sentence, padding included
         weight = self.decoder.embed_tokens.weight
-        self.positions = weight.new_empty((0, weight.shape[1]))  # encoded ahead of the sentence
+        self.positions = weight.new_empty((0, weight.shape[1]))  # encodings, computed in advance
 
     def _cached_width(self) -> int:
         """Return the width of the keys and values of a position, in the heads of this process."""
@@ -140,10 +148,12 @@ class IncrementalDecoder:
         parents: torch.Tensor | None = None,
         open_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Extend the hypotheses by `tokens` (B, K), and predict the next: logits (R, V).
+        """Extend hypotheses by one token each, and predict the next: logits (R, V).
 
-        `parents` (B, K) says which hypothesis of the step before each of the new ones extends.
-        `open_rows` (R,) restricts the work to those of the B * K.
+        Args:
+            tokens: (B, K).
+            parents: (B, K) the hypothesis of the previous step that each new one extends.
+            open_rows: (R,) the hypotheses to compute, among B * K; None means all.
         """
         states = self._embed(tokens, open_rows)
         masked = tokens.shape[1] > 1 or self.padding is not None
@@ -153,7 +163,7 @@ class IncrementalDecoder:
         return self.to_vocabulary(states)
 
     def keep(self, sentences: torch.Tensor) -> None:
-        """Forget all sentences but these, given by their numbers (B',)."""
+        """Drop all sentences but these, given by their numbers (B',)."""
         self.source = [
             (keys.index_select(0, sentences), values.index_select(0, sentences))
             for keys, values in self.source
@@ -171,7 +181,7 @@ class IncrementalDecoder:
         if self.position >= len(self.positions):
             end = self.position + 1
             if not isinstance(self.decoder.embed_positions, nn.Embedding):
-                end *= 2  # learned positions end somewhere
+                end *= 2  # sinusoids have no last position, so compute some in advance
             self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)
         position: Any = self.position
         if self.padding is not None:  # a number for each row
@@ -188,7 +198,14 @@ class IncrementalDecoder:
         rows: torch.Tensor | None,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the layers on (R, D); `shape` is (B, K), and `rows` (R,) are some of their rows."""
+        """Run the layers on states (R, D).
+
+        Args:
+            states: (R, D).
+            shape: (B, K), or (B, T) while a prefix is read.
+            rows: (R,) the hypotheses of the states, among B * K; None means all.
+            mask: for the attention to the target, broadcast to (B, H, K, N).
+        """
         self._make_room(shape[1])
         for index, layer in enumerate(self.layers):
             attend_past = functools.partial(self._attend_past, index, mask, shape, rows)
@@ -205,12 +222,17 @@ class IncrementalDecoder:
         rows: torch.Tensor | None,
         inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """Put new keys and values into the cache, and attend to all: (R, H (2 d_k + d_v))."""
+        """Add new keys and values to the cache, and attend to the whole past: (R, H d_v).
+
+        The inputs are concatenated queries, keys and values (R, H (2 d_k + d_v)).
+        """
         attention = self.layers[index].past
         cached, end = self.target[index], self.used + shape[1]
         inputs = _spread(inputs, shape, rows)
-        query, new = inputs.split((inputs.shape[2] - cached.shape[2], cached.shape[2]), dim=2)
-        cached[:, self.used : end] = new
+        query, keys_values = inputs.split(
+            (inputs.shape[2] - cached.shape[2], cached.shape[2]), dim=2
+        )
+        cached[:, self.used : end] = keys_values
         width = query.shape[2]
         keys, values = cached[:, :end].split((width, cached.shape[2] - width), dim=2)
         keys = attention._split_heads(keys, attention.d_k)
@@ -226,7 +248,7 @@ class IncrementalDecoder:
     def _descend(
         self, shape: torch.Size, parents: torch.Tensor | None, like: torch.Tensor
     ) -> torch.Tensor:
-        """Let the hypotheses see their parents' past and themselves: a mask (B, 1, K, N)."""
+        """Return a mask (B, 1, K, N): each hypothesis sees its parent's past and itself."""
         sentences, beams = shape
         if self.past is None:
             self.past = like.new_full((sentences, beams, self.target.shape[2]), -torch.inf)
@@ -242,24 +264,24 @@ class IncrementalDecoder:
         return self.past[:, None, :, :end]
 
     def _make_room(self, positions: int) -> None:
-        """Make sure that the cache can take that many more positions."""
+        """Make room in the cache for more positions."""
         if self.used + positions <= self.target.shape[2]:
             return
         if self.past is not None:
-            self._drop_dead_ends()
+            self._drop_dead_ends(self.past)
         if 2 * (self.used + positions) > self.target.shape[2]:
             more = max(self.target.shape[2], 2 * positions, _FIRST_CAPACITY)
+            # Positions that are not taken stay without values, because nothing reads them.
             grown = self.target.new_empty(
                 (*self.target.shape[:2], self.target.shape[2] + more, self.target.shape[3])
             )
             grown[:, :, : self.used] = self.target[:, :, : self.used]
-            self.target = grown  # nobody reads positions that are not taken
+            self.target = grown
             if self.past is not None:
                 self.past = F.pad(self.past, (0, more), value=-torch.inf)
 
-    def _drop_dead_ends(self) -> None:
-        """Move the positions that some hypothesis descends from to the front of the cache."""
-        past: Any = self.past
+    def _drop_dead_ends(self, past: torch.Tensor) -> None:
+        """Move the positions that belong to the past of a hypothesis to the front of the cache."""
         alive = (past == 0).any(dim=1)  # (B, N)
         self.used = int(alive.sum(dim=1).max())
         # Sentences with fewer live positions keep dead ones at the end. The mask hides them.
@@ -284,7 +306,7 @@ def _attend(
     mask: torch.Tensor | None,
     rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend from queries (B, K, H d_k) to keys and values (B, H, N, d): the heads (R, H d_v)."""
+    """Attend from queries (B, K, H d_k) to keys and values: concatenated heads (R, H d_v)."""
     output = F.scaled_dot_product_attention(
         attention._split_heads(query, attention.d_k),
         keys,
@@ -297,7 +319,7 @@ def _attend(
 
 
 def _spread(states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None) -> torch.Tensor:
-    """Lay states (R, W) out as (B, K, W), with zeros at hypotheses without a row."""
+    """Reshape states (R, W) to (B, K, W), with zeros at hypotheses that have no row."""
     if rows is not None:
         states = states.new_zeros(shape.numel(), states.shape[1]).index_copy_(0, rows, states)
     return states.view(*shape, -1)

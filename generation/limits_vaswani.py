@@ -1,6 +1,7 @@
-"""How long each sentence may grow: a limit set by its own source, whatever shares its batch (6.1).
+"""How long each translation may become (section 6.1).
 
-limit = max_length_factor * source length + max_length_offset, in tokens behind the decoder prompt.
+A source sets the limit of its own translation, whatever shares its batch:
+limit = max_length_factor * source length + max_length_offset, in tokens after the decoder prompt.
 """
 
 from typing import Any
@@ -13,47 +14,81 @@ from transformers.generation import (
     StoppingCriteria,
 )
 
+from .settings_vaswani import checked_factor, checked_offset
+
+
+def length_rule(factor: Any, offset: Any) -> tuple[float, int] | None:
+    """Read `max_length_factor` and `max_length_offset`; None if the source sets no limit.
+
+    Args:
+        factor: None means 1.
+        offset: None means 0. Without a factor, 0 switches the rule off.
+
+    Raises:
+        ValueError: one of them is no valid number.
+    """
+    offset = 0 if offset is None else checked_offset(offset)
+    if not (offset or factor):
+        return None
+    return 1.0 if factor is None else checked_factor(factor), offset
+
 
 def length_limits(lengths: torch.Tensor, factor: float, offset: int) -> torch.Tensor:
-    """The longest output of each source: factor * length + offset, rounded down, at least 1.
+    """Return the limit of each translation: factor * length + offset, rounded down, at least 1.
 
     Args:
         lengths: (B,) tokens of each source.
         factor: `max_length_factor`.
         offset: `max_length_offset`.
     """
-    # In Python's float64, as fairseq and Marian compute theirs; some accelerators have no float64.
+    # Python computes in float64, as fairseq and Marian do. Some accelerators have no float64.
     limits = [max(int(factor * length + offset), 1) for length in lengths.tolist()]
     return torch.tensor(limits, device=lengths.device)
 
 
-class SourceLengthCriteria(StoppingCriteria):
-    """Stop each sentence at its own limit (6.1: input length + 50), whatever shares its batch.
+def check_position_limit(sentence: str, length: int, limit: int | None) -> None:
+    """Refuse a sentence that has more tokens than the model has learned positions.
 
     Args:
-        max_lengths: (B,) longest output of each source sentence, decoder prompt included.
-        padded: there is a pad token to fill up with.
+        sentence: its name in the error, such as "Line 3".
+        length: its tokens.
+        limit: `config.position_limit`.
+
+    Raises:
+        ValueError: names the sentence, its length and the limit.
+    """
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"{sentence} has {length} tokens, more than the {limit} learned positions of the model "
+            "(max_position_embeddings): shorten or split it."
+        )
+
+
+class SourceLengthCriteria(StoppingCriteria):
+    """Stop each sentence at its own limit (6.1: input length + 50).
+
+    Args:
+        max_lengths: (B,) longest output of each source, decoder prompt included.
+        padded: whether there is a pad token for finished rows.
     """
 
     def __init__(self, max_lengths: torch.Tensor, padded: bool = False) -> None:
         self.max_lengths = max_lengths
         if padded:
-            # transformers pads finished rows only where a criterion has an attribute of this name.
+            # transformers pads finished rows only if a criterion has an attribute of this name.
             self.eos_token_id = torch.empty(0, dtype=torch.long)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Mark the rows of `input_ids` (B * hypotheses, T) that have reached their limit."""
-        hypotheses = input_ids.shape[0] // self.max_lengths.shape[0]
-        limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
-        return input_ids.shape[1] >= limits
+        return input_ids.shape[1] >= _limits_of_rows(self.max_lengths, input_ids)
 
 
 class ForcedEndAtOwnLimit(LogitsProcessor):
-    """Force each sentence's end at its own limit, whatever shares its batch.
+    """Force the end token at each sentence's own limit.
 
     Args:
-        max_lengths: (B,) longest output of each source sentence, decoder prompt included.
-        eos_token_id: the tokens to choose from.
+        max_lengths: (B,) longest output of each source, decoder prompt included.
+        eos_token_id: the tokens that may end the sentence.
     """
 
     def __init__(self, max_lengths: torch.Tensor, eos_token_id: torch.Tensor) -> None:
@@ -61,16 +96,21 @@ class ForcedEndAtOwnLimit(LogitsProcessor):
         self.eos_token_id = eos_token_id
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Leave no other choice in the rows of `scores` (B * hypotheses, V) at their last token."""
-        hypotheses = input_ids.shape[0] // self.max_lengths.shape[0]
-        limits = self.max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
+        """Allow end tokens only, in the rows of `scores` (B * hypotheses, V) at their limit."""
+        limits = _limits_of_rows(self.max_lengths, input_ids)
         forced = torch.full_like(scores, -torch.inf)
         forced[:, self.eos_token_id] = 0
         return torch.where(limits[:, None] - 1 == input_ids.shape[1], forced, scores)
 
 
-def forced_at_own_limit(processors: Any, criteria: Any) -> Any:
-    """Let a forced end come at each sentence's own limit, where one of `criteria` sets such."""
+def _limits_of_rows(max_lengths: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Repeat the limits (B,) for the rows of `input_ids` (B * hypotheses, T)."""
+    hypotheses = input_ids.shape[0] // max_lengths.shape[0]
+    return max_lengths.to(input_ids.device).repeat_interleave(hypotheses)
+
+
+def force_end_at_own_limit(processors: Any, criteria: Any) -> Any:
+    """Let a forced end token come at each sentence's own limit, if `criteria` set such limits."""
     limits = [
         criterion.max_lengths for criterion in criteria if type(criterion) is SourceLengthCriteria
     ]
@@ -82,3 +122,13 @@ def forced_at_own_limit(processors: Any, criteria: Any) -> Any:
         else processor
         for processor in processors
     )
+
+
+__all__ = [
+    "ForcedEndAtOwnLimit",
+    "SourceLengthCriteria",
+    "check_position_limit",
+    "force_end_at_own_limit",
+    "length_limits",
+    "length_rule",
+]

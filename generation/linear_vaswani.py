@@ -1,9 +1,10 @@
 """Linear layers prepared for decoding: weights packed for oneDNN, checked in every call.
 
-PyTorch lays a weight out anew in each product on a CPU. With a few rows of states this takes longer
-than the product itself, so decoding multiplies by copies that are laid out already. The copies are
-immutable and shared by all calls. Each call compares all values of a weight with those that were
-packed before it uses a copy, because nothing else tells reliably whether a weight has changed.
+On a CPU, PyTorch packs a weight into oneDNN's layout for each product. With a few rows of states,
+packing takes longer than the product itself. Decoding therefore multiplies by packed copies.
+
+The copies are immutable and shared by all calls. A call compares all values of a weight with the
+values that were packed, because nothing else tells reliably whether a weight has changed.
 
 `prepare` turns layers into a function. `prepared_copy` puts such functions into a copy of a model's
 structure. The model itself and its layers are never changed.
@@ -16,53 +17,53 @@ import platform
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-_FEW_ROWS = 3  # MKL multiplies so few float32 rows by a weight as it lies, on its maker's CPUs
-_WORTH_PACKING = 2**14  # values; smaller matrices take no time to read
+_FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
+_WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Product = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
 
 
 class _Packed(NamedTuple):
-    """Weights of layers, one below the other (out, in), and the same values in oneDNN's layout."""
+    """Concatenated weights of layers (out, in), and the same values in oneDNN's layout."""
 
     values: torch.Tensor
     packed: torch.Tensor
 
 
-# Packed weights by the first of their layers and the number of layers. The keys are weak: packed
-# weights go when their layer goes, and a copied layer is another key.
-_known: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakKeyDictionary()
+# Packed weights by the first of their layers, then by the number of layers. The keys are weak, so
+# packed weights are freed with their layer. A copy of a layer is another key.
+_packed_of: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakKeyDictionary()
 
 
 def prepare(*linears: nn.Linear) -> Product:
     """Return a function that applies layers to the same states and concatenates their outputs.
 
-    The function serves one call of `generate`. Layers that were never packed take their weights as
-    they lie in the first product. A second one shows that they are used step by step, so that
-    comparing and packing pays: the encoder's layers never get that far.
+    The function serves one call of `generate`. A layer that was never packed computes its first
+    product without packing. Its second product shows that it is used in every step, so packing
+    pays. Layers of the encoder compute one product only.
     """
     layers = tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
     if not all(map(_can_prepare, layers)):
         return functools.partial(_apply, layers)
-    few = _few_rows(layers[0].weight.dtype) * layers[0].in_features
+    few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    used = len(layers) > 1 or len(layers) in _known.get(layers[0], {})
+    in_use = len(layers) > 1 or len(layers) in _packed_of.get(layers[0], {})
 
     def product(states: torch.Tensor) -> torch.Tensor:
-        nonlocal weight, bias, used
-        if states.numel() <= few:
+        nonlocal weight, bias, in_use
+        if states.numel() <= few_values:
             return _apply(layers, states)
-        if not used and states.numel() > layers[0].in_features:
-            used = True  # a single row would be rounded differently without packing
+        # A single row must be packed: without packing it would be rounded differently.
+        if not in_use and states.numel() > layers[0].in_features:
+            in_use = True
             return _multiply(states, layers[0].weight, layers[0].bias)
         if weight is None:
             weight, bias = _packed_weight(layers), _joined_bias(layers)
@@ -81,12 +82,12 @@ def _apply(layers: tuple[nn.Linear, ...], states: torch.Tensor) -> torch.Tensor:
 def _multiply(
     states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply by a weight with oneDNN, which lays out anew what is not packed."""
+    """Multiply by a weight with oneDNN, packed or not."""
     return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
 
 
 class PreparedLinear(nn.Linear):
-    """A linear layer in the copy of a model: it shares the parameters of its original."""
+    """A linear layer in a prepared copy of a model. It shares the parameters of its original."""
 
     original: nn.Linear
     product: Product
@@ -99,20 +100,19 @@ class PreparedLinear(nn.Linear):
         return self.product(input)
 
 
-def prepared_copy(model: AnyModule, can_copy: Callable[[nn.Module], bool]) -> AnyModule:
+def prepared_copy(module: Any, can_copy: Callable[[nn.Module], bool]) -> Any:
     """Copy the structure of a model, with its linear layers prepared; share all parameters.
 
     Args:
-        model: runs without gradients.
-        can_copy: whether a module does nothing but what its class says. Other modules are used as
-            they are, with the plain weights of their layers.
+        module: a model that runs without gradients, or a module of it.
+        can_copy: tells whether a module runs the `forward` of its class and nothing else. Other
+            modules are used as they are, with layers that are not prepared.
 
     Returns:
-        The copy, or `model` itself where there is nothing to prepare.
+        The copy, or `module` itself if there is nothing to prepare.
     """
-    module: Any = model
     if _can_prepare(module):
-        return PreparedLinear(module)  # type: ignore[return-value]
+        return PreparedLinear(module)
     if not module._modules or not (type(module) is nn.ModuleList or can_copy(module)):
         return module
     children = {
@@ -126,7 +126,7 @@ def prepared_copy(model: AnyModule, can_copy: Callable[[nn.Module], bool]) -> An
 
 
 def _registries(module: nn.Module) -> dict[str, Any]:
-    """Copy a module's attributes and its registries, so that a copy's hooks are its own."""
+    """Copy a module's attributes and registries, so that the copy has its own hooks."""
     return {
         name: value.copy() if isinstance(value, dict) else value
         for name, value in vars(module).items()
@@ -134,9 +134,9 @@ def _registries(module: nn.Module) -> dict[str, Any]:
 
 
 def _can_prepare(module: nn.Module) -> bool:
-    """Tell whether a module is a plain linear layer on a CPU, of a type that oneDNN packs."""
+    """Tell whether a module is a plain linear layer on a CPU, of a dtype that oneDNN packs."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-        return False  # oneDNN's products record no gradients and make no casts
+        return False  # oneDNN's products record no gradients and ignore autocast
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     if module._forward_pre_hooks or module._forward_hooks:
@@ -150,18 +150,18 @@ def _can_prepare(module: nn.Module) -> bool:
 
 
 def _packed_weight(layers: tuple[nn.Linear, ...]) -> torch.Tensor:
-    """Return the packed weights of layers, packed anew if any value is another one."""
+    """Return the packed weights of layers; pack them again if any value has changed."""
     weights = [layer.weight.detach() for layer in layers]
-    of_first = _known.setdefault(layers[0], {})
-    known = of_first.get(len(layers))
-    if known is not None and _same_values(known.values, weights):
-        return known.packed
-    known = None
-    of_first.pop(len(layers), None)  # free the old copies before the new ones are made
-    # Both copies hold the same values, even if another thread writes to the weights meanwhile.
+    by_number = _packed_of.setdefault(layers[0], {})
+    earlier = by_number.get(len(layers))
+    if earlier is not None and _same_values(earlier.values, weights):
+        return earlier.packed
+    earlier = None
+    by_number.pop(len(layers), None)  # free the old copies before the new ones are made
+    # Pack the copy, not the weights: another thread may write to the weights meanwhile.
     values = torch.cat(weights)
     packed = _pack(values)
-    of_first[len(layers)] = _Packed(values, packed)
+    by_number[len(layers)] = _Packed(values, packed)
     return packed
 
 
@@ -184,7 +184,7 @@ def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:
 
 
 def _same_values(values: torch.Tensor, weights: list[torch.Tensor]) -> bool:
-    """Compare all values by their bits: NaN equals itself, and 0 is not -0."""
+    """Compare all values by their bits. NaN equals itself, and 0 differs from -0."""
     rows = [len(weight) for weight in weights]
     width = weights[0].shape[1:]
     if (sum(rows), *width) != values.shape or any(
@@ -198,7 +198,7 @@ def _same_values(values: torch.Tensor, weights: list[torch.Tensor]) -> bool:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """View values as the widest integers that fit, which are compared fastest."""
+    """View values as the widest integers that fit, because wide integers are compared fastest."""
     flat = values.view(-1)
     offset = flat.storage_offset() * flat.itemsize
     for integer in (torch.int64, torch.int32):
@@ -209,14 +209,14 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _few_rows(dtype: torch.dtype) -> int:
-    """Return the number of rows up to which a product with the weight as it lies is as fast."""
+    """Return the number of rows up to which a product without packing is as fast."""
     if dtype != torch.float32 or not torch.backends.mkl.is_available():
         return 0
     return _FEW_ROWS if "GenuineIntel" in _cpu_info() else 0
 
 
 def _cpu_info() -> str:
-    """Describe the CPU; empty where the system does not say."""
+    """Describe the CPU; the text may be empty."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -227,7 +227,7 @@ def _cpu_info() -> str:
 def _packed_dtypes() -> tuple[torch.dtype, ...]:
     if not torch.backends.mkldnn.is_available():
         return ()
-    try:  # the operators that torch.compile's own CPU backend calls
+    try:  # operators of torch.compile's CPU backend, which torch may rename
         torch.ops.mkldnn._linear_pointwise  # noqa: B018
         bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except AttributeError:

@@ -1,11 +1,11 @@
-"""`pipeline("translation")` for this model: text in, text out, however much there is of it.
+"""`pipeline("translation")` for this model: strings, lists of strings, and streams of any length.
 
-transformers 5 has no such task of its own: importing the package registers this class for it.
-Without the package, transformers finds the class through `custom_pipelines` in config.json.
+transformers 5 has no task "translation". Importing the package registers this class for it. Without
+the package, transformers finds the class through `custom_pipelines` in config.json.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -14,75 +14,61 @@ from transformers.utils import logging
 
 from ..configuration.places_vaswani import check_model_type
 from ..tokenization.tokenization_vaswani import half_character
+from .batches_vaswani import batches_by_length
+from .limits_vaswani import check_position_limit
+from .settings_vaswani import first_setting
 
-# Seconds of work after which a progress bar appears by itself.
-_PROGRESS_AFTER = 5
-# A line counts as so many tokens at least: what is written from it costs memory, too.
-_LEAST_TOKENS = 16
+_PROGRESS_AFTER = 5  # seconds of work after which a progress bar appears
+_SHORTEST = 16  # tokens; a shorter line counts as this many, because its translation costs memory
 
 Translations = list[dict[str, Any]]
 
 
-def batches_by_length(
-    lengths: Sequence[int], max_tokens: int, batch_size: int | None = None
-) -> Iterator[list[int]]:
-    """Group the indices of sentences of similar length, the longest first, leaving out length 0.
-
-    No batch is padded to more than `max_tokens`, unless one sentence alone is longer, or holds more
-    than `batch_size` sentences. Short sentences count as 16 tokens.
-    """
-    filled = (index for index, length in enumerate(lengths) if length)
-    order = sorted(filled, key=lambda index: (-lengths[index], index))
-    start = 0
-    while start < len(order):
-        size = max(max_tokens // max(lengths[order[start]], _LEAST_TOKENS), 1)
-        end = start + min(size, batch_size or size)
-        yield order[start:end]
-        start = end
-
-
 class VaswaniTranslationPipeline(Pipeline):
-    """Translate a string, a list of strings or a stream of them, in the order of the input.
+    """Translate a string, a list of strings or a stream of strings, in the order of the input.
 
-    A string gives `[{"translation_text": ...}]`; a list gives one such dict a string, or a list of
-    them where `num_return_sequences` asks for several; any other iterable gives an iterator over
-    what each string alone would give. Strings are read `window` at a time and sorted by length
-    inside it, so that batches hold little padding and memory does not grow with a stream. A blank
-    string is translated by an empty one. The model is moved to the first accelerator there is,
-    unless `device` says otherwise.
+    A string gives `[{"translation_text": ...}]`. A list gives one such dict for each string, or a
+    list of dicts if `num_return_sequences` is above 1. Any other iterable gives an iterator over
+    what each string alone would give. A blank string gives an empty translation.
+
+    Strings are read in windows and sorted by length inside a window. Batches therefore hold little
+    padding, and memory does not grow with a stream. The model is moved to the first accelerator,
+    unless `device` names another device.
 
     Args:
         model: a VaswaniForConditionalGeneration.
-        tokenizer: the tokenizer of its source, and of its target unless that has another.
-        target_tokenizer: of the target, where the vocabularies are separate; None, the default,
-            looks for it in the subfolder target_tokenizer of the tokenizer's folder.
-        max_tokens: a batch holds at most this many padded source tokens (default 4096).
-        batch_size: and at most this many sentences (default: as many as fit).
-        window: strings read ahead (default 4096); a stream's first result waits for them.
-        return_scores: add "score", the log-probability over the length penalty by which beam search
-            ranks (section 6.1; default False).
-        progress: draw a progress bar for lists and streams; None, the default, draws one only when
-            the work takes longer than five seconds.
-        **kwargs: for transformers' Pipeline (`device`), else for `generate` (`num_beams=4`), which
-            follows the model's generation config in all that is not given.
+        tokenizer: the tokenizer of the source. It also serves the target, unless the target has its
+            own.
+        target_tokenizer: the tokenizer of a separate target vocabulary; None, the default, looks
+            for it in the subfolder target_tokenizer of the tokenizer's folder.
+        max_tokens: padded source tokens of a batch, at most (default 4096).
+        batch_size: sentences of a batch, at most (default: as many as `max_tokens` allows).
+        window: strings that are sorted together (default 4096). The first result of a stream waits
+            for them.
+        return_scores: add "score", by which beam search ranks: the log-probability divided by the
+            length penalty (section 6.1; default False).
+        progress: draw a progress bar for lists and streams; None, the default, draws it after five
+            seconds of work.
+        **kwargs: arguments of transformers' Pipeline, such as `device`, or of `generate`, such as
+            `num_beams=4`. The model's generation config has the defaults of `generate`.
 
-    All but the first two may be given here, for every call, or to the call itself.
+    All arguments but the first two may be given here, for every call, or to the call itself.
 
     Raises:
-        TypeError: the input or a line of it is no string; names the line.
-        ValueError: there is no tokenizer, or none of a separate target vocabulary; a setting is no
-            integer or below 1; a line is too long for learned positions, or holds half of a
-            surrogate pair; names the line.
+        TypeError: the input is no string, or a line is none; names the line.
+        ValueError: a tokenizer is missing; a setting is no integer or below 1; a line has more
+            tokens than the model has learned positions, or half of a surrogate pair; names the
+            line.
     """
 
     model: Any
     tokenizer: Any
-    _load_tokenizer: Any = True
+    _load_tokenizer: Any = True  # Any, because transformers declares None
     _load_processor: Any = False
     _load_image_processor: Any = False
     _load_video_processor: Any = False
     _load_feature_extractor: Any = False
-    # Settings for `generate` go to it untouched: the Pipeline would merge them with others.
+    # The Pipeline must not merge settings of `generate` with others. `generate` merges them.
     _pipeline_calls_generate = False
 
     def __init__(
@@ -92,8 +78,8 @@ class VaswaniTranslationPipeline(Pipeline):
             if model.name_or_path:
                 check_model_type(model.name_or_path, model.config.model_type, "vaswani")
             raise ValueError(
-                f"{type(self).__name__} translates with a VaswaniForConditionalGeneration, not "
-                f"with {type(model).__name__}: call its `generate`."
+                f"{type(self).__name__} needs a VaswaniForConditionalGeneration, got "
+                f"{type(model).__name__}: call its `generate` instead."
             )
         if tokenizer is None:
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
@@ -103,8 +89,8 @@ class VaswaniTranslationPipeline(Pipeline):
     def _sanitize_parameters(
         self, **settings: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Sort settings into those of batches, those of `generate`, and those of results (none)."""
-        settings.pop("num_workers", None)  # of the data loader that other pipelines have
+        """Divide settings into three: for batches, for `generate`, and for results (none)."""
+        settings.pop("num_workers", None)  # other pipelines have a data loader; this one does not
         names = ("max_tokens", "batch_size", "window", "progress")
         batching = {name: settings.pop(name) for name in names if name in settings}
         for name in ("max_tokens", "batch_size", "window"):
@@ -114,7 +100,7 @@ class VaswaniTranslationPipeline(Pipeline):
         return batching, settings, {}
 
     def __call__(self, inputs: Any, **settings: Any) -> Any:
-        """Translate; see the class."""
+        """Translate `inputs`; the class describes arguments and results."""
         batching, generating, _ = self._sanitize_parameters(**settings)
         batching = {"batch_size": self._batch_size, **self._preprocess_params, **batching}
         generating = {**self._forward_params, **generating}
@@ -142,11 +128,11 @@ class VaswaniTranslationPipeline(Pipeline):
         window: int = 4096,
         progress: bool | None = None,
     ) -> Iterator[Translations]:
-        """Yield the translations of each of `inputs`, window by window."""
+        """Yield the translations of each line, in windows of lines."""
         lines, first = iter(inputs), 1
         blank: dict[str, Any] = {"translation_text": ""}
         if generating.get("return_scores"):
-            blank["score"] = 0.0  # certain, as the rule that makes it
+            blank["score"] = 0.0  # log-probability of a certain result
         bar = logging.tqdm(
             total=len(inputs) if isinstance(inputs, Sized) else None,
             unit=" lines",
@@ -158,26 +144,29 @@ class VaswaniTranslationPipeline(Pipeline):
                 ids = self.preprocess(chunk, first)
                 results = [[dict(blank) for _ in range(self._hypotheses(generating))] for _ in ids]
                 bar.update(sum(not sentence for sentence in ids))
-                lengths = [len(sentence) for sentence in ids]
-                for batch in batches_by_length(lengths, max_tokens, batch_size):
+                lengths = [(len(sentence),) for sentence in ids]
+                for batch in batches_by_length(lengths, max_tokens, batch_size, _SHORTEST):
                     inputs_of_batch = self.tokenizer.pad(
                         {"input_ids": [ids[index] for index in batch]}, return_tensors="pt"
                     )
                     outputs = self.forward(dict(inputs_of_batch), **generating)
                     translations = self.postprocess(outputs)
-                    each = len(translations) // len(batch)
+                    per_line = len(translations) // len(batch)
                     for row, index in enumerate(batch):
-                        results[index] = translations[row * each : (row + 1) * each]
+                        results[index] = translations[row * per_line : (row + 1) * per_line]
                     bar.update(len(batch))
                 yield from results
                 first += len(chunk)
 
     def preprocess(self, lines: list[Any], first: int = 1) -> list[list[int]]:
-        """Token ids of `lines`, of which the first has the number `first`; none where blank."""
+        """Return the token ids of each line; a blank line has none.
+
+        `first` is the number of the first line, for errors.
+        """
         for number, line in enumerate(lines, start=first):
             if not isinstance(line, str):
                 raise TypeError(
-                    f"Line {number} is {line!r}, not a string; of records, choose a column: "
+                    f"Line {number} is {line!r}, not a string. For a data set, choose a column: "
                     "KeyDataset(dataset, name)."
                 )
             if flaw := half_character(line):
@@ -188,32 +177,24 @@ class VaswaniTranslationPipeline(Pipeline):
             encoded = self.tokenizer([lines[index] for index in filled])["input_ids"]
             for index, sentence in zip(filled, encoded, strict=True):
                 ids[index] = sentence
-        config = self.model.config
-        if config.position_encoding == "learned":
-            limit = config.max_position_embeddings
-            for number, sentence in enumerate(ids, start=first):
-                if len(sentence) > limit:
-                    raise ValueError(
-                        f"Line {number} has {len(sentence)} tokens, more than the {limit} learned "
-                        "positions of the model (max_position_embeddings): split it."
-                    )
+        for number, sentence in enumerate(ids, start=first):
+            check_position_limit(f"Line {number}", len(sentence), self.model.config.position_limit)
         return ids
 
     def _forward(
         self, inputs: dict[str, torch.Tensor], return_scores: bool = False, **generating: Any
     ) -> dict[str, torch.Tensor]:
-        """Generate from a padded batch: sequences (B * hypotheses, T) and, on request, scores."""
+        """Generate from a padded batch: sequences (B * hypotheses, T), and scores if asked for."""
         generating["return_dict_in_generate"] = return_scores
         with self.model.evaluating():
             output = self.model.generate(**inputs, **generating)
         if not return_scores:
             return {"sequences": output}
         scores = output.get("sequences_scores")
-        if scores is None:  # greedy search and sampling keep none
+        if scores is None:  # greedy search and sampling return no scores
             hypotheses = len(output.sequences) // len(inputs["input_ids"])
-            config = generating.get("generation_config")
             penalty = {
-                name: generating.get(name, getattr(config, name, None))
+                name: first_setting(name, generating, generating.get("generation_config"))
                 for name in ("length_penalty", "length_penalty_type")
             }
             sources = inputs["input_ids"].repeat_interleave(hypotheses, dim=0)
@@ -222,7 +203,7 @@ class VaswaniTranslationPipeline(Pipeline):
         return {"sequences": output.sequences, "scores": scores}
 
     def postprocess(self, outputs: dict[str, torch.Tensor]) -> Translations:
-        """Text, and score if there is one, of every sequence."""
+        """Return the text of every sequence, and its score if there is one."""
         texts = self.target_tokenizer.batch_decode(outputs["sequences"], skip_special_tokens=True)
         translations: Translations = [{"translation_text": text} for text in texts]
         if "scores" in outputs:
@@ -231,15 +212,10 @@ class VaswaniTranslationPipeline(Pipeline):
         return translations
 
     def _hypotheses(self, generating: dict[str, Any]) -> int:
-        """How many translations a sentence gets."""
-        config = generating.get("generation_config")
-        given = (
-            generating,
-            {} if config is None else vars(config),
-            vars(self.model.generation_config),
-        )
-        counts = (settings.get("num_return_sequences") for settings in given)
-        return next((count for count in counts if count is not None), 1)
+        """Return how many translations a sentence gets."""
+        given = generating.get("generation_config")
+        places = (generating, given, self.model.generation_config)
+        return first_setting("num_return_sequences", *places) or 1
 
 
 __all__ = ["VaswaniTranslationPipeline"]

@@ -1,7 +1,8 @@
-"""Forced decoding: what the model makes of translations that are already there.
+"""Forced decoding: scores and word alignments of given translations.
 
-`score` gives their log-probabilities, as beam search ranks by them (section 6.1); `align` says
-which source word every target word looked at, from the encoder-decoder attention (section 3.2.3).
+`score` returns their log-probabilities, by which beam search ranks (section 6.1). `align` links
+each target word to the source word that it attends to most, by the encoder-decoder attention
+(section 3.2.3).
 
 Shapes: N pairs; B pairs of one batch; S source tokens, T target tokens, H heads, D = d_model,
 V entries of the target vocabulary.
@@ -14,24 +15,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from .batches_vaswani import batches_by_length
+from .limits_vaswani import check_position_limit
 from .search_vaswani import length_penalty as length_penalty_of
+from .settings_vaswani import first_setting
 
-# Logits of one chunk of tokens, whatever the batch: 64 MiB in float32.
-_LOGITS_AT_ONCE = 2**24
+_LOGITS_AT_ONCE = 2**24  # logits in memory at a time: 64 MiB in float32
 
 Sentences = Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor] | torch.Tensor
 
 
 @dataclass(frozen=True)
 class VaswaniScores:
-    """What `score` found, in the order of the pairs, on the CPU, in float32 or the model's float64.
+    """Scores of sentence pairs, in their order, on the CPU, in float32 or the model's float64.
 
     Args:
-        log_probs: for every pair, the log-probabilities of its target tokens, (T,).
+        log_probs: the log-probabilities of the target tokens of each pair, (T,).
         sums: their sums, (N,).
-        sequences_scores: the sums over the length penalty, (N,): what beam search ranks by (6.1).
+        sequences_scores: the sums divided by the length penalty, (N,). Beam search ranks by these
+            scores (6.1).
     """
 
     log_probs: list[torch.Tensor]
@@ -49,25 +54,8 @@ class VaswaniScores:
         return "\n".join([" pair  tokens       sum     score  per token", *lines])
 
 
-def batches_by_length(lengths: Sequence[tuple[int, int]], max_tokens: int) -> Iterator[list[int]]:
-    """Group the indices of pairs of similar (source, target) lengths, the longest pairs first.
-
-    No batch is padded to more than `max_tokens` on either side, unless one pair alone is longer.
-    """
-    batch: list[int] = []
-    width = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), *lengths[i], i)):
-        if batch and (len(batch) + 1) * width > max_tokens:
-            yield batch
-            batch = []
-        width = width if batch else max(lengths[index])
-        batch.append(index)
-    if batch:
-        yield batch
-
-
 class VaswaniScoringMixin:
-    """`score`, `align` and `soft_align` of a model that generates."""
+    """`score`, `align` and `soft_align`, for a model that generates."""
 
     config: Any
     generation_config: Any
@@ -80,7 +68,7 @@ class VaswaniScoringMixin:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate without gradients; afterwards every module trains again that trained before."""
+        """Evaluate without gradients; afterwards each module returns to its own mode."""
         modules = list(self.modules())
         modes = [module.training for module in modules]
         self.eval()
@@ -95,36 +83,36 @@ class VaswaniScoringMixin:
         self,
         sources: Sentences,
         targets: Sentences,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        target_tokenizer: Any = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
         max_tokens: int = 4096,
         length_penalty: float | None = None,
         length_penalty_type: Literal["gnmt", "hf"] | None = None,
     ) -> VaswaniScores:
-        """Log-probabilities of given translations, token by token, by forced decoding.
+        """Return the log-probabilities of given translations, token by token, by forced decoding.
 
-        Dropout and label smoothing are off. Pairs go through the network in batches by length, and
-        the logits of few tokens at a time are held.
+        Dropout and label smoothing are off. The network reads batches of pairs of similar length.
+        Only the logits of a chunk of tokens are in memory at a time.
 
         Args:
-            sources: strings, or token ids as the tokenizer gives them, one sequence a sentence;
-                padding at the end (pad_token_id, -100) is left out, as are pad tokens that a model
-                wrote there itself.
-            targets: likewise, one for each source. Token ids are labels: without the decoder's
-                start token, so `sequences[:, 1:]` of what `generate` returns. A prefix that the
-                call gave counts among them, and is scored too.
-            tokenizer: for strings; it ends them by "</s>", which counts as a target token.
-            target_tokenizer: of the targets, where vocabularies are separate; None, the default,
-                looks for it in the subfolder target_tokenizer of the tokenizer's folder.
-            max_tokens: a batch holds at most this many padded tokens on either side.
-            length_penalty: the exponent alpha of `sequences_scores`; None takes it, and
-                `length_penalty_type`, from the generation config.
+            sources: strings, or the tokenizer's token ids of each sentence. Padding at the end
+                (pad_token_id, -100) is left out.
+            targets: likewise, one for each source. Token ids are labels, without the decoder's
+                start token: `sequences[:, 1:]` of what `generate` returns. A prefix that was given
+                to `generate` is scored too.
+            tokenizer: for strings. It adds the end token "</s>", which counts as a target token.
+            target_tokenizer: for target strings of a separate vocabulary; None, the default, looks
+                for it in the subfolder target_tokenizer of the tokenizer's folder.
+            max_tokens: padded tokens of a batch on either side, at most.
+            length_penalty: the exponent alpha of `sequences_scores`; None takes it from the
+                generation config.
+            length_penalty_type: likewise.
 
         Raises:
             TypeError: sources or targets are one string, or hold something else than sentences.
-            ValueError: their numbers differ; a sentence has no tokens, one outside the vocabulary
-                or too many for learned positions; strings come without a tokenizer.
+            ValueError: their numbers differ; a sentence has no tokens, or too many for learned
+                positions; a token is outside the vocabulary; strings come without a tokenizer.
         """
         pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         log_probs: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
@@ -137,123 +125,98 @@ class VaswaniScoringMixin:
                 for row, value in zip(rows, values.split(real.sum(1).tolist()), strict=True):
                     log_probs[row] = value
         sums = torch.stack([values.sum() for values in log_probs]) if pairs else torch.zeros(0)
-        settings = self.generation_config
-        if length_penalty is None:
-            length_penalty = getattr(settings, "length_penalty", None)
-        if length_penalty_type is None:
-            length_penalty_type = getattr(settings, "length_penalty_type", None)
-        alpha = 1.0 if length_penalty is None else float(length_penalty)
+        call = {"length_penalty": length_penalty, "length_penalty_type": length_penalty_type}
+        alpha, kind = (first_setting(name, call, self.generation_config) for name in call)
         lengths = torch.tensor([len(values) for values in log_probs], dtype=sums.dtype)
-        penalties = length_penalty_of(lengths, alpha, length_penalty_type)
+        penalties = length_penalty_of(lengths, 1.0 if alpha is None else float(alpha), kind)
         return VaswaniScores(log_probs, sums, sums / penalties)
 
     def align(
         self,
         sources: Sentences,
         targets: Sentences,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        target_tokenizer: Any = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
         level: Literal["word", "token"] | None = None,
         layer: int | Iterable[int] | None = None,
         heads: Iterable[int] | None = None,
         with_eos: bool = False,
         max_tokens: int = 4096,
     ) -> list[str]:
-        """Links of given translations as "0-0 1-2" (Pharaoh: source-target, counted from 0).
+        """Return the links of given translations as "0-0 1-2" (Pharaoh: source-target, from 0).
 
-        Every target token is linked to one source token, that to which the decoder attends most at
-        the step that predicts it. Words, which are what stands between white space, are linked
-        where tokens of theirs are.
+        Each target token is linked to the source token that the decoder attends to most when it
+        predicts the target token. Two words are linked if tokens of them are.
 
         Args:
             sources: strings or token ids, as for `score`.
             targets: likewise.
             tokenizer: for strings.
             target_tokenizer: as for `score`.
-            level: link "word"s, which needs strings, or "token"s; None is words of strings and
-                tokens of token ids.
-            layer: a decoder layer, negative from the last, or several to average; None is all. One
-                alone may align better: with six, the last but one (Garg et al., 2019).
-            heads: those to average; None is all.
+            level: "word" links words between white space, and needs strings; "token" links tokens;
+                None links words of strings and tokens of token ids.
+            layer: a decoder layer, negative from the last, or several to average; None averages
+                all. A single layer may align better: with six, the last but one (Garg et al.,
+                2019).
+            heads: heads to average; None averages all.
             with_eos: link the "</s>" of both sides too, at token level.
-            max_tokens: a batch holds at most this many padded tokens on either side.
+            max_tokens: padded tokens of a batch on either side, at most.
 
         Raises:
             TypeError: as `score`.
-            ValueError: as `score`; or there is no such layer, head or level.
+            ValueError: as `score`; or the layer, the head or the level does not exist.
         """
         if level not in (None, "word", "token"):
             raise ValueError(f"level must be 'word' or 'token', got {level!r}.")
-        sides: list[Any] = [
-            side if isinstance(side, str) else list(side) for side in (sources, targets)
-        ]
-        texts = tokenizer is not None and all(
-            isinstance(side, list) and all(isinstance(sentence, str) for sentence in side)
-            for side in sides
-        )
-        if level == "word" and not texts:
+        sources = sources if isinstance(sources, str) else list(sources)
+        targets = targets if isinstance(targets, str) else list(targets)
+        strings = tokenizer is not None and _are_strings(sources) and _are_strings(targets)
+        if level == "word" and not strings:
             raise ValueError("level='word' needs strings and the tokenizer.")
-        words = level != "token" and texts and all(sides)
-        if words:
-            encoded = (
-                tokenizer(sides[0], return_offsets_mapping=True),
-                (target_tokenizer or self.target_tokenizer(tokenizer))(
-                    text_target=sides[1], return_offsets_mapping=True
-                ),
-            )
-            pairs = self._pairs(encoded[0]["input_ids"], encoded[1]["input_ids"], None, None)
-        else:
-            pairs = self._pairs(sides[0], sides[1], tokenizer, target_tokenizer)
+        words_of_pairs = None
+        if strings and level != "token" and sources and targets:
+            sources, source_words = _tokens_and_words(tokenizer, sources)
+            target_tokenizer = target_tokenizer or self.target_tokenizer(tokenizer)
+            targets, target_words = _tokens_and_words(target_tokenizer, targets, text_target=True)
+            words_of_pairs = list(zip(source_words, target_words, strict=False))
+        pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         links = [""] * len(pairs)
         for row, weights in self._attention(pairs, layer, heads, max_tokens):
-            # Of every token, the numbers that its links may have; "</s>" and spaces have none.
-            if words:
-                units = [
-                    words_of_tokens(text[row], side["offset_mapping"][row])
-                    for text, side in zip(sides, encoded, strict=True)
-                ]
+            if words_of_pairs is not None:
+                links[row] = _links(weights, *words_of_pairs[row])
             else:
-                units = [self._tokens(ids, with_eos) for ids in pairs[row]]
-            linkable = [index for index, numbers in enumerate(units[0]) if numbers]
-            if not linkable:
-                continue
-            best = weights[:, linkable].argmax(dim=1).tolist()  # (T,)
-            linked = {
-                (target, source)
-                for token, numbers in enumerate(units[1])
-                for target in numbers
-                for source in units[0][linkable[best[token]]]
-            }
-            links[row] = " ".join(f"{source}-{target}" for target, source in sorted(linked))
+                source, target = pairs[row]
+                positions = (self._positions(source, with_eos), self._positions(target, with_eos))
+                links[row] = _links(weights, *positions)
         return links
 
     def soft_align(
         self,
         sources: Sentences,
         targets: Sentences,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        target_tokenizer: Any = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
         layer: int | Iterable[int] | None = None,
         heads: Iterable[int] | None = None,
         max_tokens: int = 4096,
     ) -> list[torch.Tensor]:
-        """The attention that `align` links by: (T, S) a pair, over all tokens, on the CPU.
+        """Return the attention that `align` reads: (T, S) for each pair, on the CPU.
 
-        Arguments and errors are those of `align`. Rows sum to 1, "</s>" included.
+        Arguments and errors are those of `align`. Each row sums to 1, with "</s>" included.
         """
         pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         weights = dict(self._attention(pairs, layer, heads, max_tokens))
         return [weights[row] for row in range(len(pairs))]
 
     def target_tokenizer(self, tokenizer: Any) -> Any:
-        """Find the target's tokenizer: the source's own, or one in its folder's target_tokenizer/.
+        """Return the target's tokenizer: `tokenizer`, or the one in its folder target_tokenizer/.
 
         Raises:
             OSError: a file of the folder is damaged.
-            ValueError: the target has a vocabulary of its own, and no such folder is there, or it
-                cannot be looked for.
+            ValueError: the target has a separate vocabulary, and the folder does not exist or
+                cannot be reached.
         """
         config, folder = self.config, tokenizer.name_or_path
         if config.share_encoder_decoder_embeddings:
@@ -269,8 +232,8 @@ class VaswaniScoringMixin:
                 )
             except OSError as error:
                 raise ValueError(
-                    f"Whether {folder} has a subfolder target_tokenizer cannot be found out, so "
-                    f"pass target_tokenizer: {error}"
+                    f"The subfolder target_tokenizer of {folder} cannot be looked up ({error}): "
+                    "pass target_tokenizer."
                 ) from error
             if found is not None:
                 reader = type(tokenizer)
@@ -278,13 +241,13 @@ class VaswaniScoringMixin:
         if config.vocab_size == config.decoder_vocab_size:
             return tokenizer  # one vocabulary with two tables of embeddings
         raise ValueError(
-            f"The target has a vocabulary of its own, of {config.decoder_vocab_size} tokens, but "
+            f"The target has a separate vocabulary of {config.decoder_vocab_size} tokens, but "
             f"{folder or 'the tokenizer'} has no subfolder target_tokenizer: pass "
             "target_tokenizer."
         )
 
     def _token_log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Log-probability of each of `targets` (B * T,) after its state (B * T, D)."""
+        """Return the log-probability of each target (B * T,) after its state (B * T, D)."""
         rows = max(_LOGITS_AT_ONCE // (self.config.decoder_vocab_size or 1), 1)
         parts = []
         for chunk, gold in zip(states.split(rows), targets.split(rows), strict=True):
@@ -301,51 +264,51 @@ class VaswaniScoringMixin:
         heads: Iterable[int] | None,
         max_tokens: int,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every pair's index and its attention to the source, (T, S), in any order."""
+        """Yield the index and the attention to the source (T, S) of each pair, in any order."""
         layers = self.model.decoder.layers
-        every = range(len(layers)) if layer is None else layer
-        wanted = [every] if isinstance(every, int) else every
-        chosen = [layers[index] for index in _checked("layer", wanted, len(layers), "layers")]
         head_count = self.config.decoder_attention_heads
-        every = range(head_count) if heads is None else heads
-        chosen_heads = _checked("heads", every, head_count, "heads")
+        layer_numbers = [layer] if isinstance(layer, int) else layer
+        chosen_layers = [
+            layers[index] for index in indices_among("layer", layer_numbers, len(layers), "layers")
+        ]
+        chosen_heads = indices_among("heads", heads, head_count, "heads")
         for rows, inputs, _ in self._forced_batches(pairs, max_tokens):
             with self.evaluating():
-                weights = self._source_attention(inputs, chosen, chosen_heads).cpu()  # (B, T, S)
-            for row, weight in zip(rows, weights, strict=True):
+                weights = self._source_attention(inputs, chosen_layers, chosen_heads)
+            for row, weight in zip(rows, weights.cpu(), strict=True):  # (T, S) with padding
                 source, target = map(len, pairs[row])
                 yield row, weight[:target, :source]
 
     def _source_attention(
         self, inputs: dict[str, torch.Tensor], layers: list[Any], heads: list[int]
     ) -> torch.Tensor:
-        """Average the attention of the given layers and heads over a batch: (B, T, S).
+        """Return the attention to the source, averaged over layers and heads: (B, T, S).
 
-        The weights are computed beside the model's own attention, whose fused kernels keep none.
+        The model's fused kernels return no weights, so a hook computes them once more.
         """
-        seen: list[torch.Tensor] = []
+        recorded: list[torch.Tensor] = []
         padding = inputs["attention_mask"][:, None, None] == 0  # (B, 1, 1, S)
 
-        def watch(attention: Any, given: tuple[torch.Tensor, ...]) -> None:
-            projected = (attention.q_proj(given[0]), attention.k_proj(given[1]))
+        def record(attention: Any, states: tuple[torch.Tensor, ...]) -> None:
+            projected = (attention.q_proj(states[0]), attention.k_proj(states[1]))
             query, key = (
-                attention._split_heads(states, attention.d_k)[:, heads] for states in projected
+                attention._split_heads(part, attention.d_k)[:, heads] for part in projected
             )  # (B, H, T or S, d_k)
             scores = query @ key.transpose(-2, -1) * attention.scaling
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             scores = scores.masked_fill(padding.to(scores.device), float("-inf"))
-            seen.append(scores.softmax(dim=-1).mean(dim=1))
+            recorded.append(scores.softmax(dim=-1).mean(dim=1))
 
-        with contextlib.ExitStack() as watched:
+        with contextlib.ExitStack() as hooks:
             for layer in layers:
-                watched.enter_context(layer.encoder_attn.register_forward_pre_hook(watch))
+                hooks.enter_context(layer.encoder_attn.register_forward_pre_hook(record))
             self.model(**inputs, use_cache=False)
-        return torch.stack([weights.to(seen[0].device) for weights in seen]).mean(dim=0)
+        return torch.stack([weights.to(recorded[0].device) for weights in recorded]).mean(dim=0)
 
     def _forced_batches(
         self, pairs: list[tuple[list[int], list[int]]], max_tokens: int
     ) -> Iterator[tuple[list[int], dict[str, torch.Tensor], torch.Tensor]]:
-        """Yield indices of pairs, the model's inputs for them, and their labels (B, T)."""
+        """Yield batches: the indices of pairs, the inputs of the model, and the labels (B, T)."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
         device = self.device
@@ -364,7 +327,7 @@ class VaswaniScoringMixin:
     def _pairs(
         self, sources: Sentences, targets: Sentences, tokenizer: Any, target_tokenizer: Any
     ) -> list[tuple[list[int], list[int]]]:
-        """Token ids of both sides, checked."""
+        """Return the token ids of both sides, after all checks."""
         config = self.config
 
         def read_source(texts: list[str]) -> Any:
@@ -379,8 +342,8 @@ class VaswaniScoringMixin:
         target_ids = self._token_ids("targets", targets, readers[1], config.decoder_vocab_size)
         if len(source_ids) != len(target_ids):
             raise ValueError(
-                f"There are {len(source_ids)} sources and {len(target_ids)} targets: every source "
-                "needs one target; repeat a source that has several."
+                f"There are {len(source_ids)} sources and {len(target_ids)} targets: give each "
+                "source one target, and repeat a source that has several."
             )
         return list(zip(source_ids, target_ids, strict=True))
 
@@ -397,10 +360,7 @@ class VaswaniScoringMixin:
             if read is None:
                 raise ValueError(f"{name} are strings: pass the tokenizer too, or token ids.")
             rows = read(rows)
-        limit = self.config.max_position_embeddings
-        if self.config.position_encoding != "learned":
-            limit = None
-        checked = []
+        sentences_of_ids = []
         for index, row in enumerate(rows):
             place = f"{name}[{index}]"
             ids = row.tolist() if hasattr(row, "tolist") else row
@@ -410,19 +370,15 @@ class VaswaniScoringMixin:
                 )
             ids = self._without_padding(ids)
             if not ids:
-                raise ValueError(f"{place} has no tokens: even an empty sentence has its </s>.")
+                raise ValueError(f"{place} has no tokens: even an empty sentence has </s>.")
             if (wrong := min(ids)) < 0 or (wrong := max(ids)) >= vocab_size:
                 raise ValueError(
                     f"{place} has the token id {wrong}, outside the {vocab_size} entries of the "
                     "vocabulary: check that tokenizer and model belong together."
                 )
-            if limit is not None and len(ids) > limit:
-                raise ValueError(
-                    f"{place} has {len(ids)} tokens, more than the {limit} learned positions "
-                    "(max_position_embeddings): shorten it."
-                )
-            checked.append(ids)
-        return checked
+            check_position_limit(place, len(ids), self.config.position_limit)
+            sentences_of_ids.append(ids)
+        return sentences_of_ids
 
     def _without_padding(self, ids: Sequence[int]) -> list[int]:
         pad, end = self._token_id("pad_token_id"), len(ids)
@@ -430,11 +386,11 @@ class VaswaniScoringMixin:
             end -= 1
         ends = self._eos_token_ids()
         if end < len(ids) and ids[end] in ends and not (end and ids[end - 1] in ends):
-            end += 1  # where "</s>" is the padding too, the first one ends the sentence
+            end += 1  # if "</s>" is the padding too, the first one ends the sentence
         return list(ids[:end])
 
-    def _tokens(self, ids: list[int], with_eos: bool) -> list[list[int]]:
-        """Every token's own position; the "</s>" at the end may have none."""
+    def _positions(self, ids: list[int], with_eos: bool) -> list[list[int]]:
+        """Return the position of each token; without `with_eos`, the last "</s>" has none."""
         ended = ids[-1] in self._eos_token_ids() and not with_eos
         return [[position] for position in range(len(ids) - ended)] + [[]] * ended
 
@@ -443,21 +399,62 @@ class VaswaniScoringMixin:
         return eos if isinstance(eos, list) else [eos]
 
     def _token_id(self, name: str) -> Any:
-        """Look up a special token where `generate` does: in the generation config first."""
-        found = getattr(self.generation_config, name, None)
-        return getattr(self.config, name) if found is None else found
+        """Look a special token up where `generate` does: in the generation config first."""
+        return first_setting(name, self.generation_config, self.config)
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Rows of different lengths with -100 behind them."""
+    """Pad rows with -100 on the right: (B, T)."""
     tensors = [torch.tensor(row) for row in rows]
     padded = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-100)
     return padded.to(device)
 
 
-def _checked(name: str, indices: Iterable[int], count: int, things: str) -> list[int]:
-    """Turn indices, negative ones too, into positions among `count` things."""
-    indices = list(indices)
+def _are_strings(sentences: Sentences) -> bool:
+    return not isinstance(sentences, str) and all(isinstance(entry, str) for entry in sentences)
+
+
+def _tokens_and_words(
+    tokenizer: Any, texts: Any, text_target: bool = False
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Return the token ids of each text, and for each token the numbers of its words."""
+    texts = list(texts)
+    given = {"text_target" if text_target else "text": texts}
+    encoded = tokenizer(**given, return_offsets_mapping=True)
+    words = [
+        words_of_tokens(text, offsets)
+        for text, offsets in zip(texts, encoded["offset_mapping"], strict=True)
+    ]
+    return encoded["input_ids"], words
+
+
+def _links(
+    weights: torch.Tensor, source_units: list[list[int]], target_units: list[list[int]]
+) -> str:
+    """Link each target token to the source token with the highest weight (T, S).
+
+    Links have the numbers of units, which are words or tokens. A token without units has no link.
+    """
+    linkable = [index for index, units in enumerate(source_units) if units]
+    if not linkable:
+        return ""
+    best = weights[:, linkable].argmax(dim=1).tolist()  # (T,)
+    links = {
+        (target, source)
+        for token, units in enumerate(target_units)
+        for target in units
+        for source in source_units[linkable[best[token]]]
+    }
+    return " ".join(f"{source}-{target}" for target, source in sorted(links))
+
+
+def indices_among(name: str, indices: Iterable[int] | None, count: int, things: str) -> list[int]:
+    """Return indices from 0 to `count` - 1; None selects all, negative ones count from the end.
+
+    Raises:
+        ValueError: an index is out of range, or there is none.
+    """
+    indices = range(count) if indices is None else list(indices)
     wrong = [index for index in indices if not -count <= index < count]
     if wrong or not indices:
         raise ValueError(
@@ -468,7 +465,7 @@ def _checked(name: str, indices: Iterable[int], count: int, things: str) -> list
 
 
 def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]]:
-    """For every token of `text`, the numbers of the words whose characters it covers."""
+    """Return for each token of `text` the numbers of the words whose characters it covers."""
     word_at: list[int | None] = [None] * len(text)
     for number, match in enumerate(re.finditer(r"\S+", text)):
         word_at[match.start() : match.end()] = [number] * len(match.group())
@@ -477,4 +474,4 @@ def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]
     ]
 
 
-__all__ = ["VaswaniScores", "VaswaniScoringMixin", "words_of_tokens"]
+__all__ = ["VaswaniScores", "VaswaniScoringMixin", "indices_among", "words_of_tokens"]

@@ -1,8 +1,8 @@
 """Greedy and beam search over a decoder, as the paper decodes (section 6.1).
 
-The results are those of transformers' searches with the same settings. The ways there differ:
-finished sentences leave the batch, and each step reads the logits once, without rewriting them as
-probabilities.
+The searches return what transformers' searches return with the same settings. They are faster for
+two reasons. Finished sentences leave the batch. Each step reads the logits once, and never writes
+them as probabilities.
 
 Shapes: B sentences still searched, K hypotheses of each (the beam), R hypotheses with logits,
 T tokens, C candidates of a step, n sentences returned for each, V entries of the target vocabulary.
@@ -15,19 +15,22 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-FILL = -1  # no token and no hypothesis has this number
-_RULED_OUT = -1e9  # transformers' score of what must not be chosen
-_BLOCK = 512  # entries of the vocabulary that are compared together
+FILL = -1  # fills results after the last token; no token and no hypothesis has this number
+_RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
+_BLOCK = 512  # entries of the vocabulary that share one maximum
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
 def length_penalty(length: Any, alpha: float, kind: str | None) -> Any:
-    """lp(Y) = ((5 + |Y|) / 6)^alpha (Wu et al., 2016, equation 14), or transformers' |Y|^alpha."""
+    """lp(Y) = ((5 + |Y|) / 6)^alpha (Wu et al., 2016, equation 14), or transformers' |Y|^alpha.
+
+    The length |Y| is a number or a tensor; so is the result.
+    """
     return ((5.0 + length) / 6.0) ** alpha if kind == "gnmt" else length**alpha
 
 
 class Decoder(Protocol):
-    """A decoder that remembers its sources and the target tokens that it has read."""
+    """A decoder that keeps its sources, and a cache of the target tokens that it has read."""
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
@@ -41,7 +44,7 @@ class Decoder(Protocol):
         """Extend hypotheses `parents` (B, K) by `tokens` (B, K): logits of the open rows (R, V)."""
 
     def keep(self, sentences: torch.Tensor) -> None:
-        """Forget all sentences but these, given by their numbers (B',)."""
+        """Drop all sentences but these, given by their numbers (B',)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +70,18 @@ class SearchSettings:
 
     @property
     def exact(self) -> bool:
-        """Whether the search goes on until nothing can win any more."""
+        """Whether the search ends only when no open hypothesis can win."""
         return self.early_stopping == "never"
 
     def penalty(self, length: Any) -> Any:
-        """Divisor of a hypothesis' log-probability."""
+        """Return the divisor of a hypothesis' log-probability; `length` may be a tensor."""
         return length_penalty(length, self.length_penalty, self.length_penalty_type)
 
     def ends(self, tokens: torch.Tensor, limits: torch.Tensor, length: int) -> torch.Tensor:
-        """Mark the tokens number `length` that end their sentence, by themselves or by a limit."""
+        """Mark tokens that end their sentence: end tokens, and all tokens at the sentence's limit.
+
+        The tokens are number `length` of their sentences, counted from 1.
+        """
         ends = (length >= limits).expand_as(tokens)
         for token in self.eos_token_ids:
             ends = ends | (tokens == token)
@@ -84,15 +90,15 @@ class SearchSettings:
 
 @dataclasses.dataclass
 class TokenRules:
-    """Rules about tokens that depend on nothing but the length of a sentence.
+    """Rules about the next token, which depend only on its position in the sentence.
 
     Args:
         never: tokens that must not be predicted.
         ends: tokens that end a sentence.
-        min_length: number of tokens before an end.
-        forced_last: the last token that a limit allows; None leaves it free.
-        renormalize: give the probability of banned tokens to the others (renormalize_logits).
-        warpers: change the logits that tokens are sampled from, such as temperature and top-p.
+        min_length: tokens that a sentence has before an end token is allowed.
+        forced_last: the token at the length limit; None leaves it free.
+        renormalize: spread the probability of banned tokens over the others (renormalize_logits).
+        warpers: processors of the logits that tokens are sampled from, such as temperature.
     """
 
     never: set[int] = dataclasses.field(default_factory=set)
@@ -103,7 +109,7 @@ class TokenRules:
     warpers: list[Callable] = dataclasses.field(default_factory=list)
 
     def banned(self, length: int, logits: torch.Tensor) -> torch.Tensor | None:
-        """List the columns of the logits that must not be token number `length`, from 1."""
+        """List the tokens that must not be number `length`, from 1; None if all are allowed."""
         tokens = self.never | self.ends if length <= self.min_length else self.never
         columns = [token for token in sorted(tokens) if 0 <= token < logits.shape[1]]
         return torch.tensor(columns, device=logits.device) if columns else None
@@ -118,17 +124,20 @@ def greedy_search(
     rules: TokenRules,
     sample: bool = False,
 ) -> torch.Tensor:
-    """Take the most probable token at every step, or sample one: (B, T), filled up with -1.
+    """Take the most probable token at every step, or sample one.
 
     Args:
-        decoder: knows the B sources.
+        decoder: holds the B sources.
         prompt: (B, T) the first target tokens.
-        limits: (B,) how many tokens may follow them.
-        settings: of the call.
-        rules: about tokens.
+        limits: (B,) how many tokens may follow the prompt.
+        settings: settings of the search.
+        rules: rules about tokens.
         sample: draw tokens by their probabilities, with one random number each.
+
+    Returns:
+        Tokens after the prompt (B, T), filled up with -1.
     """
-    rows = torch.arange(len(prompt), device=prompt.device)  # numbers of the decoder's sentences
+    rows = torch.arange(len(prompt), device=prompt.device)  # sentences that are still searched
     done = torch.zeros_like(rows, dtype=torch.bool)
     columns = []
     logits = decoder.read(prompt)
@@ -145,8 +154,8 @@ def greedy_search(
             if not len(kept):
                 break
             decoder.keep(kept)
-            rows, done, limits, tokens = (x[kept] for x in (rows, done, limits, tokens))
-        # A sentence that is done but still in the batch reads any token.
+            rows, done, limits, tokens = rows[kept], done[kept], limits[kept], tokens[kept]
+        # Finished sentences that are still in the batch have FILL, and read token 0 instead.
         logits = decoder.step(tokens.clamp(min=0)[:, None])
     return torch.stack(columns, dim=1)
 
@@ -165,12 +174,12 @@ def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
 
 @dataclasses.dataclass
 class _Candidates:
-    """The best continuations of each sentence's hypotheses together, best first.
+    """The C best continuations of each sentence, over all its hypotheses, best first.
 
     Args:
         scores: (B, C) log-probabilities.
-        parents: (B, C) numbers of the hypotheses that they continue.
-        tokens: (B, C) their next tokens.
+        parents: (B, C) the hypothesis that each candidate continues.
+        tokens: (B, C) the token that each candidate adds.
     """
 
     scores: torch.Tensor
@@ -184,12 +193,12 @@ class _Beam:
 
     Args:
         rows: (B,) numbers of the sentences in the batch that the search began with.
-        limits: (B,) how many tokens each may have.
+        limits: (B,) how many tokens each sentence may have.
         running: (B, K) log-probabilities of the open hypotheses, best first.
-        finished: (B, K) penalised scores of the best finished hypotheses, -inf where there is none:
-            a negative penalty makes any finite number too good.
-        endings: (B, K, 3) length, parent and token of the end of each finished hypothesis.
-        done: (B,) whether a sentence's search is over.
+        finished: (B, K) penalised scores of the best finished hypotheses. A missing one has -inf,
+            because with a negative penalty any finite score might win.
+        endings: (B, K, 3) length, parent and last token of each finished hypothesis.
+        done: (B,) whether the search of a sentence is over.
     """
 
     rows: torch.Tensor
@@ -201,7 +210,7 @@ class _Beam:
 
     @classmethod
     def start(cls, limits: torch.Tensor, beams: int, logits: torch.Tensor) -> "_Beam":
-        """Begin with one empty hypothesis for each sentence."""
+        """Begin with one hypothesis for each sentence: the prompt."""
         rows = torch.arange(len(limits), device=limits.device)
         exact = torch.promote_types(logits.dtype, torch.float32)
         return cls(
@@ -216,7 +225,10 @@ class _Beam:
     def add_endings(
         self, candidates: _Candidates, ends: torch.Tensor, length: int, settings: SearchSettings
     ) -> None:
-        """Let the candidates that end, among the best K, compete with those that ended before."""
+        """Add the candidates that end, and keep the best K finished hypotheses of each sentence.
+
+        A candidate must be among the best K of its step, as in transformers.
+        """
         best = slice(0, settings.num_beams)
         eligible = ends[:, best] & ~self.done[:, None]
         scores = candidates.scores[:, best] / settings.penalty(length)
@@ -227,7 +239,7 @@ class _Beam:
         self.endings = endings.gather(1, chosen[:, :, None].expand(-1, -1, 3))
 
     def stop(self, length: int, settings: SearchSettings) -> torch.Tensor:
-        """Mark sentences as done, and return which open hypotheses can still win: (B, K)."""
+        """Mark finished sentences as done, and tell which open hypotheses can still win (B, K)."""
         longest = torch.full_like(self.limits, length)
         if settings.exact and settings.length_penalty > 0:
             longest = self.limits
@@ -240,7 +252,7 @@ class _Beam:
         return can_win
 
     def keep(self, sentences: torch.Tensor) -> None:
-        """Forget all sentences but these."""
+        """Drop all sentences but these, given by their numbers (B',)."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name)[sentences])
 
@@ -256,21 +268,22 @@ def beam_search(
     """Search for the n best sentences with K hypotheses (6.1; Wu et al., 2016).
 
     Args:
-        decoder: knows the B sources.
+        decoder: holds the B sources.
         prompt: (B, T) the first target tokens.
-        limits: (B,) how many tokens may follow them.
-        settings: of the call.
-        rules: about tokens.
+        limits: (B,) how many tokens may follow the prompt.
+        settings: settings of the search.
+        rules: rules about tokens.
 
     Returns:
-        Tokens (B * n, T) after the prompt; the hypotheses they were predicted from, counted through
-        the batch (B * n, T); both filled up with -1. Scores (B * n,), best first.
+        Tokens after the prompt (B * n, T), filled up with -1. The hypothesis that each token
+        continued (B * n, T), numbered through the batch, filled up with -1. Scores (B * n,), best
+        first.
     """
     logits = decoder.read(prompt)  # (B, V)
     beam = _Beam.start(limits, settings.num_beams, logits)
     result_scores, result_endings = beam.finished.clone(), beam.endings.clone()
     steps = []
-    open_rows = None  # hypotheses with logits; None stands for all
+    open_rows = None  # (R,) hypotheses that have logits; None means all
     for length in itertools.count(1):
         candidates = _candidates(logits, beam, length, settings, rules, open_rows)
         ends = settings.ends(candidates.tokens, beam.limits[:, None], length)
@@ -287,12 +300,11 @@ def beam_search(
             decoder.keep(kept)
             beam.keep(kept)
             parents, tokens, can_win = parents[kept], tokens[kept], can_win[kept]
-        # Hypotheses that cannot win rank below those that can, and so do all their descendants. An
-        # exact search may forget them.
+        # An exact search drops hypotheses that cannot win, because their descendants cannot win.
         open_rows = _open_rows(can_win & ~beam.done[:, None]) if settings.exact else None
         logits = decoder.step(tokens, parents, open_rows)
     returned = settings.num_return_sequences
-    sequences, indices = _traced_back(steps, result_endings[:, :returned])
+    sequences, indices = _trace_back(steps, result_endings[:, :returned])
     scores = result_scores[:, :returned].flatten()
     return sequences, indices.int(), scores.masked_fill(scores == -torch.inf, _RULED_OUT)
 
@@ -305,13 +317,14 @@ def _candidates(
     rules: TokenRules,
     open_rows: torch.Tensor | None,
 ) -> _Candidates:
-    """Find enough candidates to go on with K hypotheses where each could also end."""
+    """Find the candidates of a step: enough for K open hypotheses, even if many candidates end."""
     count = max(2, 1 + len(settings.eos_token_ids)) * settings.num_beams
     forced = beam.limits == length
     forced_token = rules.forced_last if bool(forced.any()) else None
     if beam.running.shape[1] == 1 < settings.num_beams:
         choices = logits.shape[1] - len(rules.never | rules.ends)
-        if forced_token is not None or choices < count:  # one hypothesis has too few continuations
+        # The prompt alone has too few continuations. Add copies of it that are ruled out.
+        if forced_token is not None or choices < count:
             logits = logits.repeat_interleave(settings.num_beams, dim=0)
             missing = (0, settings.num_beams - 1)
             beam.running = torch.nn.functional.pad(beam.running, missing, value=_RULED_OUT)
@@ -328,15 +341,15 @@ def _candidates(
 def _force(
     candidates: _Candidates, running: torch.Tensor, sentences: torch.Tensor, token: int
 ) -> None:
-    """Let `token` follow all hypotheses of some sentences (B,), with probability 1."""
+    """Make `token` the only continuation in the marked sentences (B,), with probability 1."""
     scores, order = running.sort(dim=1, descending=True)
     absent = candidates.scores.shape[1] - running.shape[1]
     scores = torch.nn.functional.pad(scores, (0, absent), value=-torch.inf)
     order = torch.nn.functional.pad(order, (0, absent))
-    here = sentences[:, None]
-    candidates.scores = torch.where(here, scores, candidates.scores)
-    candidates.parents = torch.where(here, order, candidates.parents)
-    candidates.tokens = candidates.tokens.masked_fill(here, token)
+    marked = sentences[:, None]
+    candidates.scores = torch.where(marked, scores, candidates.scores)
+    candidates.parents = torch.where(marked, order, candidates.parents)
+    candidates.tokens = candidates.tokens.masked_fill(marked, token)
 
 
 def best_continuations(
@@ -346,26 +359,26 @@ def best_continuations(
     open_rows: torch.Tensor | None = None,
     banned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the best next tokens of each sentence's hypotheses together.
+    """Find the C best next tokens of each sentence, over all its hypotheses.
 
-    Each row of logits is read once, for its log-sum-exp and for the maxima of its blocks. The best
-    tokens lie in the blocks with the best maxima.
+    The logits are read once, for the log-sum-exp of each row and the maximum of each block of
+    tokens. The C best tokens lie in the C blocks with the best maxima.
 
     Args:
         logits: (B * K, V), or (R, V).
-        running: (B, K) the hypotheses' log-probabilities.
-        count: C, how many continuations to find.
-        open_rows: (R,) the hypotheses that have logits, among B * K; None is all. The others have
-            no continuations. Scores of -inf fill up where there are fewer than C.
-        banned: tokens that get -inf, in `logits` too. The others do not become more probable.
+        running: (B, K) log-probabilities of the hypotheses.
+        count: C.
+        open_rows: (R,) the hypotheses that have logits, among B * K; None means all. The others get
+            no continuations. If fewer than C remain, scores of -inf fill up the result.
+        banned: tokens that get -inf, in `logits` too. The other tokens keep their probabilities.
 
     Returns:
-        Log-probabilities, best first, numbers of the hypotheses, tokens: (B, C) each.
+        Log-probabilities, best first; the hypotheses that they continue; the tokens: (B, C) each.
     """
     sentences, beams = running.shape
     if open_rows is None:
         open_rows = place = torch.arange(len(logits), device=logits.device)
-    else:  # the row of each hypothesis, and any row for those without one
+    else:  # the row of logits of each hypothesis; a hypothesis without logits gets row 0
         place = torch.zeros(sentences * beams, dtype=torch.long, device=logits.device)
         place[open_rows] = torch.arange(len(logits), device=logits.device)
     blocks = logits.shape[1] // _BLOCK
@@ -377,7 +390,7 @@ def best_continuations(
         changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
         in_changed = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[:, changed]
         maxima[:, changed] = in_changed.amax(dim=2).to(maxima.dtype)
-    # What turns a hypothesis' logits into log-probabilities of its continuations.
+    # log P(continuation) = logit + offset of its hypothesis
     offset = running.new_full((sentences * beams,), -torch.inf)
     offset[open_rows] = running.flatten()[open_rows] - log_sums
     best = maxima[place] + offset[:, None]  # (B * K, blocks)
@@ -392,7 +405,7 @@ def _best_of_all(
     open_rows: torch.Tensor,
     banned: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the best continuations among all: for small vocabularies."""
+    """Find the best continuations without blocks, for small vocabularies."""
     vocabulary = logits.shape[1]
     scores = running.new_full((running.numel(), vocabulary), -torch.inf)
     scores[open_rows] = logits.to(running.dtype).log_softmax(dim=-1)
@@ -406,9 +419,9 @@ def _best_of_all(
 def _best_in_blocks(
     logits: torch.Tensor, offset: torch.Tensor, place: torch.Tensor, best: torch.Tensor, beams: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the best continuations in the blocks `best` (B, C), numbered hypothesis by hypothesis.
+    """Find the best continuations in the blocks `best` (B, C), which count through hypotheses.
 
-    The last entries of the vocabulary fill no block. They are always searched.
+    The last block of the vocabulary may be shorter. It is always searched.
     """
     sentences, count = best.shape
     vocabulary = logits.shape[1]
@@ -432,7 +445,7 @@ def _best_in_blocks(
 def _log_sums_and_maxima(
     logits: torch.Tensor, blocks: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take the log-sum-exp of each row (R,) and the maximum of each block (R, blocks)."""
+    """Compute the log-sum-exp of each row (R,) and the maximum of each block (R, blocks)."""
     rows, vocabulary = logits.shape
     log_sums = logits.new_empty(rows, dtype=dtype)
     maxima = logits.new_empty(rows, blocks, dtype=dtype)
@@ -449,48 +462,54 @@ def _log_sums_and_maxima(
 
 
 def _sentences_to_keep(done: torch.Tensor) -> torch.Tensor | None:
-    """Number the sentences to go on with; None while too few are done.
+    """List the sentences that are not done; None to keep all for now.
 
-    A sentence that leaves costs a copy of the cache. One that stays costs its share of each step.
+    Dropping sentences copies the cache, so wait until an eighth of them is done.
     """
     leaving = int(done.sum())
-    if leaving == 0 or (leaving < len(done) and 8 * leaving < len(done)):
+    if leaving == 0 or 8 * leaving < len(done):
         return None
     return (~done).nonzero()[:, 0]
 
 
 def _open_rows(can_win: torch.Tensor) -> torch.Tensor | None:
-    """Number the hypotheses to go on with; None if they are nearly all of (B, K)."""
+    """List the hypotheses (R,) that can win; None, for all, if more than 7/8 of them can win."""
     rows = can_win.flatten().nonzero()[:, 0]
     return rows if 8 * len(rows) <= 7 * can_win.numel() else None
 
 
-def _traced_back(
+def _trace_back(
     steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], endings: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collect the tokens and hypotheses that lead to `endings` (B, n, 3): (B * n, T) each.
+    """Follow the parents from `endings` (B, n, 3) to the first token.
 
-    `steps` has a step's sentences (B,), with the parents and tokens of their hypotheses (B, K).
+    Args:
+        steps: for each step its sentences (B,), and the parents and tokens of their hypotheses,
+            (B, K) each.
+        endings: (B, n, 3) length, parent and last token.
+
+    Returns:
+        The tokens and the hypotheses that they continued, (B * n, T) each.
     """
     sentences, returned = endings.shape[:2]
     lengths, parents, tokens = endings.unbind(dim=2)  # (B, n) each
     longest = int(lengths.max())
     sequences = endings.new_full((longest, sentences, returned), FILL)
     beams = sequences.clone()
-    hypothesis = parents  # hypotheses that the current step comes from
+    hypothesis = parents  # (B, n) the hypothesis of the current step
     for step in range(longest - 1, -1, -1):
-        rows, going_parents, going_tokens = steps[step]
-        all_parents = going_parents.new_zeros(sentences, going_parents.shape[1])
+        rows, open_parents, open_tokens = steps[step]
+        all_parents = open_parents.new_zeros(sentences, open_parents.shape[1])
         all_tokens = torch.zeros_like(all_parents)
-        all_parents[rows], all_tokens[rows] = going_parents, going_tokens
-        last, inside = lengths == step + 1, lengths > step + 1
-        token = torch.where(last, tokens, all_tokens.gather(1, hypothesis))
-        parent = torch.where(last, parents, all_parents.gather(1, hypothesis))
-        sequences[step] = torch.where(last | inside, token, FILL)
-        beams[step] = torch.where(last | inside, parent, FILL)
-        hypothesis = torch.where(inside | last, parent, hypothesis)
-    first = torch.arange(sentences, device=beams.device)[:, None] * steps[0][1].shape[1]
-    beams = torch.where(beams == FILL, FILL, beams + first)
+        all_parents[rows], all_tokens[rows] = open_parents, open_tokens
+        ends_here, reached = lengths == step + 1, lengths >= step + 1
+        token = torch.where(ends_here, tokens, all_tokens.gather(1, hypothesis))
+        parent = torch.where(ends_here, parents, all_parents.gather(1, hypothesis))
+        sequences[step] = torch.where(reached, token, FILL)
+        beams[step] = torch.where(reached, parent, FILL)
+        hypothesis = torch.where(reached, parent, hypothesis)
+    first_of_sentence = torch.arange(sentences, device=beams.device)[:, None] * steps[0][1].shape[1]
+    beams = torch.where(beams == FILL, FILL, beams + first_of_sentence)
     return sequences.flatten(1).T.contiguous(), beams.flatten(1).T.contiguous()
 
 

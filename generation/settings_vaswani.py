@@ -1,4 +1,4 @@
-"""Settings of `generate`: those of section 6.1, and which values have a meaning."""
+"""Settings of `generate`: the paper's (section 6.1), the checks of all values, and look-ups."""
 
 from numbers import Integral, Real
 from typing import Any
@@ -7,13 +7,10 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 LENGTH_PENALTY_TYPES = ("gnmt", "hf")
-# Powers of a length overflow beyond.
-_LARGEST_PENALTY = 64
-# No translation is longer. A search that may go on much longer does not end within a day.
-_LONGEST = 1_000_000
+_LARGEST_PENALTY = 64  # a larger power of a length overflows
+_LONGEST = 1_000_000  # tokens; a search with a larger limit may run for days
 _LARGEST_FACTOR = 1000
-# A wider beam needs gigabytes for a mask alone.
-_MOST_HYPOTHESES = 10_000
+_MOST_HYPOTHESES = 10_000  # the mask alone of a wider beam takes gigabytes
 _NUMBERS = (
     *("min_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
     *("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "max_time"),
@@ -24,11 +21,23 @@ _TOKENS = (
 )
 
 
+def first_setting(name: str, *places: Any) -> Any:
+    """Look a setting up in dicts and configs, in order; None if no place sets it.
+
+    A place may be None. A setting of None counts as not set.
+    """
+    for place in places:
+        value = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+        if value is not None:
+            return value
+    return None
+
+
 def checked_offset(offset: Any) -> int:
-    """Return `max_length_offset` if it is a number of tokens.
+    """Return `max_length_offset` as an integer.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `offset` is no number of tokens.
     """
     if not _is_whole(offset) or not 0 <= offset <= _LONGEST:
         raise ValueError(
@@ -39,10 +48,10 @@ def checked_offset(offset: Any) -> int:
 
 
 def checked_factor(factor: Any) -> float:
-    """Return `max_length_factor` if it is a non-negative number.
+    """Return `max_length_factor` as a float.
 
     Raises:
-        ValueError: it is not.
+        ValueError: `factor` is no number, or out of range.
     """
     number = isinstance(factor, Real) and not isinstance(factor, bool)
     if not number or not 0 <= factor <= _LARGEST_FACTOR:
@@ -53,10 +62,10 @@ def checked_factor(factor: Any) -> float:
 
 
 def check_search(config: Any) -> None:
-    """Refuse settings of a GenerationConfig that our searches could not follow.
+    """Refuse settings of a GenerationConfig that no search could follow.
 
     Raises:
-        ValueError: a setting has no meaning, with the values that have one.
+        ValueError: names the setting, its value and the valid values.
     """
     kind = getattr(config, "length_penalty_type", None)
     if kind is not None and kind not in LENGTH_PENALTY_TYPES:
@@ -92,13 +101,13 @@ def _check_sizes(config: Any) -> None:
         length = getattr(config, name)
         if length is not None and (isinstance(length, str | bool) or not float(length) <= _LONGEST):
             raise ValueError(
-                f"{name} must be a number of tokens up to {_LONGEST}, got {length!r}; without it, "
-                "the limit is set by the length of each source."
+                f"{name} must be a number of tokens up to {_LONGEST}, got {length!r}. Leave it out "
+                "to limit each translation by the length of its source."
             )
 
 
 def _check_types(config: Any) -> None:
-    """Refuse text where numbers belong, as a file may hold it: transformers would compute with it.
+    """Refuse text where numbers belong; transformers would fail only when it computes with it.
 
     Raises:
         ValueError: names the setting and its value.
@@ -120,7 +129,7 @@ def check_tokens(settings: dict[str, Any]) -> None:
         for token in tokens if isinstance(tokens, list | tuple) else [tokens]:
             if isinstance(token, str | float | bool | list | dict):
                 raise ValueError(
-                    f"{name} must be the number of a token, or a list of such, got {tokens!r}."
+                    f"{name} must be the number of a token, or a list of numbers, got {tokens!r}."
                 )
 
 
@@ -135,10 +144,10 @@ class VaswaniGenerationConfig(GenerationConfig):
         length_penalty_type: "gnmt" divides a hypothesis' log-probability by
             lp(Y) = ((5 + |Y|) / 6)^length_penalty (Wu et al., 2016, equation 14); "hf" by
             |Y|^length_penalty.
-        max_length_offset: a sentence may grow to `max_length_factor` times its own source length
-            plus this many tokens. 0 switches the rule off where no `max_length_factor` is set.
-            `max_length` or `max_new_tokens` given to `generate` replace the rule.
-        max_length_factor: None, the default, counts as 1; 0 makes `max_length_offset` the limit.
+        max_length_offset: a translation may have `max_length_factor` times as many tokens as its
+            source, plus this number. 0 without a `max_length_factor` switches this limit off.
+            `max_length` or `max_new_tokens` in a call of `generate` replace the limit.
+        max_length_factor: None, the default, means 1. 0 makes `max_length_offset` the limit.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -149,13 +158,13 @@ class VaswaniGenerationConfig(GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read settings; None, where it is written, switches one of ours off.
+        """Read settings from a dict, in which None switches a setting of the paper off.
 
-        A file that lacks it leaves the paper's default.
+        A setting that is missing keeps the paper's default.
         """
         if not isinstance(config_dict, dict):
             raise ValueError(
-                f"Settings are a mapping of names to values, got {config_dict!r:.100}."
+                f"Settings must be a mapping of names to values, got {config_dict!r:.100}."
             )
         off = {"length_penalty_type": "hf", "max_length_offset": 0}
         switched = {
@@ -163,35 +172,40 @@ class VaswaniGenerationConfig(GenerationConfig):
             for name, value in off.items()
             if name in config_dict and config_dict[name] is None
         }
-        # Code that a file names is not ours, and a save must not repeat it.
+        # A file may name a stranger's code. No save may repeat it.
         kept = {name: value for name, value in config_dict.items() if name != "custom_generate"}
         return super().from_dict({**kept, **switched}, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read a file as transformers does.
+        """Read a generation_config.json as transformers does.
 
         Raises:
-            OSError: there is none, it is damaged, or a setting has no meaning.
+            OSError: the file is missing or damaged, or a setting has an invalid value.
         """
         try:
             return super().from_pretrained(pretrained_model_name, *args, **kwargs)
         except (TypeError, ValueError) as error:
             raise OSError(
-                f"{GENERATION_CONFIG_NAME} of {pretrained_model_name}: {error} Mend the file, or "
-                "get it again."
+                f"{GENERATION_CONFIG_NAME} of {pretrained_model_name}: {error} Correct the file, "
+                "or download it again."
             ) from error
 
     @classmethod
     def _dict_from_json_file(cls, json_file: Any) -> dict[str, Any]:
         content = super()._dict_from_json_file(json_file)
         if not isinstance(content, dict):
-            raise ValueError(f"Settings are a mapping of names to values, got {content!r:.100}.")
+            raise ValueError(
+                f"Settings must be a mapping of names to values, got {content!r:.100}."
+            )
         return content
 
     @classmethod
     def paper_defaults(cls, **token_ids: Any) -> "VaswaniGenerationConfig":
-        """Section 6.1 but for the beam size: alpha 0.6, input length + 50, exact stop."""
+        """Return the settings of section 6.1: alpha 0.6, input length + 50, exact stop.
+
+        The beam size is left to the call.
+        """
         return cls(
             length_penalty_type="gnmt",
             length_penalty=0.6,
@@ -201,25 +215,25 @@ class VaswaniGenerationConfig(GenerationConfig):
         )
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        """Validate as transformers does, and what our searches need.
+        """Validate as transformers does, and check the paper's settings.
 
         Raises:
-            ValueError: a setting has no meaning, with the values that have one.
+            ValueError: names the setting, its value and the valid values.
         """
         check_search(self)
-        # transformers refuses to save a length penalty beside num_beams=1; here it is a default
-        # that waits for the call that asks for beams.
-        waiting = {}
+        # transformers refuses to save a length penalty with num_beams=1. Here the penalty is a
+        # default for calls with beams, so hide it from that check.
+        hidden = {}
         if self.num_beams in (None, 1):
-            waiting["length_penalty"] = self.length_penalty
+            hidden["length_penalty"] = self.length_penalty
             if self.early_stopping == "never":
-                waiting["early_stopping"] = self.early_stopping
-        for name in waiting:
+                hidden["early_stopping"] = self.early_stopping
+        for name in hidden:
             setattr(self, name, None)
         try:
             super().validate(strict=strict, user_set_attributes=user_set_attributes)
         finally:
-            for name, value in waiting.items():
+            for name, value in hidden.items():
                 setattr(self, name, value)
 
 
@@ -230,4 +244,5 @@ __all__ = [
     "check_tokens",
     "checked_factor",
     "checked_offset",
+    "first_setting",
 ]

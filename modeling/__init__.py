@@ -1,1 +1,1 @@
-"""The network and its decoding; both files travel with every checkpoint."""
+"""The network: its layers, loss, dropout, embeddings and strict loading. All files travel."""

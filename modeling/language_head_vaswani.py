@@ -1,4 +1,4 @@
-"""The map to the vocabulary (section 3.4) and the loss after it (5.4), for every model with one.
+"""The linear map to the vocabulary (section 3.4), and the loss (5.4).
 
 Shapes: B sentences, T tokens, D = d_model, V entries of the vocabulary.
 """
@@ -33,15 +33,12 @@ class LanguageHead:
             hidden_states: (B, T, D).
             labels: (B, T) the token to predict at each position, -100 at positions to ignore.
             num_items_in_batch: real tokens of the whole update, from the Trainer.
-            logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
-            skip_logits: with `labels`, never hold the logits of a whole batch; None does so in
+            logits_to_keep: number of last positions that get logits, or their list; 0 means all.
+            skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
         """
         if skip_logits is None:
-            head = self.lm_head
-            # A weight with a mesh is a DTensor, of which this process has a part.
-            whole = type(head) is nn.Linear and not hasattr(head.weight, "device_mesh")
-            skip_logits = self.training and whole
+            skip_logits = self.training and self._has_whole_head()
         logits, loss = None, None
         if labels is None or not skip_logits:
             kept = (
@@ -52,6 +49,12 @@ class LanguageHead:
             loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch)
         return logits, loss
 
+    def _has_whole_head(self) -> bool:
+        """Tell whether `lm_head` is a plain layer whose whole weight is in this process."""
+        if type(self.lm_head) is not nn.Linear:
+            return False
+        return not hasattr(self.lm_head.weight, "device_mesh")  # a DTensor has a mesh
+
     def compute_loss(
         self,
         hidden_states: torch.Tensor,
@@ -59,11 +62,12 @@ class LanguageHead:
         labels: torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Label-smoothed cross-entropy (5.4) summed over real target tokens, over their number.
+        """Return the mean label-smoothed cross-entropy of real target tokens (5.4).
 
-        Smoothing acts in training mode only. `num_items_in_batch` replaces the number where the
-        Trainer splits one update over batches or processes: gradients do not depend on the split.
-        Without `logits` (B, T, V) they are made and used up in chunks, for real tokens alone.
+        Smoothing acts in training mode only. If the Trainer splits an update over batches or
+        processes, it passes the update's number of target tokens as `num_items_in_batch`. Gradients
+        then do not depend on the split. Without `logits` (B, T, V), the loss computes them in
+        chunks, for real tokens only.
 
         Raises:
             ValueError: a label is neither -100 nor an entry of the target vocabulary.
@@ -74,7 +78,7 @@ class LanguageHead:
             if wrong.numel():
                 raise ValueError(
                     f"Label {wrong[0].item()} is outside the {size} entries of the target "
-                    "vocabulary; positions to ignore are marked by -100."
+                    "vocabulary: mark positions to ignore by -100."
                 )
         epsilon = self.config.label_smoothing if self.training else 0.0
         if logits is None:

@@ -1,17 +1,17 @@
-"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the order it is built.
+"""The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
 SinusoidalPositions, LearnedPositions   3.5      VaswaniEncoder, VaswaniDecoder   3.1, 3.4
 eager_attention_forward                 3.2.1    VaswaniModel                     3, figure 1
 VaswaniAttention                        3.2.2    VaswaniForConditionalGeneration  3.4, 5.4
 VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3 VaswaniEncoderModel              3.1
 
-Departures from the paper with the default configuration: none.
+The default configuration has no departures from the paper.
 
 Shapes: B sentences, S source tokens, T target tokens, Q queries, K keys, H heads, D = d_model,
 V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 """
 
-import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ from ..configuration.siblings_vaswani import VaswaniEncoderConfig
 from ..generation.generation_vaswani import VaswaniGenerationMixin
 from ..generation.scoring_vaswani import VaswaniScoringMixin
 from ..generation.settings_vaswani import VaswaniGenerationConfig
+from .backends_vaswani import attend_in_float32, is_slow_on_cpu
 from .dropout_vaswani import drop_out
 from .embeddings_vaswani import SharedEmbeddings
 from .language_head_vaswani import LanguageHead
@@ -54,7 +55,7 @@ from .pickling_vaswani import PicklableModule
 class SinusoidalPositions(nn.Module):
     """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos(the same) (section 3.5).
 
-    Computed from the position in float32 at every call: no table, hence no longest sentence.
+    Every call computes the encodings in float32. There is no table, so sentences have no limit.
     """
 
     def __init__(self, config: VaswaniConfig) -> None:
@@ -62,7 +63,7 @@ class SinusoidalPositions(nn.Module):
         self.offset = config.position_offset
         self.pairs = config.d_model // 2
         self.interleaved = config.position_encoding == "sinusoidal"
-        # tensor2tensor stretches the wavelengths so that the last one is exactly 10000 * 2 pi.
+        # tensor2tensor stretches the wavelengths, so that the last one is exactly 10000 * 2 pi.
         steps = self.pairs - 1 if config.position_encoding == "sinusoidal_t2t" else self.pairs
         self.log_step = -math.log(10000.0) / max(steps, 1)
 
@@ -82,7 +83,7 @@ class SinusoidalPositions(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """One trained vector per position (section 3.5 and row (E) of Table 3)."""
+    """A trained vector for each position (section 3.5 and row (E) of Table 3)."""
 
     def __init__(self, config: VaswaniConfig) -> None:
         rows = (config.max_position_embeddings or 0) + config.position_offset
@@ -109,8 +110,8 @@ class LearnedPositions(nn.Embedding):
 
     def _check(self, end: int | torch.Tensor) -> None:
         limit = self.num_embeddings - self.offset
-        # A static cache counts in a tensor, whose reading would interrupt a GPU; while a graph is
-        # traced, lengths may be symbols.
+        # A static cache counts in a tensor. Reading it would make the CPU wait for the GPU. While a
+        # graph is traced, lengths may be symbols.
         known = not torch.compiler.is_compiling() and (
             isinstance(end, int) or end.device.type == "cpu"
         )
@@ -138,18 +139,25 @@ def eager_attention_forward(
         scores = scores + attention_mask
     weights = scores.softmax(dim=-1)
     if attention_mask is not None:
-        # A query that may look nowhere (a source of padding alone) gets zeros, as from SDPA.
-        nowhere = attention_mask.amax(dim=-1, keepdim=True) <= torch.finfo(scores.dtype).min
-        weights = weights.masked_fill(nowhere, 0.0)
+        # A query without any key (the source is all padding) gets zeros, as from SDPA.
+        no_key = attention_mask.amax(dim=-1, keepdim=True) <= torch.finfo(scores.dtype).min
+        weights = weights.masked_fill(no_key, 0.0)
     weights = drop_out(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights  # (B, Q, H, d_v), (B, H, Q, K)
+
+
+def _linear(inputs: int, outputs: int, bias: bool = True, fairseq_gain: float = 1.0) -> nn.Linear:
+    """Make a linear map, with the gain of Xavier's bound that initializer="fairseq" gives it."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.fairseq_gain = fairseq_gain  # type: ignore[assignment]
+    return linear
 
 
 class VaswaniAttention(PicklableModule):
     """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2).
 
-    Used in the three ways of 3.2.3: encoder self-attention, masked decoder self-attention, and
-    encoder-decoder attention.
+    The model has all three kinds of 3.2.3: encoder self-attention, masked decoder self-attention,
+    and encoder-decoder attention.
     """
 
     def __init__(
@@ -165,13 +173,10 @@ class VaswaniAttention(PicklableModule):
         self.d_v = config.d_v or config.d_model // num_heads
         self.scaling = self.d_k**-0.5
         keys, values, bias = num_heads * self.d_k, num_heads * self.d_v, config.attention_bias
-        self.q_proj = nn.Linear(config.d_model, keys, bias=bias)
-        self.k_proj = nn.Linear(config.d_model, keys, bias=bias)
-        self.v_proj = nn.Linear(config.d_model, values, bias=bias)
-        self.out_proj = nn.Linear(values, config.d_model, bias=bias)
-        projections: Any = (self.q_proj, self.k_proj, self.v_proj)
-        for linear in projections:
-            linear.fairseq_gain = 2**-0.5  # smaller than Xavier's, see _init_weights
+        self.q_proj = _linear(config.d_model, keys, bias, fairseq_gain=2**-0.5)
+        self.k_proj = _linear(config.d_model, keys, bias, fairseq_gain=2**-0.5)
+        self.v_proj = _linear(config.d_model, values, bias, fairseq_gain=2**-0.5)
+        self.out_proj = _linear(values, config.d_model, bias)
 
     def forward(
         self,
@@ -187,25 +192,18 @@ class VaswaniAttention(PicklableModule):
             key, value = self._self_keys_values(hidden_states, past_key_values)
         else:
             key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
-        implementation, dtype = self.config._attn_implementation, query.dtype
+        implementation = self.config._attn_implementation
         attention = attention_function(implementation, attention_mask, eager_attention_forward)
-        cast: Any = contextlib.nullcontext()
-        slow = dtype == torch.bfloat16 and query.is_cpu and query.requires_grad
-        if slow and implementation == "sdpa":
-            # On CPUs the backward pass of SDPA is several times slower in bfloat16.
-            query, key, value = query.float(), key.float(), value.float()
-            if torch.is_tensor(attention_mask) and attention_mask.is_floating_point():
-                attention_mask = attention_mask.float()
-            cast = torch.autocast("cpu", enabled=False)
+        if implementation == "sdpa" and is_slow_on_cpu(query):
+            attention = functools.partial(attend_in_float32, attention)
         kwargs["dropout"] = self.dropout if self.training else 0.0
-        with cast:
-            output, weights = attention(
-                self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
-            )  # (B, Q, H, d_v), (B, H, Q, K) or None
-        return self.out_proj(output.flatten(2).to(dtype)), weights  # (B, Q, D)
+        output, weights = attention(
+            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
+        )  # (B, Q, H, d_v), (B, H, Q, K) or None
+        return self.out_proj(output.flatten(2)), weights  # (B, Q, D)
 
     def _split_heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
-        # Under tensor parallelism, H is the number of heads of this process.
+        # With tensor parallelism, H is the number of heads of this process.
         return states.unflatten(-1, (-1, width)).transpose(1, 2)  # (B, H, Q or K, width)
 
     def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +213,7 @@ class VaswaniAttention(PicklableModule):
     def _self_keys_values(
         self, states: torch.Tensor, past: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the new positions and put them behind those already decoded."""
+        """Project new positions, and append them to the cache."""
         keys_values = self._keys_values(states)
         if past is None:
             return keys_values
@@ -225,18 +223,18 @@ class VaswaniAttention(PicklableModule):
     def _cross_keys_values(
         self, states: torch.Tensor, past: EncoderDecoderCache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the source once; later steps find it in the cache."""
+        """Project the source in the first step; later steps read the cache."""
         if past is None:
             return self._keys_values(states)
         if past.is_updated.get(self.layer_idx):
-            layer: Any = past.cross_attention_cache.layers[self.layer_idx]
-            return layer.keys, layer.values
+            cached = past.cross_attention_cache.layers[self.layer_idx]
+            return cached.keys, cached.values  # type: ignore[return-value]
         past.is_updated[self.layer_idx] = True
         return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
 
 
 class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
-    """What layers of both stacks have: self-attention and feed-forward network (3.1)."""
+    """The common part of encoder and decoder layers: self-attention and feed-forward (3.1)."""
 
     def __init__(
         self, config: VaswaniConfig, layer_idx: int, num_heads: int, ffn_dim: int, is_causal: bool
@@ -248,11 +246,10 @@ class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
         self.activation_fn = ACT2FN[config.activation_function]
         self.self_attn = VaswaniAttention(config, num_heads, layer_idx, is_causal)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
-        self.fc1 = nn.Linear(config.d_model, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, config.d_model)
-        maps: Any = (self.fc1, self.fc2)
-        for linear in maps:  # to torch's own bound, 1 / sqrt(in_features)
-            linear.fairseq_gain = math.sqrt((config.d_model + ffn_dim) / linear.in_features / 6)
+        # These gains change Xavier's bound to the bound of torch, 1 / sqrt(in_features).
+        width = config.d_model
+        self.fc1 = _linear(width, ffn_dim, fairseq_gain=math.sqrt((width + ffn_dim) / width / 6))
+        self.fc2 = _linear(ffn_dim, width, fairseq_gain=math.sqrt((width + ffn_dim) / ffn_dim / 6))
         self.final_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
     def add_norm(
@@ -311,7 +308,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Transform the target states (B, T, D), looking at the source states (B, S, D)."""
+        """Transform the target states (B, T, D), with attention to source states (B, S, D)."""
         hidden_states = self.add_norm(
             hidden_states,
             lambda states: self.self_attn(
@@ -331,7 +328,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
 
 
 class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
-    """What transformers asks of a model: abilities, initialisation, vocabulary of its own size."""
+    """The base of all models: what transformers reads of a model class, and initialisation."""
 
     config: VaswaniConfig
     config_class = VaswaniConfig
@@ -347,7 +344,7 @@ class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Embeddings N(0, 1/d_model), LayerNorms 1 and 0, the rest as `initializer` says."""
+        """Draw embeddings from N(0, 1/d_model), and matrices as `initializer` says."""
         if isinstance(module, nn.Linear):
             fairseq = self.config.initializer == "fairseq"
             gain = getattr(module, "fairseq_gain", 1.0) if fairseq else 1.0
@@ -364,9 +361,9 @@ class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
 
 
 class VaswaniStack(VaswaniPreTrainedModel):
-    """What encoder and decoder share: embeddings, positions, N identical layers (3.1, 3.4, 3.5)."""
+    """Embeddings, positions and N identical layers: encoder or decoder (3.1, 3.4, 3.5)."""
 
-    _inputs: str  # how its input is passed, for error messages
+    _input_hint: str  # how callers pass the input, for error messages
 
     def __init__(
         self, config: VaswaniConfig, vocab_size: int, layer_class: type, num_layers: int
@@ -381,7 +378,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
         self.layers = nn.ModuleList([layer_class(config, index) for index in range(num_layers)])
         final_norm = config.final_layer_norm
         if final_norm is None:
-            # In pre-norm the last residual sum is not normalised by any layer.
+            # With pre-norm, no layer normalises the last residual sum.
             final_norm = config.norm_position == "pre"
         self.layer_norm = (
             nn.LayerNorm(config.d_model, config.layer_norm_eps) if final_norm else nn.Identity()
@@ -397,25 +394,25 @@ class VaswaniStack(VaswaniPreTrainedModel):
         start: int | torch.Tensor = 0,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Embeddings times sqrt(d_model) (3.4) plus positions (3.5), with dropout (5.4): (B, T, D).
+        """Return embeddings * sqrt(d_model) (3.4) + positions (3.5), with dropout (5.4): (B, T, D).
 
         Positions count from `start`, unless `position_ids` (B, T) are given.
 
         Raises:
-            ValueError: not exactly one of the two inputs is given, it is empty, or a token id has
-                no entry.
+            ValueError: not exactly one of the two inputs is given, sequences are empty, or a token
+                id is outside the vocabulary.
         """
         if inputs_embeds is None and input_ids is not None:
             inputs_embeds = self._look_up(input_ids)
         elif inputs_embeds is None or input_ids is not None:
             raise ValueError(
                 f"{type(self).__name__} needs exactly one of input_ids and inputs_embeds, got "
-                f"{'neither' if inputs_embeds is None else 'both'}. {self._inputs}"
+                f"{'neither' if inputs_embeds is None else 'both'}. {self._input_hint}"
             )
         if inputs_embeds.shape[1] == 0:
             raise ValueError(
-                f"{type(self).__name__} got sequences of no tokens: even an empty sentence has its "
-                "end-of-sentence token."
+                f"{type(self).__name__} got sequences without tokens: even an empty sentence has "
+                "an end-of-sentence token."
             )
         if position_ids is None:
             positions = position_encodings(
@@ -442,7 +439,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
 class VaswaniEncoder(VaswaniStack):
     """N layers of self-attention and feed-forward network over the source (3.1)."""
 
-    _inputs = "The source comes as input_ids or inputs_embeds, or as encoder_outputs."
+    _input_hint = "Pass the source as input_ids, inputs_embeds or encoder_outputs."
     _can_record_outputs: ClassVar[dict] = {
         "hidden_states": VaswaniEncoderLayer,
         "attentions": VaswaniAttention,
@@ -483,11 +480,11 @@ def both_in_prefix(prefix_mask: torch.Tensor) -> Callable:
 class VaswaniDecoder(VaswaniStack):
     """N layers of masked self-attention, encoder-decoder attention, feed-forward network (3.1)."""
 
-    _inputs = (
-        "The target comes as labels, decoder_input_ids or decoder_inputs_embeds. The Trainer of "
-        "transformers takes the labels away where label_smoothing_factor is set: then use "
-        "DataCollatorForSeq2Seq(model=model), or leave the factor at 0, because the model smooths "
-        "its loss itself (config.label_smoothing)."
+    _input_hint = (
+        "Pass the target as labels, decoder_input_ids or decoder_inputs_embeds. The Trainer of "
+        "transformers removes the labels if label_smoothing_factor is set: leave the factor at 0, "
+        "because config.label_smoothing smooths the loss, or use "
+        "DataCollatorForSeq2Seq(model=model)."
     )
     _can_record_outputs: ClassVar[dict] = {
         "hidden_states": VaswaniDecoderLayer,
@@ -560,7 +557,7 @@ class VaswaniDecoder(VaswaniStack):
 
     def _check_source(self, encoder_hidden_states: torch.Tensor | None) -> None:
         if self.config.attends_to_source and encoder_hidden_states is None:
-            raise ValueError("VaswaniDecoder needs encoder_hidden_states: it attends to a source.")
+            raise ValueError("VaswaniDecoder attends to a source: pass encoder_hidden_states.")
         if encoder_hidden_states is not None and not self.config.attends_to_source:
             raise ValueError(
                 "VaswaniDecoder got encoder_hidden_states, but a language model attends to no "
@@ -575,7 +572,7 @@ class VaswaniDecoder(VaswaniStack):
 
 
 class VaswaniModel(VaswaniPreTrainedModel):
-    """Encoder and decoder (section 3, figure 1), without the map to the vocabulary."""
+    """Encoder and decoder (section 3, figure 1), without the linear map to the vocabulary."""
 
     def __init__(self, config: VaswaniConfig) -> None:
         super().__init__(config)
@@ -601,13 +598,15 @@ class VaswaniModel(VaswaniPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Encode (B, S), unless `encoder_outputs` are given, and decode (B, T) to (B, T, D)."""
-        encoded: Any = encoder_outputs
-        if encoded is None:
+        encoded: BaseModelOutput
+        if encoder_outputs is None:
             encoded = self.encoder(
                 input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs
             )
-        elif isinstance(encoded, tuple):
-            encoded = BaseModelOutput(*encoded)
+        elif isinstance(encoder_outputs, tuple):
+            encoded = BaseModelOutput(*encoder_outputs)
+        else:
+            encoded = encoder_outputs
         decoder_outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
@@ -674,10 +673,10 @@ class VaswaniForConditionalGeneration(
     def resize_decoder_token_embeddings(
         self, new_num_tokens: int, pad_to_multiple_of: int | None = None
     ) -> nn.Embedding:
-        """Resize the target vocabulary where it is separate from the source's.
+        """Resize a separate target vocabulary.
 
         Raises:
-            ValueError: the two are shared.
+            ValueError: source and target share one vocabulary.
         """
         if self.config.share_encoder_decoder_embeddings:
             raise ValueError(
@@ -695,7 +694,7 @@ class VaswaniForConditionalGeneration(
         return decoder.embed_tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Offset the targets (B, T) by one position (3.1): start token first, last token gone.
+        """Shift the targets (B, T) right by one position (3.1): add the start, drop the last token.
 
         Raises:
             ValueError: the configuration has no decoder_start_token_id.
@@ -703,7 +702,7 @@ class VaswaniForConditionalGeneration(
         start = self.config.decoder_start_token_id
         if start is None:
             raise ValueError(
-                "Labels are shifted right behind decoder_start_token_id, which is None: set it in "
+                "Labels are shifted right after decoder_start_token_id, which is None: set it in "
                 "the configuration, to eos_token_id for example."
             )
         shifted = labels.new_full(labels.shape, start)
@@ -733,22 +732,21 @@ class VaswaniForConditionalGeneration(
 
         Args:
             input_ids: (B, S) source tokens, padded on the right.
-            attention_mask: (B, S), 1 at real source tokens; without it there is no padding.
-            decoder_input_ids: (B, T) target tokens so far; made from `labels` where missing.
+            attention_mask: (B, S), 1 at real source tokens; None means no padding.
+            decoder_input_ids: (B, T) target tokens so far; None makes them from `labels`.
             decoder_attention_mask: (B, T), 1 at real target tokens.
             encoder_outputs: the encoder's output of an earlier call, (B, S, D) first.
-            past_key_values: the cache of an earlier call; then only new target tokens are passed.
-            inputs_embeds: (B, S, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
+            past_key_values: the cache of an earlier call. Pass only new target tokens with it.
+            inputs_embeds: (B, S, D) in place of `input_ids`, before scaling by sqrt(d_model).
             decoder_inputs_embeds: (B, T, D) in place of `decoder_input_ids`.
-            labels: (B, T) target tokens as the tokenizer gives them, -100 at positions to ignore;
-                they are shifted right here, and the loss is returned first.
-            use_cache: return `past_key_values`; off where `labels` are given.
-            logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
+            labels: (B, T) target tokens from the tokenizer, -100 at positions to ignore. The model
+                shifts them right, and returns the loss first.
+            use_cache: return `past_key_values`; ignored with `labels`.
+            logits_to_keep: number of last positions that get logits, or their list; 0 means all.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
-            skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
-                does so in training mode, unless `lm_head` is wrapped (LoRA) or divided among
-                processes.
-            **kwargs: passed on to the attention backend.
+            skip_logits: with `labels`, return no logits and save their memory; None does so in
+                training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+            **kwargs: for the attention backend.
         """
         if labels is not None:
             use_cache = False
@@ -783,7 +781,7 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
 
     config: VaswaniEncoderConfig
     config_class = VaswaniEncoderConfig
-    # Loading the encoder of a translation model is what this class is for.
+    # This class loads the encoder of a translation model, so ignore the rest of the weights.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
         r"^(model\.)?decoder\.",
         r"^lm_head\.",

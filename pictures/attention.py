@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..configuration.extras import needs
-from ..generation.scoring_vaswani import _checked
+from ..generation.scoring_vaswani import indices_among
 from .weights import KINDS, Kind, Sentence, attention_weights, check_model
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _drawn(name: str, given: int | Iterable[int] | None, count: int) -> list[int
     for index in indices:
         if not isinstance(index, Integral) or isinstance(index, bool):
             raise TypeError(f"{name} must be an integer, several or None, got {given!r}.")
-    return [*_checked(name, indices, count, name)]
+    return [*indices_among(name, indices, count, name)]
 
 
 def _maps(

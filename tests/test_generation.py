@@ -215,7 +215,7 @@ SENSELESS = [
             },
             "at least one source sentence",
         ),
-        ({"input_ids": torch.tensor([3, 4])}, r"batch of sentences, \(B, S\).*\(2,\)"),
+        ({"input_ids": torch.tensor([3, 4])}, r"batch of sentences \(B, S\).*\(2,\)"),
         (
             {"input_ids": torch.tensor([[3]]), "num_beams": 0},
             "num_beams must be an integer from 1 to 10000, got 0",

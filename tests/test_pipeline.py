@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig,
 from transformers.pipelines.pt_utils import KeyDataset
 from transformers.utils import logging
 from vaswani.generation import pipeline_vaswani
-from vaswani.generation.pipeline_vaswani import batches_by_length
+from vaswani.generation.batches_vaswani import batches_by_length
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
@@ -281,8 +281,8 @@ def test_a_target_vocabulary_of_its_own_has_its_own_tokenizer(tiny_model, tmp_pa
 
 
 def test_short_lines_do_not_make_batches_of_thousands():
-    sizes = [len(batch) for batch in batches_by_length([2] * 3000, max_tokens=4096)]
-    assert max(sizes) == 4096 // 16
+    batches = batches_by_length([(2,)] * 3000, max_tokens=4096, shortest=16)
+    assert max(map(len, batches)) == 4096 // 16
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "batch_size", "window"])
@@ -318,7 +318,7 @@ def test_batches_stay_within_their_bounds_and_the_order_is_kept(
 def test_sorting_by_length_leaves_little_padding():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 60, (2000,), generator=generator).tolist()
-    groups = list(batches_by_length(lengths, 1000))
+    groups = list(batches_by_length([(length,) for length in lengths], 1000))
     assert sorted(index for group in groups for index in group) == list(range(2000))
     padded = sum(len(group) * max(lengths[i] for i in group) for group in groups)
     assert padded < 1.03 * sum(lengths)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.generation import scoring_vaswani
-from vaswani.generation.scoring_vaswani import batches_by_length
+from vaswani.generation.batches_vaswani import batches_by_length
 
 from vaswani import VaswaniTokenizer
 

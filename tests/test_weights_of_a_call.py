@@ -523,7 +523,7 @@ def test_60_models_and_300_calls_leave_no_memory_behind():
     for _ in range(5):
         answer(kept, max_new_tokens=3)
     gc.collect()
-    before, known, gone = used(), len(linear_vaswani._known), []
+    before, known, gone = used(), len(linear_vaswani._packed_of), []
     for _ in range(60):
         model = build(**sizes)
         for _ in range(2):
@@ -534,7 +534,7 @@ def test_60_models_and_300_calls_leave_no_memory_behind():
         answer(kept, max_new_tokens=3)
     gc.collect()
     assert not any(reference() for reference in gone)
-    assert len(linear_vaswani._known) == known
+    assert len(linear_vaswani._packed_of) == known
     one = sum(parameter.nbytes for parameter in kept.parameters())
     assert used() - before < 20 * one
 
@@ -559,7 +559,7 @@ class TestPrepare:
             states = torch.randn(3, 5, 160, dtype=dtype)
             expected = torch.cat([layer(states) for layer in layers], dim=-1)
             torch.testing.assert_close(product(states), expected)
-        assert len(linear_vaswani._known[layers[0]]) == 1
+        assert len(linear_vaswani._packed_of[layers[0]]) == 1
 
     @torch.no_grad()
     def test_a_weight_is_packed_in_the_second_product_and_then_shared(self, layers, monkeypatch):
@@ -597,8 +597,8 @@ class TestPrepare:
         states = torch.randn(8, 128)
         product = prepare(copied.lm_head)
         product(states), product(states)
-        assert model.lm_head in linear_vaswani._known
-        assert copied.lm_head not in linear_vaswani._known
+        assert model.lm_head in linear_vaswani._packed_of
+        assert copied.lm_head not in linear_vaswani._packed_of
 
     @torch.no_grad()
     def test_a_copy_keeps_the_modules_that_may_not_be_copied(self):
