@@ -1,24 +1,24 @@
-"""Dropout (section 5.4) whose random numbers cost little on a CPU."""
+"""Dropout (section 5.4) with cheap random numbers on CPUs."""
 
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-# PyTorch draws a number for each element on a CPU, one after the other, which takes longer than
-# a layer's products. One of 64 bits serves four elements here, 16 bits for each.
+# On a CPU, PyTorch draws a random number for each element, which takes longer than the products of
+# a layer. Here, a number of 64 bits serves four elements, with 16 bits each.
 _CHANCES = 2**16
 
 
 class _CheapDropout(torch.autograd.Function):
-    """Keep an element with a probability of `kept` in 2^16, and scale those that are kept."""
+    """Keep each element with probability `kept` / 2^16, and scale the kept elements."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, kept: int) -> torch.Tensor:
         number = states.numel()
         bits = torch.empty(-(-number // 4), dtype=torch.int64).random_(-(2**63), None)
         chances = bits.view(torch.int16)[:number]  # -2^15 to 2^15 - 1
-        # As 0 and 1 in int8: PyTorch turns these into floating-point numbers faster than booleans.
+        # The mask is int8, because PyTorch casts int8 to floating point faster than booleans.
         mask = torch.empty(states.shape, dtype=torch.int8)
         torch.lt(chances, kept - _CHANCES // 2, out=mask.view(-1))
         ctx.save_for_backward(mask)
@@ -34,7 +34,7 @@ class _CheapDropout(torch.autograd.Function):
 def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Set elements to 0 with probability `p` in training, and divide the others by 1 - p (5.4).
 
-    On a CPU `p` is rounded to a multiple of 2^-16; the scale is that of the rounded one.
+    On a CPU, `p` is rounded to a multiple of 2^-16. The scale belongs to the rounded value.
     """
     if not training:
         return states

@@ -1,4 +1,4 @@
-"""The embeddings (section 3.4): where they are, which of them share one matrix, their sizes."""
+"""Embeddings (section 3.4): where they are, which of them share a matrix, and their sizes."""
 
 from typing import Any
 
@@ -10,46 +10,51 @@ from .parallel_vaswani import DividedModel
 class SharedEmbeddings(DividedModel):
     """A model whose embeddings may share their matrix with each other and with `lm_head`."""
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return a stack's embedding; of a model with both stacks, the encoder's.
+    @property
+    def _stacks(self) -> Any:
+        """The model with `encoder` and `decoder`, or a single stack."""
+        return self.base_model
 
-        While FSDP2 shards the layers of such a model: the embedding that shares the matrix of
-        `lm_head`. Accelerate puts input embedding and `lm_head` into one group if they share it;
-        in two groups, the first forward pass fails.
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the embedding of a stack, or of the encoder if there are both stacks.
+
+        While FSDP2 shards the layers, return the embedding that shares its matrix with `lm_head`.
+        Accelerate puts the input embedding and `lm_head` into one group if they share a matrix.
+        With two groups, the first forward pass would fail.
         """
-        base: Any = self.base_model
+        base = self._stacks
         if self.config.tie_word_embeddings and _layers_alone_are_sharded(base):
             return base.decoder.embed_tokens
         return _first_stack(base).embed_tokens
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace that embedding, and the decoder's where the two are shared."""
-        base: Any = self.base_model
+        """Replace the input embedding, and the decoder's if the two are shared."""
+        base = self._stacks
         _first_stack(base).embed_tokens = value
         decoder = getattr(base, "decoder", None)
-        if decoder is not None and self._one_table():
+        if decoder is not None and self._shares_embeddings():
             decoder.embed_tokens = value
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Tie the matrices, and let one embedding serve both stacks where these share it.
+        """Tie the matrices, and use one embedding in both stacks if they share its matrix.
 
-        FSDP2 needs every user of a matrix in one group: Accelerate knows of the input embedding
-        and of `lm_head`, not of a third one.
+        FSDP2 needs all users of a matrix in one group. Accelerate looks at the input embedding and
+        at `lm_head` only, so a third module with the same matrix would be missed.
         """
         super().tie_weights(*args, **kwargs)
-        base: Any = self.base_model
+        base = self._stacks
         if not _has_both_stacks(base):
             return
         source, target = base.encoder.embed_tokens, base.decoder.embed_tokens
-        # An adapter makes two embeddings of one matrix different.
-        plain = type(source) is nn.Embedding and type(target) is nn.Embedding
-        if plain and source.weight is target.weight:
+        # Adapters may change two embeddings of one matrix in different ways.
+        without_adapters = type(source) is nn.Embedding and type(target) is nn.Embedding
+        if without_adapters and source.weight is target.weight:
             base.decoder.embed_tokens = source
-            for model in (self, base):  # one module, one entry in the plan
+            for model in (self, base):  # a module must have one entry in the plan
                 model.forget_in_plans("decoder.embed_tokens")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the weights by name; a sharded embedding of both stacks has the encoder's alone.
+        """Return the weights by name; leave out the second name of a sharded embedding.
 
         torch's distributed checkpoints visit a module once, and fail at a second name.
         """
@@ -63,17 +68,17 @@ class SharedEmbeddings(DividedModel):
     ) -> None:
         source = state_dict.get(f"{prefix}encoder.embed_tokens.weight")
         if _has_one_sharded_embedding(self) and source is not None:
-            # A whole state_dict has the second name, with a tensor that is not sharded.
+            # A state_dict that is not sharded has the second name too, with a whole tensor.
             state_dict[f"{prefix}decoder.embed_tokens.weight"] = source
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _one_table(self) -> bool:
+    def _shares_embeddings(self) -> bool:
         return self.config.share_encoder_decoder_embeddings and self.config.tie_word_embeddings
 
     def _resize_token_embeddings(
         self, new_num_tokens: int | None, *args: Any, **kwargs: Any
     ) -> nn.Embedding:
-        """Resize the vocabulary: of both sides where they share one, else of the source alone."""
+        """Resize a shared vocabulary, or the vocabulary of the source."""
         if not self.config.share_encoder_decoder_embeddings:
             source = self._get_resized_embeddings(
                 self.get_input_embeddings(), new_num_tokens, *args, **kwargs
@@ -82,7 +87,7 @@ class SharedEmbeddings(DividedModel):
             return source
         embeddings = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
         decoder = getattr(self.base_model, "decoder", None)
-        if decoder is not None and not self._one_table():
+        if decoder is not None and not self._shares_embeddings():
             decoder.embed_tokens = self._get_resized_embeddings(
                 decoder.embed_tokens, embeddings.num_embeddings
             )
@@ -99,7 +104,7 @@ def _has_both_stacks(module: Any) -> bool:
 
 
 def _has_one_sharded_embedding(module: Any) -> bool:
-    """Whether two stacks inside `module` use one embedding whose matrix is a DTensor."""
+    """Tell whether both stacks of `module` use one embedding whose matrix is a DTensor."""
     if not _has_both_stacks(module):
         return False
     source, target = module.encoder.embed_tokens, module.decoder.embed_tokens
@@ -107,7 +112,7 @@ def _has_one_sharded_embedding(module: Any) -> bool:
 
 
 def _layers_alone_are_sharded(base: Any) -> bool:
-    """Whether FSDP2 has sharded the layers of both stacks, and not yet what holds them."""
+    """Tell whether FSDP2 has sharded the layers of both stacks, but not yet the whole model."""
     if not _has_both_stacks(base):
         return False
     return _is_sharded(base.decoder.layers[0]) and not _is_sharded(base)

@@ -1,4 +1,4 @@
-"""Strict loading: a model is loaded whole or not at all. A push of it brings a model card."""
+"""Strict loading and saving: a model is loaded whole or not at all, and pushed with a card."""
 
 import os
 import re
@@ -13,55 +13,55 @@ from transformers import PreTrainedModel
 
 from ..configuration.places_vaswani import check_model_type, check_place
 
-# Quantised weights are of other types, and have other tests.
+# Weights of these dtypes are searched for NaN and infinity. Quantised weights have other dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def place_tied_weights_together(model: PreTrainedModel, device_map: dict[str, Any]) -> None:
-    """Take tied weights off the disk in `device_map` where one of them has another place.
+    """Move tied weights in `device_map` from "disk" to the device of their twins.
 
-    A file holds a tied weight under one of its names only. transformers does not find it on disk
-    under another name.
+    A file holds a tied weight under one name only. transformers does not find the weight on disk
+    under its other names.
     """
     tied = sorted(
         {name.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for name in pair}
     )
     entries = {name: _entries_above(name, device_map) for name in tied}
     if not all(entries.values()):
-        return  # accelerate names what has no place
+        return  # Accelerate refuses modules without a place, and names them
     places = {name: device_map[above[-1]] for name, above in entries.items()}
-    others = [place for place in places.values() if place != "disk"]
-    if not others:
+    devices = [place for place in places.values() if place != "disk"]
+    if not devices:
         return
     for name, place in places.items():
-        # accelerate mixes up a module and its parent where both have an entry.
+        # Accelerate confuses a module with its parent if both have an entry, so split the parent's.
         while (entry := _entries_above(name, device_map)[0]) != name:
             place_of_entry, prefix = device_map.pop(entry), f"{entry}." if entry else ""
             for child, _ in model.get_submodule(entry).named_children():
                 device_map.setdefault(prefix + child, place_of_entry)
-        device_map[name] = others[0] if place == "disk" else place
+        device_map[name] = devices[0] if place == "disk" else place
 
 
 def _entries_above(module: str, device_map: dict[str, Any]) -> list[str]:
-    """List the entries of `device_map` that place a module: parents first, its own last."""
+    """List the entries of `device_map` for a module and its parents, the outermost first."""
     parts = module.split(".")
     prefixes = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
     return [prefix for prefix in prefixes if prefix in device_map]
 
 
-def _are_copies(one: Any, other: Any) -> bool:
-    """Whether two tensors are different ones with the same values."""
-    if not (torch.is_tensor(one) and torch.is_tensor(other)):
+def _are_copies(first: Any, second: Any) -> bool:
+    """Tell whether two tensors have the same values, but do not share memory."""
+    if not (torch.is_tensor(first) and torch.is_tensor(second)):
         return False
-    if one.is_meta or other.is_meta or one.data_ptr() == other.data_ptr():
+    if first.is_meta or second.is_meta or first.data_ptr() == second.data_ptr():
         return False
-    return torch.equal(one, other)
+    return torch.equal(first, second)
 
 
 class StrictlyLoadedModel(PreTrainedModel):
-    """A model that is never loaded by half, and never pushed with an empty card."""
+    """A model that is loaded whole or not at all, and never pushed with an empty card."""
 
-    # The package sets both. Remote code has neither: what writes cards does not travel.
+    # The package sets both. Remote code has neither, because hub_cards does not travel.
     write_card: ClassVar[Callable[..., Path] | None] = None
     add_card_to_push: ClassVar[Callable[..., None] | None] = None
 
@@ -75,15 +75,15 @@ class StrictlyLoadedModel(PreTrainedModel):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Load a model as in transformers, or none: not one with a part of its weights.
+        """Load a model as in transformers, but refuse incomplete weights.
 
-        A checkpoint of the same class that lacks weights, or has others, is refused unless
-        `output_loading_info=True` asks which they are. Weights with NaN or infinity are refused in
-        the same way: such a model translates to nothing.
+        A checkpoint of the same class is refused if weights are missing or left over. So are
+        weights with NaN or infinity. `output_loading_info=True` loads the model all the same, and
+        returns a report.
 
         Raises:
-            OSError: a file is missing or damaged, the weights do not fit the configuration, they
-                are another toolkit's, or not finite.
+            OSError: a file is missing or damaged; the weights do not fit the configuration, belong
+                to another toolkit, or are not finite.
         """
         place = pretrained_model_name_or_path
         check_place(place, **kwargs)
@@ -92,36 +92,36 @@ class StrictlyLoadedModel(PreTrainedModel):
                 place or config.name_or_path, config.model_type, *cls._loadable_types()
             )
         if isinstance(kwargs.get("device_map"), dict):
-            kwargs["device_map"] = dict(kwargs["device_map"])  # ours to change, see below
+            # _load_pretrained_model changes it, and the caller keeps the original.
+            kwargs["device_map"] = dict(kwargs["device_map"])
         try:
-            loaded: Any = super().from_pretrained(
+            model, info = super().from_pretrained(
                 place, *model_args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
             raise OSError(
-                f"The weights of {place} are damaged: {error}. Get the file anew; from the Hub, "
-                "force_download=True does."
+                f"The weights of {place} are damaged: {error}. Download the file again; for the "
+                "Hub, pass force_download=True."
             ) from error
         if output_loading_info:
-            return loaded
-        model, info = loaded
+            return model, info
         same_class = cls.__name__ in (model.config.architectures or ())
-        for what, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
+        for verb, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
             names = sorted(name for name in info[keys] if not model.may_be_new(name, info[keys]))
             if same_class and "state_dict" not in kwargs and names:
                 others = f" and {len(names) - 1} others" if len(names) > 1 else ""
                 raise OSError(
-                    f"{place} {what} {names[0]}{others}: its weights and its configuration do not "
-                    "fit each other. Get both anew, or, if that is meant, pass "
-                    "output_loading_info=True to get the model all the same, and a list of them."
+                    f"{place} {verb} {names[0]}{others}: its weights do not fit its configuration. "
+                    "Download both again, or pass output_loading_info=True to load the model all "
+                    "the same, with a list of these weights."
                 )
         if "state_dict" not in kwargs:
             model.refuse_half_loaded(place, info["missing_keys"])
         if name := first_not_finite(model):
             raise OSError(
-                f"{name} of {place} holds NaN or infinity: training went wrong before it was "
-                "saved, or the numbers are too large for the dtype. Load an earlier checkpoint, or "
-                "another dtype, or pass output_loading_info=True to get the model all the same."
+                f"{name} of {place} holds NaN or infinity: training failed before it was saved, or "
+                "the numbers are too large for the dtype. Load an earlier checkpoint or another "
+                "dtype, or pass output_loading_info=True to load the model all the same."
             )
         return model
 
@@ -164,22 +164,23 @@ class StrictlyLoadedModel(PreTrainedModel):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save as transformers does; a given `state_dict` has tied weights once and its own type.
+        """Save as transformers does; from a given `state_dict`, save tied weights once.
 
-        Weights that were gathered from several processes are tied no more: they hold a copy of the
-        matrix under each of its names. DeepSpeed's master weights are wider than the model's own.
+        Weights that were gathered from several processes have a copy of a tied matrix under each
+        name. The saved dtype is that of `state_dict`: DeepSpeed's master weights are wider than the
+        model's.
 
         Raises:
-            ValueError: `quantize_dynamic` has replaced a layer, which has no weights to save.
+            ValueError: `quantize_dynamic` has replaced a layer.
         """
         for name, module in self.named_modules():
             if "nn.quantized" in type(module).__module__:
                 raise ValueError(
-                    f"{name} was replaced by quantize_dynamic, and its packed weights cannot be "
-                    "saved: save the model that was quantized, and quantize it after loading."
+                    f"{name} was replaced by quantize_dynamic, whose packed weights cannot be "
+                    "saved: save the original model, and quantize it after loading."
                 )
         if state_dict is not None:
-            state_dict = dict(state_dict)  # transformers takes out what it has written
+            state_dict = dict(state_dict)  # transformers removes the tensors that it has written
             values = filter(torch.is_tensor, state_dict.values())
             self._dtype_to_save = next((v.dtype for v in values if v.is_floating_point()), None)
         try:
@@ -189,13 +190,13 @@ class StrictlyLoadedModel(PreTrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights; while others are saved in their place, the type of those."""
+        """The dtype of the weights; while a given `state_dict` is saved, the dtype of that."""
         return self._dtype_to_save or super().dtype
 
     def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Gather the weights to save, and tie again what gathering, here or before, has copied."""
+        """Gather the weights to save, and tie weights again that gathering has copied."""
         weights = super().gather_sharded_state_dict_for_save(*args, **kwargs)
-        # The keys stay when an adapter unties the matrices.
+        # An adapter may untie the matrices, but it leaves the keys.
         tied = self.all_tied_weights_keys if self.config.tie_word_embeddings else {}
         for target, source in tied.items():
             if _are_copies(weights.get(target), weights.get(source)):
@@ -219,8 +220,8 @@ class StrictlyLoadedModel(PreTrainedModel):
         files_timestamps: dict[str, float],
         **kwargs: Any,
     ) -> Any:
-        # All of transformers' ways to push a model end here, with an empty draft for a card. A
-        # translation model without its map to the vocabulary has no task that a card could name.
+        # Every push of transformers calls this method, with an empty draft of a card. A translation
+        # model without its map to the vocabulary has no task that a card could name.
         has_task = self.can_generate() or len(self.config.stacks) == 1
         if self.add_card_to_push is not None and has_task:
             self.add_card_to_push(working_dir, self.name_or_path, repo_id, files_timestamps)
@@ -228,7 +229,7 @@ class StrictlyLoadedModel(PreTrainedModel):
 
 
 def first_not_finite(model: nn.Module) -> str | None:
-    """Name the first parameter with a NaN or an infinity. This reads all weights once."""
+    """Name the first parameter with NaN or infinity; None if all are finite."""
     for name, tensor in model.named_parameters():
         readable = type(tensor) is nn.Parameter and not tensor.is_meta and tensor.dtype in _DTYPES
         if readable and not is_finite(tensor.detach()):
@@ -238,7 +239,7 @@ def first_not_finite(model: nn.Module) -> str | None:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Tell whether all numbers of a floating-point tensor are finite."""
-    # The extremes of a tensor with a NaN are NaN, and take no memory of its size to find.
+    # With NaN in a tensor, its extremes are NaN. Computing them takes no further memory.
     return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 

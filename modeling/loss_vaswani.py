@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy from hidden states (section 5.4), without the logits of a batch.
+"""Label-smoothed cross-entropy (section 5.4) that never holds the logits of a whole batch.
 
 Shapes: N target tokens, D = d_model, V entries of the target vocabulary, C tokens of a chunk.
 """
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-# Bytes of a chunk's logits. Each chunk adds to the gradient of the whole vocabulary matrix, so that
-# one of fewer tokens than D would spend more on this than on its own product.
+# Bytes of a chunk's logits. Each chunk adds to the gradient of the whole vocabulary matrix. A chunk
+# with fewer tokens than D would spend more time on this addition than on its own products.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
-# Logits that fit the cache of a CPU core, for all that is done to them between the products.
-_IN_CACHE = 2**18
+_IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
 def chunked_cross_entropy(
@@ -22,7 +21,7 @@ def chunked_cross_entropy(
     epsilon: float,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum the loss of all `targets` (...) that are not -100, after `hidden_states` (..., D)."""
+    """Sum the loss of `targets` (...) after `hidden_states` (..., D), without targets of -100."""
     if torch.compiler.is_compiling():
         dtype = _product_dtype(hidden_states)
         return _loss_operator(hidden_states, weight, targets, epsilon, bias, dtype)[0]
@@ -33,9 +32,9 @@ def chunked_cross_entropy(
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum over tokens of (1 - eps) * nll(target) + eps * mean over the vocabulary of nll.
 
-    Logits live for one chunk of tokens at a time: the gradients, softmax(logits) minus the smoothed
-    target, are taken while they are at hand, so that the backward pass only scales them. Products
-    are computed in the type of autocast or of the hidden states, sums at least in float32.
+    Logits exist for one chunk of tokens at a time. The forward pass therefore computes the
+    gradients too: softmax(logits) minus the smoothed target. The backward pass only scales them.
+    Products have the dtype of autocast or of the hidden states; sums have at least float32.
     """
 
     @staticmethod
@@ -59,7 +58,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Scale the gradients that the forward pass took."""
+        """Scale the gradients that the forward pass computed."""
         states, weight, bias = _scaled(ctx.saved_tensors, scale)
         return states, weight, None, None, bias
 
@@ -70,7 +69,9 @@ def _scaled(gradients: tuple[Any, ...], scale: torch.Tensor) -> list[torch.Tenso
             "The loss without logits has no second derivative (create_graph=True): pass "
             "skip_logits=False to the model."
         )
-    return [None if one is None else one * scale.to(one.dtype) for one in gradients]
+    return [
+        None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in gradients
+    ]
 
 
 def _product_dtype(hidden_states: torch.Tensor) -> torch.dtype:
@@ -87,14 +88,14 @@ def _loss_and_gradients(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Sum the loss; return it with the gradients of hidden states, weight and bias."""
+    """Return the summed loss, and the gradients of hidden states, weight and bias."""
     device, exact = hidden_states.device, torch.promote_types(hidden_states.dtype, torch.float32)
     total = torch.zeros((), dtype=exact, device=device)
     hidden_gradient = torch.empty_like(hidden_states)
     weight_gradient = torch.zeros(weight.shape, dtype=exact, device=device)
     bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
     with torch.autocast(device.type, enabled=False):
-        states, matrix = hidden_states.to(dtype), weight.to(dtype)  # once, not in every chunk
+        states, matrix = hidden_states.to(dtype), weight.to(dtype)
         chunk_size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE
         rows = chunk_size // (len(weight) * dtype.itemsize)
         for chunk in _slices(len(targets), rows):
@@ -109,15 +110,15 @@ def _loss_and_gradients(
                 weight_gradient += logits.t() @ states[chunk]
             if bias_gradient is not None:
                 bias_gradient += logits.sum(dim=0, dtype=exact)
-            del logits  # before the next are made
+            del logits  # free the memory before the next chunk
     if bias is not None and bias_gradient is not None:
         bias_gradient = bias_gradient.to(bias.dtype)
     return total, hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient
 
 
-# A compiled graph holds the loss as one operator, because it could not hold a loop over chunks
-# whose number depends on the data. Each copy of this file has an operator of its own name, because
-# a second one of the same name would replace the first. CUDA graphs need shapes that never change.
+# A compiled graph holds the loss as one operator. It cannot hold the loop, because the number of
+# chunks depends on the data. Each copy of this file names its own operator; otherwise, a second
+# operator of the same name would replace the first. CUDA graphs need fixed shapes.
 @torch.library.custom_op(
     f"vaswani::loss_{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}",
     mutates_args=(),
@@ -173,11 +174,11 @@ _loss_operator.register_autograd(_scale_gradients, setup_context=_keep_gradients
 def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, epsilon: float, exact: torch.dtype
 ) -> torch.Tensor:
-    """Sum the loss of `logits` (C, V), `targets` (C, 1); put its gradient in the logits' place."""
+    """Sum the loss of `targets` (C, 1), and replace `logits` (C, V) by its gradient, in place."""
     total = torch.zeros((), dtype=exact, device=logits.device)
     tokens, vocab_size = logits.shape
     for part in _slices(tokens, _IN_CACHE // vocab_size if logits.is_cpu else tokens):
-        values, gold = logits[part].to(exact), targets[part]  # the logits themselves, or a copy
+        values, gold = logits[part].to(exact), targets[part]  # a view if the dtype is exact
         at_target, at_average = values.gather(1, gold), values.mean(dim=-1, keepdim=True)
         highest = values.amax(dim=-1, keepdim=True)
         sums = values.sub_(highest).exp_().sum(dim=-1, keepdim=True)
@@ -190,5 +191,5 @@ def _loss_and_gradient(
 
 
 def _slices(number: int, size: int) -> list[slice]:
-    """Cut `number` rows into pieces of `size`, of one where this is less."""
+    """Cut `number` rows into slices of `size`, or of 1 if `size` is less."""
     return [slice(start, start + max(size, 1)) for start in range(0, number, max(size, 1))]

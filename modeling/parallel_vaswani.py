@@ -1,4 +1,4 @@
-"""Tensor parallelism: processes hold a part of each matrix (`base_model_tp_plan`)."""
+"""Tensor parallelism: each process holds a part of each matrix (`base_model_tp_plan`)."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ class DividedModel(StrictlyLoadedModel):
     """A model whose heads, inner states and vocabulary can be divided among processes."""
 
     def init_parallel_plans(self) -> None:
-        """Take from the configuration's plan what this model has: it may be one of its stacks."""
+        """Keep the entries of the plan that this model has, because it may be a single stack."""
         super().init_parallel_plans()
         names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in self.named_modules()}
         for plan in filter(None, (self._tp_plan, self._fsdp_plan)):
@@ -18,7 +18,7 @@ class DividedModel(StrictlyLoadedModel):
                 del plan[name]
 
     def forget_in_plans(self, module: str) -> None:
-        """Take a module of the base model out of the plan: it is divided under another name."""
+        """Remove a module of the base model from the plans, which have it under another name."""
         for name in (module, f"{self.base_model_prefix}.{module}"):
             (self._tp_plan or {}).pop(name, None)
 
@@ -26,10 +26,10 @@ class DividedModel(StrictlyLoadedModel):
     def maybe_distribute_model(
         cls, model: Any, distributed_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Divide a model as `distributed_config` says, heads as a whole.
+        """Divide a model among processes, without splitting attention heads.
 
         Raises:
-            ValueError: the processes cannot have as many heads each.
+            ValueError: the number of heads is no multiple of the number of processes.
         """
         processes = getattr(distributed_config, "tp_size", None) or 1
         for side in model.config.stacks:

@@ -10,10 +10,10 @@ _RECORDING = "transformers.utils.output_capturing"
 
 
 class PicklableModule(nn.Module):
-    """A module that is pickled without the hooks by which transformers records its outputs.
+    """A module that is pickled without the hooks by which transformers records outputs.
 
-    These hooks are closures, which pickle refuses. Both the hooks and the mark that they are
-    installed are left out, so that the unpickled model installs them again when it needs them.
+    The hooks are closures, which pickle refuses. The pickle leaves out the hooks and the mark that
+    they are installed. The unpickled model installs them again when it needs them.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class PicklableModule(nn.Module):
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PicklableModule":
-        """Copy hooks too: a layer that is copied into another place goes on recording."""
+        """Copy the module with its hooks, so that a copied layer still records its outputs."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(super().__getstate__(), memo))

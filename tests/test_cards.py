@@ -289,6 +289,13 @@ def test_cards_of_recipes_are_as_written_and_from_their_files(card):
     assert assert_every_score_stands_in_its_file(card)
 
 
+def test_cards_of_recipes_link_to_the_licence_and_results_instead_of_copying_them():
+    kept_elsewhere = [ROOT / "LICENSE", *(ROOT / "benchmarks" / "results").glob("*.json")]
+    originals = {path.read_bytes() for path in kept_elsewhere}
+    files = [path for path in (ROOT / "hub_cards" / "cards").rglob("*") if path.is_file()]
+    assert [path for path in files if path.read_bytes() in originals] == []
+
+
 # Metadata
 
 
