@@ -95,16 +95,15 @@ class StrictlyLoadedModel(PreTrainedModel):
             # _load_pretrained_model changes it, and the caller keeps the original.
             kwargs["device_map"] = dict(kwargs["device_map"])
         try:
-            model, info = super().from_pretrained(
-                place, *model_args, output_loading_info=True, **kwargs
-            )
+            loaded = super().from_pretrained(place, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise OSError(
                 f"The weights of {place} are damaged: {error}. Download the file again; for the "
                 "Hub, pass force_download=True."
             ) from error
         if output_loading_info:
-            return model, info
+            return loaded
+        model, info = loaded
         same_class = cls.__name__ in (model.config.architectures or ())
         for verb, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
             names = sorted(name for name in info[keys] if not model.may_be_new(name, info[keys]))

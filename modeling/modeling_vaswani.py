@@ -228,7 +228,7 @@ class VaswaniAttention(PicklableModule):
             return self._keys_values(states)
         if past.is_updated.get(self.layer_idx):
             cached = past.cross_attention_cache.layers[self.layer_idx]
-            return cached.keys, cached.values  # type: ignore[return-value]
+            return cached.keys, cached.values  # type: ignore[return-value, union-attr]
         past.is_updated[self.layer_idx] = True
         return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
 
