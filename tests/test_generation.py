@@ -207,7 +207,7 @@ SENSELESS = [
     [
         ({}, "at least one source sentence"),
         ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, "at least one source sentence"),
-        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "sequences of no tokens"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "sequences without tokens"),
         (
             {
                 "input_ids": torch.zeros(0, 3, dtype=torch.long),
