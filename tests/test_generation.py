@@ -270,7 +270,7 @@ def test_a_generation_config_without_meaning_is_refused_by_file_and_value(
 ):
     tiny_model().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
-    message = rf"generation_config\.json of {tmp_path}: .*{complaint}.*Mend the file, or get it"
+    message = rf"generation_config\.json of {tmp_path}: .*{complaint}.*Correct the file"
     for load in (AutoModelForSeq2SeqLM, VaswaniGenerationConfig):
         with pytest.raises(OSError, match=message):
             load.from_pretrained(tmp_path)

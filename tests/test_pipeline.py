@@ -221,7 +221,7 @@ def test_a_model_in_training_translates_without_dropout_and_trains_on(parts, tra
     ("inputs", "complaint"),
     [
         ([*ENGLISH[:2], None], "Line 3 is None, not a string"),
-        ([{"en": "seven"}], r"Line 1 is \{'en': 'seven'\}, not a string; of records, choose"),
+        ([{"en": "seven"}], r"Line 1 is \{'en': 'seven'\}, not a string.*choose a column"),
         (7, "not int"),
         (b"seven", "not bytes"),
         ({"text": "seven"}, "not dict"),
