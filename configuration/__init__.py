@@ -1,3 +1,3 @@
-"""Configuration of the models; the files named `*_vaswani.py` travel with every checkpoint."""
+"""Configurations, checks of places and names, and remote code (files named `*_vaswani.py`)."""
 
 __version__ = "0.1.0"

@@ -25,8 +25,8 @@ from .remote_code_vaswani import (
 
 logger = logging.get_logger(__name__)
 
-# float32 counts positions exactly up to this number. Other people's scripts compare
-# max_position_embeddings with integers, so sinusoidal positions need one that limits nothing.
+# The largest count of positions that float32 holds exactly. Scripts of others compare
+# max_position_embeddings with integers, so sinusoids need an integer that limits nothing.
 NO_LONGEST_SEQUENCE = 2**24
 _AUTO_MAP = {
     "AutoConfig": "configuration_vaswani.VaswaniConfig",
@@ -41,14 +41,14 @@ _CUSTOM_PIPELINES = {
     }
 }
 _CODE_FIELDS = ("auto_map", "custom_pipelines")
-# A damaged config.json would build layers for hours: each takes milliseconds, even without weights.
+# A damaged config.json might ask for so many layers that building them takes hours.
 _MOST_LAYERS = 1000
 
 
 def _complete_tables_of_peft(model_type: str) -> None:
-    """Give PEFT the target modules of BART for a model type, since the layers have BART's names.
+    """Let PEFT use BART's `target_modules` by default, because the layers have BART's names.
 
-    PEFT looks up `target_modules` that are not given. It is not imported here.
+    PEFT looks them up by model type. This function does nothing if PEFT is not imported yet.
     """
     constants = sys.modules.get("peft.utils.constants")
     for name, table in vars(constants).items() if constants else ():
@@ -57,7 +57,7 @@ def _complete_tables_of_peft(model_type: str) -> None:
 
 
 def _tensor_parallel_plan() -> dict[str, str]:
-    """Say how processes divide each matrix: by its outputs (colwise) or by its inputs (rowwise)."""
+    """Return how processes divide each matrix: by outputs (colwise) or by inputs (rowwise)."""
     plan = {}
     for stack, attentions in (
         ("encoder", ("self_attn",)),
@@ -77,51 +77,51 @@ def _tensor_parallel_plan() -> dict[str, str]:
 class VaswaniConfig(PreTrainedConfig):
     r"""Sizes and switches of the Transformer; the defaults are the paper's base model (Table 3).
 
-    Names are those of BART and Marian; the paper's symbol follows in brackets.
+    The fields have the names of BART and Marian. The paper's symbols follow in brackets.
 
     Args:
-        vocab_size: entries of the source vocabulary, and of the target's too unless
-            `decoder_vocab_size` is given (5.1: about 37000 shared byte pairs for English-German).
+        vocab_size: entries of the source vocabulary, or of the shared one (5.1: about 37000 byte
+            pairs for English-German).
         decoder_vocab_size: entries of the target vocabulary; None means `vocab_size`.
         d_model: width of every sub-layer's output [d_model].
         encoder_layers, decoder_layers: identical layers in each stack [N].
         encoder_attention_heads, decoder_attention_heads: heads [h].
         encoder_ffn_dim, decoder_ffn_dim: inner width of the feed-forward networks [d_ff].
-        d_k, d_v: width of a head's keys and queries, and of its values; None is d_model / h.
+        d_k, d_v: width of a head's keys and queries, and of its values; None means d_model / h.
         dropout: rate on each sub-layer's output and on the sums of embeddings and positions
             (5.4) [P_drop].
         attention_dropout, activation_dropout: rates inside the sub-layers; the paper has neither.
-        label_smoothing: probability mass spread evenly over the vocabulary (5.4), in training mode
-            only, so that the evaluation loss is the logarithm of the perplexity [epsilon_ls].
-        activation_function: between the two linear maps of 3.3; the paper's is ReLU.
+        label_smoothing: probability that is spread evenly over the vocabulary (5.4) [epsilon_ls].
+            It acts in training mode only: the evaluation loss is the logarithm of the perplexity.
+        activation_function: function between the two linear maps of 3.3; the paper has ReLU.
         norm_position: "post" is LayerNorm(x + Sublayer(x)) (3.1); "pre", for imported checkpoints,
             is x + Sublayer(LayerNorm(x)) with one more LayerNorm after each stack.
         final_layer_norm: one more LayerNorm after each stack (torch.nn.Transformer has it in both
-            placements); None is what `norm_position` says.
+            placements); None adds it with norm_position="pre" only.
         position_encoding: "sinusoidal" is the paper's table, sine and cosine interleaved (3.5);
             "sinusoidal_concat" has all sines, then all cosines (MarianMTModel); "sinusoidal_t2t"
             the same with tensor2tensor's frequencies (fairseq, and Marian itself); "learned" is
             row (E) of Table 3.
         position_offset: number of the first position (fairseq and BART start at 2).
-        max_position_embeddings: longest sequence of "learned" positions. Sinusoids have no limit:
-            None becomes 2**24, the largest count of positions that float32 tells apart.
+        max_position_embeddings: longest sequence with "learned" positions. Sinusoids have no limit.
+            With them, None becomes 2**24, the largest count of positions that float32 holds.
         attention_bias: biases in W^Q, W^K, W^V and W^O; the paper has none (3.2.2).
         lm_head_bias: a bias in the pre-softmax linear map; the paper has none (3.4).
         scale_embedding: multiply embeddings by sqrt(d_model) (3.4).
         layer_norm_eps: epsilon of every LayerNorm.
-        init_std: standard deviation of fresh embeddings; None is d_model^-0.5, so that scaled
-            embeddings have unit size.
-        initializer: of fresh matrices, of which the paper says nothing: "xavier" (uniform), or
-            "fairseq", where W^Q, W^K and W^V are smaller by sqrt(2), and W_1 and W_2 lie within
-            1 / sqrt(rows), as any nn.Linear's. Biases start at 0.
+        init_std: standard deviation of new embeddings; None means d_model^-0.5, which gives scaled
+            embeddings unit variance.
+        initializer: distribution of new matrices, which the paper does not state. "xavier" is
+            Xavier's uniform distribution. "fairseq" divides it by sqrt(2) for W^Q, W^K and W^V, and
+            draws W_1 and W_2 from the bounds of nn.Linear. Biases start at 0.
         tie_word_embeddings: one matrix for target embedding and pre-softmax map (3.4). False unties
-            all three tables, as everywhere in transformers.
-        share_encoder_decoder_embeddings: the source embedding is that matrix too (3.4).
-        decoder_start_token_id: first input of the decoder; the labels are shifted right behind it.
+            all three matrices, as everywhere in transformers.
+        share_encoder_decoder_embeddings: the source embedding shares this matrix (3.4).
+        decoder_start_token_id: first input of the decoder; the labels are shifted right after it.
 
     Raises:
-        ValueError: a name is no field but is near one, or is another library's name for one. Files
-            may hold such names, and loading warns of them.
+        ValueError: a name is no field, but resembles one, or is another library's name for one.
+            Files may hold such names; loading them logs a warning.
         StrictDataclassFieldValidationError: a field has the wrong type or an unknown value.
         StrictDataclassClassValidationError: fields are out of range or contradict each other.
     """
@@ -137,16 +137,16 @@ class VaswaniConfig(PreTrainedConfig):
         "num_hidden_layers": "encoder_layers",
     }
 
-    # The encoder-only and decoder-only configurations replace the following.
+    # The encoder-only and decoder-only configurations override these five.
     stacks: ClassVar[tuple[str, ...]] = ("encoder", "decoder")
-    readable_types: ClassVar[tuple[str, ...]] = ("vaswani",)  # of a config.json
+    readable_types: ClassVar[tuple[str, ...]] = ("vaswani",)  # model types of a config.json
     _absent: ClassVar[frozenset[str]] = frozenset()  # fields that the configuration lacks
     _own_auto_map: ClassVar[dict[str, str]] = _AUTO_MAP
     _own_pipelines: ClassVar[dict[str, Any]] = _CUSTOM_PIPELINES
 
-    # Heads, inner states and the vocabulary are divided among processes (tensor parallelism).
+    # Tensor parallelism divides heads, inner states and the vocabulary among processes.
     base_model_tp_plan: ClassVar[dict[str, str]] = _tensor_parallel_plan()
-    # FSDP2 of transformers' own: what is in no layer, the embeddings for example, is one group.
+    # transformers' FSDP2 shards each layer. All other modules, such as embeddings, are one group.
     base_model_fsdp_plan: ClassVar[dict[str, str]] = {
         "encoder.layers.*": "free_full_weight",
         "decoder.layers.*": "free_full_weight",
@@ -192,13 +192,13 @@ class VaswaniConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Resolve the target vocabulary; refuse misspelt and foreign names in a call."""
-        # What `to_dict` returns, and so every file that transformers saves, names a version.
+        """Set the defaults that depend on other fields, and refuse misspelt and foreign names."""
+        # A dict from `to_dict`, and so every saved file, has the version of transformers.
         loaded = kwargs.pop("_loaded", False) or self.transformers_version is not None
         if wrong := self._complaints_about(kwargs):
             if not loaded:
                 raise ValueError(wrong)
-            logger.warning(f"{wrong} The value is kept as an attribute and changes nothing.")
+            logger.warning(f"{wrong} The value is kept as an attribute, but has no effect.")
         if self.decoder_vocab_size is None:
             self.decoder_vocab_size = self.vocab_size
         if self.max_position_embeddings is None and self.position_encoding != "learned":
@@ -206,10 +206,10 @@ class VaswaniConfig(PreTrainedConfig):
         self.custom_pipelines = self._own_pipelines
         self._mark_code_of_file(kwargs)
         super().__post_init__(**kwargs)
-        self.architectures = self.architectures or []  # AutoModel searches it for a class
+        self.architectures = self.architectures or []  # AutoModel needs a list
 
     def _mark_code_of_file(self, kwargs: dict[str, Any]) -> None:
-        """Mark what a file says of code, so that `save_pretrained` can leave it out."""
+        """Mark references to code that come from a file, so that saving can leave them out."""
         place = kwargs.get("name_or_path")
         if "auto_map" in kwargs:
             kwargs["auto_map"] = references_of_file("auto_map", kwargs["auto_map"], place)
@@ -222,9 +222,9 @@ class VaswaniConfig(PreTrainedConfig):
 
     @classmethod
     def _complaints_about(cls, names: Iterable[str]) -> str:
-        """Say which names are misspelt fields, or what another library calls a field."""
+        """Describe names that are misspelt fields, or other libraries' names for fields."""
         known = [*cls._own_fields(), *cls.attribute_map]
-        # Other models have more special tokens, whose names are near those of ours.
+        # Other models have further special tokens, whose names resemble ours.
         foreign = [name for name in names if name not in known and not name.endswith("_token_id")]
         wrong = [name for name in foreign if meant_names(name, known)]
         return f"{cls.__name__}: {complaints(wrong, known)}" if wrong else ""
@@ -247,10 +247,10 @@ class VaswaniConfig(PreTrainedConfig):
         return True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field; a shared vocabulary is one, so `vocab_size` sets the target's size too."""
-        own = vars(self)
-        follows = own.get("decoder_vocab_size") == own.get("vocab_size")
-        if name == "vocab_size" and follows and own.get("share_encoder_decoder_embeddings"):
+        """Set a field. With a shared vocabulary, `vocab_size` sets `decoder_vocab_size` too."""
+        fields = vars(self)
+        equal_sizes = fields.get("decoder_vocab_size") == fields.get("vocab_size")
+        if name == "vocab_size" and equal_sizes and fields.get("share_encoder_decoder_embeddings"):
             super().__setattr__("decoder_vocab_size", value)
         super().__setattr__(name, value)
 
@@ -261,7 +261,7 @@ class VaswaniConfig(PreTrainedConfig):
 
     @property
     def custom_pipelines(self) -> dict[str, dict[str, Any]]:
-        """Where transformers' `pipeline` finds the class of a task; a copy, for it writes there."""
+        """Classes of pipelines by task. This is a copy, because transformers writes to it."""
         return TasksOfFolder(copy.deepcopy(vars(self)["custom_pipelines"]))
 
     @custom_pipelines.setter
@@ -319,7 +319,7 @@ class VaswaniConfig(PreTrainedConfig):
         for name in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {value}; 0 switches it off.")
+                raise ValueError(f"{name} must be in [0, 1), got {value}; 0 switches it off.")
         if self.activation_function not in ACT2FN:
             raise ValueError(
                 f"activation_function {self.activation_function!r} is unknown to transformers; "
@@ -348,10 +348,10 @@ class VaswaniConfig(PreTrainedConfig):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Find a config.json as transformers does, and refuse what holds no model of this type.
+        """Find a config.json as transformers does, but refuse other types of models.
 
         Raises:
-            OSError: there is no such path, or it holds another toolkit's model.
+            OSError: the path does not exist, or holds a model of another type or toolkit.
         """
         place = pretrained_model_name_or_path
         check_place(place, **kwargs)
@@ -366,7 +366,7 @@ class VaswaniConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "VaswaniConfig":
-        """Build a row of Table 3 by its name in `presets()`; keywords replace single fields.
+        """Build a row of Table 3 by its name in `presets()`; keywords override single fields.
 
         Raises:
             ValueError: no row has that name, or a keyword is no field.
@@ -386,10 +386,10 @@ class VaswaniConfig(PreTrainedConfig):
 
     @classmethod
     def presets(cls) -> dict[str, dict[str, Any]]:
-        """List the rows of Table 3: what differs from base, and the paper's development numbers.
+        """List the rows of Table 3: changes from base, and the paper's results.
 
-        `perplexity` is per byte pair and `bleu` is on newstest2013; `parameters` are millions, None
-        where the table leaves the column empty because the row has the parameters of base.
+        `perplexity` is per byte pair, `bleu` is on newstest2013, and `parameters` are in millions.
+        `parameters` are None if the table leaves them out, because they equal those of base.
         """
         columns = ("steps", "perplexity", "bleu", "parameters")
         return {
@@ -398,15 +398,15 @@ class VaswaniConfig(PreTrainedConfig):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields. PEFT calls this right before it looks up the default targets."""
+        """Return all fields. PEFT calls this method before it looks up default target modules."""
         _complete_tables_of_peft(self.model_type)
         fields = super().to_dict()
-        # YAML's safe writers know no subclass of str.
+        # Safe writers of YAML refuse subclasses of str.
         code = {name: without_marks(fields[name]) for name in _CODE_FIELDS if name in fields}
         return fields | code
 
     def update(self, config_dict: dict[str, Any]) -> None:
-        """Set attributes as transformers does. What they say of code is marked as a file's."""
+        """Set attributes as transformers does, and mark references to code as a file's."""
         fields = dict(config_dict)
         self._mark_code_of_file(fields)
         super().update(fields)
@@ -414,18 +414,18 @@ class VaswaniConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Save config.json with flat copies of the code beside it: the folder works alone."""
-        self._forget_code_of_file()
+        """Save config.json and flat copies of the code, so that the folder works alone."""
+        self._drop_code_of_file()
         super().save_pretrained(save_directory, **kwargs)
-        # A class loaded as remote code has _auto_class set: transformers copies its files itself.
+        # transformers copies the code of a class that is remote code (_auto_class is set).
         if self._auto_class is None:
             save_remote_code(save_directory)
         if push_to_hub:
-            # transformers uploads only what is written after its push began: push separately.
+            # Push after all files are written, because transformers would push config.json only.
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
-    def _forget_code_of_file(self) -> None:
-        # The references may name a stranger's code, which runs where this folder is trusted.
+    def _drop_code_of_file(self) -> None:
+        """Replace references to code by this package's, because a file may name strangers' code."""
         auto_map = getattr(self, "auto_map", None) or {}
         self.auto_map = self._own_auto_map | {
             name: code for name, code in auto_map.items() if is_own(code)
@@ -447,7 +447,7 @@ def _both(**sizes: int) -> dict[str, int]:
 
 
 # Name: (difference from base, (steps, perplexity, BLEU, parameters in millions)).
-# Row (B) narrows d_k alone: its parameter column fits only if d_v stays 64.
+# Row (B) changes d_k only: the parameters in the table imply that d_v stays 64.
 _TABLE_3: dict[str, tuple[dict[str, Any], tuple[int, float, float, int | None]]] = {
     "base": ({}, (100_000, 4.92, 25.8, 65)),
     "A-h1": (_both(attention_heads=1), (100_000, 5.29, 24.9, None)),

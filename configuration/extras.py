@@ -1,18 +1,16 @@
-"""Packages that only some uses need: where one is missing, the error is its pip command."""
+"""Optional packages: if one is missing, the error shows the pip command."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 
 @contextlib.contextmanager
 def needs(requirement: str, error: type[BaseException] = ModuleNotFoundError) -> Iterator[None]:
-    """Name the pip command where an import in this block finds no such package.
+    """Show the pip command if an import inside this block fails.
 
     Args:
-        requirement: what to install, such as "vaswani[train]".
-        error: raised in place of Python's own; a script passes SystemExit to end without a
-            traceback.
+        requirement: the argument of pip install, such as "vaswani[train]".
+        error: the class of the error. Scripts pass SystemExit, which prints no traceback.
 
     Raises:
         ModuleNotFoundError: a package is missing; or `error`.
@@ -21,9 +19,10 @@ def needs(requirement: str, error: type[BaseException] = ModuleNotFoundError) ->
         yield
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
-        raised: Any = error(f"{package} is not installed: pip install '{requirement}'")
-        raised.name = package
-        raise raised from None
+        told = error(f"{package} is not installed: pip install '{requirement}'")
+        if isinstance(told, ModuleNotFoundError):
+            told.name = package
+        raise told from None
 
 
 __all__ = ["needs"]

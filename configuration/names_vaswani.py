@@ -1,9 +1,9 @@
-"""Names of settings: which known name a misspelt or foreign one stands for."""
+"""Misspelt and foreign names of settings, and the known names that they stand for."""
 
 import difflib
 from collections.abc import Collection, Iterable
 
-# Our fields, and the names that other libraries have for them.
+# Fields of the configuration, and their names in other libraries.
 _FOREIGN_NAMES = {
     "encoder_attention_heads decoder_attention_heads": (
         "attention_heads attn_heads h heads n_head n_heads nhead nheads num_attn_heads num_head "
@@ -122,13 +122,13 @@ def meant_names(name: str, known: Collection[str]) -> list[str]:
         if folded in foreign.split() and meant:
             return meant
     distances = {other: _distance(folded, other) for other in known}
-    # Short names have unrelated neighbours: d_k and d_v differ in one letter.
+    # Short names may differ in one letter and mean different things, as d_k and d_v do.
     near = [other for other, letters in distances.items() if letters <= 1 + (len(other) > 5)]
     return sorted(near, key=lambda other: (distances[other], other))[:1]
 
 
 def complaints(names: Iterable[str], known: Collection[str]) -> str:
-    """Say which of `names` are not in `known`, and what each may stand for; empty if all are."""
+    """Describe the names that are not in `known`, and what each may mean; else return ""."""
     found = []
     for name in names:
         if name not in known:
@@ -139,15 +139,15 @@ def complaints(names: Iterable[str], known: Collection[str]) -> str:
     return " ".join(found)
 
 
-def _distance(one: str, other: str) -> int:
-    """Count the letters to insert, delete, replace, or swap with a neighbour, to make `other`."""
+def _distance(word: str, other: str) -> int:
+    """Count the letters to insert, delete, replace or swap until `word` becomes `other`."""
     before: list[int] = []
     row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, start=1):
+    for i, letter in enumerate(word, start=1):
         above, row = row, [i]
         for j, wanted in enumerate(other, start=1):
             cheapest = min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and (one[i - 2], letter) == (wanted, other[j - 2]):
+            if i > 1 and j > 1 and (word[i - 2], letter) == (wanted, other[j - 2]):
                 cheapest = min(cheapest, before[j - 2] + 1)
             row.append(cheapest)
         before = above

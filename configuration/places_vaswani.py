@@ -1,8 +1,7 @@
-"""Where a model is loaded from: local paths that do not exist, and models of other toolkits.
+"""Checks of the place that a model is loaded from: missing paths, and models of other toolkits.
 
-Both are found before anything is loaded. transformers would ask the Hub for a path that does not
-exist, and try again for a minute where there is no network. Nor would it name the converter of
-another toolkit's model.
+The checks run before anything is loaded. transformers would ask the Hub for a missing path, and
+repeat this for a minute without a network. It would not name the converter of another toolkit.
 """
 
 import difflib
@@ -15,7 +14,7 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 
-# Words in the pickle of a toolkit's checkpoint: one of each group is enough.
+# Words in the pickles of a toolkit's checkpoints. One of them is enough to tell the toolkit.
 _FAIRSEQ = (b"encoder_embed_dim", b"optimizer_history")
 _OPENNMT = (b"transformer_ff", b"decoder_type")
 _JOEYNMT = (b"best_ckpt_score", b"best_ckpt_iteration")
@@ -26,16 +25,16 @@ _KINDS = {
     "vaswani_decoder": ("a decoder alone", "AutoModelForCausalLM"),
 }
 _CHECKPOINTS = (".pt", ".pth", ".ckpt")
-_BYTES_READ = 2**26  # of a pickle: a vocabulary of 100,000 words is a few million bytes
+_BYTES_READ = 2**26  # of a pickle; a vocabulary of 100,000 words takes a few million bytes
 
 
 def check_place(
     place: str | os.PathLike | None, subfolder: str | None = None, **kwargs: Any
 ) -> None:
-    """Refuse what nothing can be loaded from; arguments are those of `from_pretrained`.
+    """Refuse places without a model; the arguments are those of `from_pretrained`.
 
     Raises:
-        OSError: there is no such path, or it holds another toolkit's model.
+        OSError: the path does not exist, or holds a model of another toolkit.
     """
     if place is not None:
         check_path(place, kwargs.get("cache_dir"), kwargs.get("revision"))
@@ -48,17 +47,18 @@ def check_path(
     cache_dir: str | os.PathLike | None = None,
     revision: str | None = None,
 ) -> None:
-    """Refuse a local path that does not exist; names that may be on the Hub pass.
+    """Refuse a local path that does not exist; accept names that may be on the Hub.
 
-    NAME, and USER/NAME where USER is a folder here, may be either. They pass if the Hub answers.
+    NAME may be a path or a repository, and so may USER/NAME if USER is a local folder. Such names
+    are accepted if the Hub answers.
 
     Args:
         place: the path or name.
-        cache_dir: where repositories of the Hub are cached, if not in the usual place.
-        revision: of the repository.
+        cache_dir: cache of the Hub's repositories; None means the default.
+        revision: revision of the repository.
 
     Raises:
-        FileNotFoundError: names the most similar path, if there is one.
+        FileNotFoundError: the path does not exist. The error names the most similar path, if any.
     """
     path = Path(place)
     if path.exists():
@@ -75,7 +75,7 @@ def check_path(
 
 
 def _can_only_be_a_path(place: str) -> bool:
-    """Whether no repository of the Hub can have this name."""
+    """Tell whether the Hub allows no repository of this name."""
     parts = Path(place).parts or ("",)
     return (
         len(parts) > 2
@@ -86,9 +86,9 @@ def _can_only_be_a_path(place: str) -> bool:
 
 
 def _may_be_on_hub(name: str, cache_dir: str | os.PathLike | None, revision: str | None) -> bool:
-    """Whether a repository was downloaded before, or the Hub can be reached.
+    """Tell whether a repository is in the cache, or the Hub can be reached.
 
-    The Hub is asked once. transformers would try again for a minute.
+    The Hub is asked once. transformers would repeat the request for a minute.
     """
     try:
         cache = None if cache_dir is None else Path(cache_dir)
@@ -96,8 +96,8 @@ def _may_be_on_hub(name: str, cache_dir: str | os.PathLike | None, revision: str
             return True
         HfApi().model_info(name, timeout=5)
     except HfHubHTTPError:
-        return True  # The Hub answers. What it says of the repository may depend on a token.
-    except Exception:  # There is no network, in the words of whatever HTTP library is used.
+        return True  # The Hub answers. Whether the repository exists may depend on a token.
+    except Exception:  # There is no network; the class depends on the HTTP library.
         return False
     return True
 
@@ -106,7 +106,8 @@ def check_toolkit(place: str | os.PathLike) -> None:
     """Refuse a local file or folder of another toolkit.
 
     Raises:
-        OSError: names the toolkit, and the command that converts its models.
+        OSError: the place holds a model of another toolkit. The error has the command that converts
+            it.
     """
     path = Path(place)
     found = None
@@ -126,7 +127,7 @@ def check_model_type(place: str | os.PathLike, model_type: str | None, *ours: st
     """Refuse a config.json of another architecture; `ours` are the types that can be read.
 
     Raises:
-        OSError: names the architecture, and for Marian the command that converts it.
+        OSError: names the architecture, and the command that converts it if it is Marian.
     """
     if model_type in (None, *ours):
         return
@@ -148,7 +149,7 @@ def check_model_type(place: str | os.PathLike, model_type: str | None, *ours: st
 
 
 def _of_folder(folder: Path) -> tuple[str, str] | None:
-    """The toolkit of a folder without config.json, and the converter's arguments."""
+    """Return the toolkit of a folder without config.json, and the converter's arguments."""
     if (folder / "decoder.yml").is_file() or any(folder.glob("*.npz")):
         return "Marian", f"marian {shlex.quote(str(folder))}"
     if (folder / "config.yaml").is_file() and any(folder.glob("*.ckpt")):
@@ -159,7 +160,7 @@ def _of_folder(folder: Path) -> tuple[str, str] | None:
 
 
 def _of_file(path: Path) -> tuple[str, str] | None:
-    """The toolkit of a file, and the converter's arguments."""
+    """Return the toolkit of a file, and the converter's arguments."""
     quoted = shlex.quote(str(path))
     if path.suffix == ".npz":
         return "Marian", f"marian {shlex.quote(str(path.parent))}"
@@ -180,7 +181,7 @@ def _of_file(path: Path) -> tuple[str, str] | None:
 
 
 def _pickled(path: Path) -> bytes:
-    """The pickle of a file of torch.save, which is searched for words and not run."""
+    """Return the pickle of a file of torch.save, to search it for words without running it."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("data.pkl")]

@@ -42,7 +42,7 @@ _TRAVELLING_FILES = (
     "tokenization/tokenization_vaswani.py",
     "generation/pipeline_vaswani.py",
 )
-# A copy leaves the folder that holds the licence.
+# Copies leave the folder that holds the licence, so each copy names it.
 _LICENSE = (
     "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
     "# SPDX-License-Identifier: Apache-2.0\n\n"
@@ -51,14 +51,16 @@ _IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", 
 
 
 class _FromFile(str):
-    """A reference to code that a file makes. It may name a stranger's code: no save repeats it."""
+    """A reference to code from a file. It may name a stranger's code, so no save repeats it."""
 
 
 def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
     """Write flat copies of the files that travel, so that `folder` loads without the package.
 
-    Returns the paths written. `from ..room.file import` becomes `from .file import` in the copies,
-    and each names its licence.
+    In the copies, `from ..room.file import` becomes `from .file import`.
+
+    Returns:
+        The paths of the copies.
     """
     rooms = Path(__file__).resolve().parent.parent
     target_folder = Path(folder)
@@ -79,15 +81,15 @@ def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
 
 
 def references_of_file(name: str, value: Any, place: str | None) -> dict[str, Any]:
-    """Return the references to code that a file makes under `name`, marked as such.
+    """Mark the references to code that a file has under `name`.
 
     Raises:
-        ValueError: the file holds no mapping there.
+        ValueError: the value is no mapping.
     """
     if not isinstance(value, dict | None):
         raise ValueError(
             f"{name} in the config.json{f' of {place}' if place else ''} must be a mapping, got "
-            f"{value!r}: remove it from the file, or get the file again."
+            f"{value!r}: remove it from the file, or download the file again."
         )
     return {
         key: _FromFile(reference) if isinstance(reference, str) else reference
@@ -96,22 +98,22 @@ def references_of_file(name: str, value: Any, place: str | None) -> dict[str, An
 
 
 def without_marks(references: Any) -> Any:
-    """Remove the marks of a file from references to code."""
+    """Remove the marks from references to code."""
     if isinstance(references, dict):
         return {name: without_marks(reference) for name, reference in references.items()}
     return str(references) if isinstance(references, str) else references
 
 
 def is_own(reference: Any) -> bool:
-    """Tell whether this process made a reference to code, not a file that was loaded."""
+    """Tell whether a reference to code comes from this process, not from a file."""
     return type(reference) is str
 
 
 class TasksOfFolder(dict):
-    """Pipeline tasks whose code lies in the folder, by name.
+    """Pipeline tasks by name, whose code is in the folder of the model.
 
-    `pipeline` runs such code only with `trust_remote_code=True`. A task that is registered with
-    transformers is not `in` this mapping, so that `pipeline` takes the registered class instead.
+    `pipeline` runs such code only with `trust_remote_code=True`. Tasks that are registered with
+    transformers are not `in` this mapping, so that `pipeline` uses the registered class.
     """
 
     def __contains__(self, task: object) -> bool:

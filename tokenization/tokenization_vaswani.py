@@ -1,31 +1,32 @@
-r"""The tokenizer of the Transformer: six kinds of vocabulary behind one class (section 5.1).
+r"""The tokenizer of the Transformer: one class for six kinds of vocabulary (section 5.1).
 
-Decoding gives back the text that was encoded, up to the kind's declared normalisation:
+Decoding restores the text that was encoded, up to the normalisation of the kind:
 
 =========  =============================================  ===================  ==================
 kind       tokens                                         normalisation        restores
 =========  =============================================  ===================  ==================
 bpe        byte pairs; unseen characters become bytes     none                 any text
 wordpiece  word pieces, longest match first               none                 known characters
-unigram    the pieces most probable together              none                 known characters
+unigram    pieces of the most probable segmentation       none                 known characters
 char       characters                                     none                 known characters
-regex      matches of a pattern, and what lies between    none                 known tokens
-word       what stands between white space                white space becomes  known words
+regex      matches of a pattern, and the text between     none                 known tokens
+word       words between white space                      white space becomes  known words
                                                           single spaces
 =========  =============================================  ===================  ==================
 
-Nothing is lowercased and no Unicode form is changed: do that to the data, where it can be seen.
-How the text survives:
+The tokenizer never lowercases, and never changes a Unicode form. Do that to the data.
 
-* bpe, wordpiece and unigram write a space as "▁" and start every text with one, so that a word is
-  the same token wherever it stands. A "▁" of the text itself becomes "▂1", and "▂" becomes "▂2".
-* They split punctuation from words before they learn or apply merges, so that a word is the same
-  token before a comma and before a space. `split_punctuation=False` leaves it to the merges.
-* With `space_after` they end every text with one instead, and it is the end of a word that carries
-  it, as in Sennrich et al. (2016): the last part of a compound can be the token that it is alone.
-  That suits text whose punctuation stands apart: right before a comma a word carries no space.
-* What looks like a special token in a text is text. No token learned can equal a special one:
-  pieces never go on after "<", and such words are escaped by "\" (word) or cut after "<" (regex).
+* Spaces. The kinds bpe, wordpiece and unigram write a space as "▁", and start every text with one.
+  A word is therefore the same token everywhere. In the text, "▁" becomes "▂1" and "▂" becomes "▂2".
+* Punctuation. These three kinds split punctuation from words before they learn or apply merges. A
+  word is therefore the same token before a comma and before a space. `split_punctuation=False`
+  leaves punctuation to the merges.
+* `space_after`. A word carries the space after it, and every text ends with a space, as in Sennrich
+  et al. (2016). The last part of a compound can then be the same token as the word alone. Choose
+  this for text with spaces around punctuation.
+* Special tokens. "</s>" in a text is text, because no learned token can equal a special token. A
+  piece never continues after "<". The kind word escapes such words by "\"; the kinds regex and char
+  cut them after "<".
 """
 
 import copy
@@ -49,28 +50,28 @@ from ..configuration.remote_code_vaswani import save_remote_code
 SUBWORD_KINDS = ("bpe", "wordpiece", "unigram")
 KINDS = (*SUBWORD_KINDS, "word", "char", "regex")
 
-# Reaction SMILES, token by token: bracket atoms, the organic subset and its aromatic forms, ring
-# closures of two digits, the reaction arrow, then bonds, branches, digits and dots one by one.
+# Tokens of reaction SMILES: bracket atoms, the organic subset and its aromatic forms, ring closures
+# of two digits, the reaction arrow; then single bonds, branches, digits and dots.
 SMILES_PATTERN = r"\[[^\[\]]*\]|Cl|Br|[BCNOPSFI]|[bcnops]|%\d\d|%\(\d+\)|>>|[-=#$:~/\\.()+*>]|\d"
 
 _PAD, _UNK, _EOS = _SPECIAL_TOKENS = ("<pad>", "<unk>", "</s>")
 _MASK = "<mask>"
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-_LEAST_UNIGRAM = 10
+_SMALLEST_UNIGRAM = 10  # entries of a vocabulary
 _REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
-# A punctuation mark, or one repeated as in "...", with the space that it carries.
+# A punctuation mark, alone or repeated ("..."), with the space that it carries; by space_after.
 _PUNCTUATION = {False: r"▁?(\p{P})\1*", True: r"(\p{P})\1*▁?"}
 
 
 def _subword_backend(model: models.Model, space_after: bool, split_punctuation: bool) -> Tokenizer:
-    """Words that carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
+    """Make words carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
     backend = Tokenizer(model)
-    # Metaspace could add the first space itself, but not to a text that has one: it would be lost.
+    # Metaspace adds no first space to a text that begins with one, and decoding would lose it.
     one_more = normalizers.Replace(Regex(r"\z"), " ") if space_after else normalizers.Prepend(" ")
     backend.normalizer = normalizers.Sequence(
         [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), one_more]
     )
-    # No token goes on after "<", so none can be learned that equals "</s>" or "<0x41>".
+    # No token continues after "<", so no learned token can equal "</s>" or "<0x41>".
     ends = ["▁", "<"] if space_after else ["<"]
     splits = [pre_tokenizers.Split(end, "merged_with_previous") for end in ends]
     if split_punctuation:
@@ -83,7 +84,7 @@ def _subword_backend(model: models.Model, space_after: bool, split_punctuation: 
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            # On the right of an empty text Strip panics.
+            # Strip panics on the right of an empty text.
             decoders.Replace(Regex(r" \z"), "") if space_after else decoders.Strip(" ", 1, 0),
             decoders.Replace("▂1", "▁"),
             decoders.Replace("▂2", "▂"),
@@ -93,7 +94,7 @@ def _subword_backend(model: models.Model, space_after: bool, split_punctuation: 
 
 
 def _word_backend() -> Tokenizer:
-    r"""Words between white space; "</s>", "<pad>", "<unk>" and words with "\" first get a "\"."""
+    r"""Split at white space, and escape "</s>", "<pad>", "<unk>" and words that start with "\"."""
     backend = Tokenizer(models.WordLevel(unk_token=_UNK))
     backend.normalizer = normalizers.Sequence(
         [
@@ -102,7 +103,7 @@ def _word_backend() -> Tokenizer:
         ]
     )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
-    # This decoder joins by a space whatever does not start with its prefix: here, every word.
+    # The WordPiece decoder joins words by a space if they do not start with its prefix, a space.
     backend.decoder = decoders.Sequence(
         [decoders.Replace(Regex(r"\A\\"), ""), decoders.WordPiece(prefix=" ", cleanup=False)]
     )
@@ -110,10 +111,10 @@ def _word_backend() -> Tokenizer:
 
 
 def _regex_backend(pattern: str) -> Tokenizer:
-    """The matches of a pattern, and the stretches between them, in their order."""
+    """Split into the matches of a pattern and the text between them."""
     try:
         matches = Regex(pattern)
-    except Exception as error:  # tokenizers raises the bare class
+    except Exception as error:  # tokenizers raises bare Exceptions
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
     backend = Tokenizer(models.WordLevel(unk_token=_UNK))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -129,7 +130,7 @@ def _regex_backend(pattern: str) -> Tokenizer:
 def _untrained(
     kind: str, pattern: str | None, space_after: bool, split_punctuation: bool
 ) -> Tokenizer:
-    """The pipeline of one kind, with an empty model."""
+    """Return the tokenizer of a kind, before training."""
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}.")
     if pattern is not None and kind != "regex":
@@ -143,7 +144,7 @@ def _untrained(
             pairs = models.BPE(unk_token=_UNK, byte_fallback=True)
             return _subword_backend(pairs, space_after, split_punctuation)
         case "wordpiece":
-            # The default limit of 100 characters would turn longer words into <unk>.
+            # By default, words of more than 100 characters become <unk>.
             pieces = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
             return _subword_backend(pieces, space_after, split_punctuation)
         case "unigram":
@@ -158,7 +159,7 @@ def _untrained(
 def _trainer(
     kind: str, vocab_size: int, min_frequency: int, show_progress: bool
 ) -> trainers.Trainer:
-    """The trainer of one kind, special tokens first so that their ids are 0, 1, 2."""
+    """Return the trainer of a kind. Special tokens come first, so their ids are 0, 1, 2."""
     options: dict[str, Any] = {
         "vocab_size": vocab_size,
         "special_tokens": list(_SPECIAL_TOKENS),
@@ -172,20 +173,24 @@ def _trainer(
     if kind == "bpe":
         return trainers.BpeTrainer(**options)
     if kind == "wordpiece":
-        # Words are marked by their space ("▁"), so their other pieces need no mark ("##").
+        # The space "▁" marks the start of a word, so other pieces need no mark ("##").
         return trainers.WordPieceTrainer(continuing_subword_prefix="", **options)
     return trainers.WordLevelTrainer(**options)
 
 
-def _checked(
+def _lines_that_fit(
     lines: Iterable[str | Sequence[str]],
     vocab_size: int,
     model: models.Model,
     normalizer: normalizers.Normalizer | None,
 ) -> Iterator[str]:
-    """The lines, and after the last one a check that they fit.
+    """Yield the lines, then check that their characters fit the vocabulary.
 
-    The tokenizers library raises the error of an iterator after training on what came before it.
+    The tokenizers library trains on the lines before it raises an error of this iterator.
+
+    Raises:
+        ValueError: a line has half a surrogate pair, all lines are blank, or vocab_size is too
+            small.
     """
     characters: set[str] = set()
     number = 0
@@ -203,22 +208,22 @@ def _checked(
     if isinstance(model, models.WordLevel):
         needed += 1
     else:
-        # The normalizer adds characters of its own: the space, and "1" and "2" of the escapes.
+        # The normalizer adds characters: the space, and "1" and "2" of the escapes.
         needed += len(set(normalizer.normalize_str(text) if normalizer else text))
     if isinstance(model, models.Unigram):
-        # Without room for one piece beyond the characters, its trainer overruns vocab_size.
-        needed = max(needed + 1, _LEAST_UNIGRAM)
+        # The trainer needs room for one piece beyond the characters, or it exceeds vocab_size.
+        needed = max(needed + 1, _SMALLEST_UNIGRAM)
     if vocab_size < needed:
         raise ValueError(
             f"vocab_size ({vocab_size}) is too small: the special tokens, the bytes (bpe) and the "
-            f"characters of this text need {needed}. Pass more, or text with fewer characters."
+            f"characters of this text need {needed}. Pass a larger one, or simpler text."
         )
 
 
 def half_character(text: str) -> str | None:
-    r"""Say where a text holds half of a character that UTF-16 writes in two; None if nowhere.
+    r"""Say where a text holds half of a surrogate pair; None if it holds none.
 
-    JSON's escapes can write such a half ("\ud800"); no encoding of text can.
+    Escapes of JSON can write such a half ("\ud800"), but no encoding of text can.
     """
     try:
         text.encode("utf-8")
@@ -229,50 +234,51 @@ def half_character(text: str) -> str | None:
 
 
 def _reserved_bytes(model: models.Model) -> int:
-    """How many entries of the vocabulary are kept for bytes."""
+    """Return how many entries of the vocabulary are bytes."""
     return len(_BYTE_TOKENS) if isinstance(model, models.BPE) and model.byte_fallback else 0
 
 
-def _room(vocab_size: int, model: models.Model) -> int:
-    """The vocab_size to give to the trainer of a model."""
+def _vocab_size_of_trainer(vocab_size: int, model: models.Model) -> int:
+    """Return the vocab_size for the trainer of a model."""
     if isinstance(model, models.Unigram):
-        # Below this the trainer can loop for ever; `_checked` refuses it, but only afterwards.
-        return max(vocab_size, _LEAST_UNIGRAM)
+        # The trainer may never end below this size, and `_lines_that_fit` checks too late.
+        return max(vocab_size, _SMALLEST_UNIGRAM)
     return max(vocab_size - _reserved_bytes(model), 0)
 
 
-def _settled(backend: Tokenizer) -> Tokenizer:
-    """A backend just trained, with what the trainers leave undone for bpe and unigram."""
+def _completed(backend: Tokenizer) -> Tokenizer:
+    """Complete a trained tokenizer: add bytes for bpe, and sort the pieces of unigram."""
     state = json.loads(backend.to_str())
     if _reserved_bytes(backend.model):
-        # The trainer would take bytes as special tokens only, and decoding leaves those out.
+        # The trainer accepts bytes as special tokens only, which decoding leaves out.
         first = backend.get_vocab_size()
         state["model"]["vocab"] |= {token: first + byte for byte, token in enumerate(_BYTE_TOKENS)}
     elif isinstance(backend.model, models.Unigram):
         first = len(state["added_tokens"])
-        state["model"]["vocab"][first:] = _in_one_order(state["model"]["vocab"][first:])
+        state["model"]["vocab"][first:] = _sorted_pieces(state["model"]["vocab"][first:])
     return Tokenizer.from_str(json.dumps(state))
 
 
-def _in_one_order(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Unigram pieces by score, then by name: the trainer walks hash maps and leaves ties to luck.
+def _sorted_pieces(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Sort unigram pieces by rounded score, then by name, so that training is reproducible.
 
-    Luck also moves scores by about 1e-11, and it hands the scores lowest, lowest + 0.0001, ... to
-    the characters that were pruned and put back; these all get the lowest here.
+    The trainer iterates over hash maps, so the order of ties is random, and scores vary by about
+    1e-11. Characters that were pruned and added back get the scores lowest, lowest + 0.0001, ... in
+    random order. Here, these characters all get the lowest score.
     """
     lowest = min(score for _, score in pieces)
 
-    def settled_score(piece: str, score: float) -> float:
+    def reproducible_score(piece: str, score: float) -> float:
         steps = (score - lowest) / 0.0001
-        put_back = len(piece) == 1 and abs(steps - round(steps)) < 1e-6
-        return round(lowest if put_back else score, 5)
+        added_back = len(piece) == 1 and abs(steps - round(steps)) < 1e-6
+        return round(lowest if added_back else score, 5)
 
-    settled = [(piece, settled_score(piece, score)) for piece, score in pieces]
-    return sorted(settled, key=lambda entry: (-entry[1], entry[0]))
+    scored = [(piece, reproducible_score(piece, score)) for piece, score in pieces]
+    return sorted(scored, key=lambda entry: (-entry[1], entry[0]))
 
 
 def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
-    """The lines of utf-8 files, plain or .gz, without their ends.
+    """Yield the lines of utf-8 files, plain or .gz, without line ends.
 
     Raises:
         ValueError: a line is not utf-8 (names file and line), or a .gz file is damaged.
@@ -296,7 +302,7 @@ def _decoded(line: bytes, place: str) -> str:
 
 
 def _refuse_half_characters(texts: Any) -> None:
-    """Refuse the first text that is none; `texts` may be one text, a list, or lists of words."""
+    """Refuse text with half of a surrogate pair; `texts` is a text, a list, or lists of words."""
     for number, text in enumerate(texts if isinstance(texts, list | tuple) else [texts], start=1):
         for part in text if isinstance(text, list | tuple) else [text]:
             if isinstance(part, str) and (flaw := half_character(part)):
@@ -304,7 +310,7 @@ def _refuse_half_characters(texts: Any) -> None:
 
 
 class _Options(TypedDict, total=False):
-    """What `train_from_files` passes on."""
+    """Options of `train_from_iterator`, for the signature of `train_from_files`."""
 
     kind: str
     vocab_size: int
@@ -316,15 +322,17 @@ class _Options(TypedDict, total=False):
 
 
 class VaswaniTokenizer(TokenizersBackend):
-    """Text to ids and back, "</s>" at the end of source and target alike (section 5.1).
+    """Encode text with "</s>" at the end of source and target, and decode (section 5.1).
 
-    Train one with `train_from_iterator` or `train_from_files`, load one with `from_pretrained`.
-    "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens written in a text are text.
+    Train a tokenizer with `train_from_iterator` or `train_from_files`, or load one with
+    `from_pretrained`. "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens in a text are text.
 
-    Imported tokenizers may have other special tokens, by `source_eos=False` the token at the end of
-    targets alone (`text_target`), and by `unknown_from=N` symbols from number N on that merges need
-    and models do not know: as ids they are the unknown token. By `unknown_ends_word=True`, decoding
-    with `skip_special_tokens` does not join what stands on the two sides of an unknown token.
+    Imported tokenizers may have other special tokens, and three more settings:
+
+    * `source_eos=False` adds the end token to targets only (`text_target`).
+    * `unknown_from=N` encodes the symbols from number N on as the unknown token. Merges need these
+      symbols, but the model has no embeddings for them.
+    * `unknown_ends_word=True` puts a space for an unknown token when decoding skips special tokens.
     """
 
     _auto_map: ClassVar[dict[str, list[str | None]]] = {
@@ -347,37 +355,38 @@ class VaswaniTokenizer(TokenizersBackend):
         """Learn a vocabulary; for one shared by two languages (5.1) pass the lines of both.
 
         Args:
-            lines: the text, in one pass.
+            lines: the text; it is read once.
             kind: "bpe", "wordpiece", "unigram", "word", "char" or "regex"; see the module.
-            vocab_size: the most entries the vocabulary may have, special tokens and bytes included.
-            pattern: of kind "regex" (Oniguruma's syntax); None stands for `SMILES_PATTERN`.
-            space_after: of subwords: a word carries the space after it, not the one before it.
-            split_punctuation: of subwords: no token joins a word and a punctuation mark.
+            vocab_size: entries of the vocabulary at most, special tokens and bytes included.
+            pattern: for kind "regex", in Oniguruma's syntax; None means `SMILES_PATTERN`.
+            space_after: for subwords: a word carries the space after it, not the one before it.
+            split_punctuation: for subwords: no token joins a word and a punctuation mark.
             min_frequency: rarer pairs, words, characters or matches are not learned.
             show_progress: draw progress bars.
 
         Raises:
             TypeError: lines is one string.
-            ValueError: an argument is not as above, lines hold no text, or vocab_size is too small.
+            ValueError: an argument is invalid, lines hold no text, or vocab_size is too small.
         """
         if isinstance(lines, str):
             raise TypeError("lines is one string: pass an iterable of strings, such as [text].")
         backend = _untrained(kind, pattern, space_after, split_punctuation)
-        room = _room(vocab_size, backend.model)
-        trainer = _trainer(kind, room, min_frequency, show_progress)
-        checked = _checked(lines, vocab_size, backend.model, backend.normalizer)
-        backend.train_from_iterator(checked, trainer)
-        return cls.from_backend(_settled(backend))
+        trained_size = _vocab_size_of_trainer(vocab_size, backend.model)
+        trainer = _trainer(kind, trained_size, min_frequency, show_progress)
+        fitting = _lines_that_fit(lines, vocab_size, backend.model, backend.normalizer)
+        backend.train_from_iterator(fitting, trainer)
+        return cls.from_backend(_completed(backend))
 
     @classmethod
     def train_from_files(
         cls, paths: str | os.PathLike | Iterable[str | os.PathLike], **options: Unpack[_Options]
     ) -> Self:
-        """`train_from_iterator` on the lines of utf-8 files, plain or .gz.
+        """Call `train_from_iterator` with the lines of utf-8 files, plain or .gz.
 
         Raises:
-            FileNotFoundError: names every file that is missing, before any is read.
-            ValueError: also for a file that is not utf-8; names the file and the line.
+            FileNotFoundError: names all missing files, before any file is read.
+            ValueError: a file is not utf-8; names the file and the line. Or as
+                `train_from_iterator`.
         """
         given = [paths] if isinstance(paths, str | os.PathLike) else paths
         files = [Path(path) for path in given]
@@ -387,7 +396,7 @@ class VaswaniTokenizer(TokenizersBackend):
 
     @classmethod
     def from_backend(cls, backend: Tokenizer) -> Self:
-        """Dress a tokenizer of the tokenizers library whose vocabulary holds the special tokens."""
+        """Wrap a tokenizer of the tokenizers library, whose vocabulary has the special tokens."""
         backend.post_processor = TemplateProcessing(
             single=f"$A {_EOS}",
             pair=f"$A {_EOS} $B {_EOS}",
@@ -405,17 +414,17 @@ class VaswaniTokenizer(TokenizersBackend):
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._encode_plus(text, text_pair, *args, **kwargs)
-        except TypeError:  # which tokenizers raises of such text, as of numbers
+        except TypeError:  # tokenizers raises it for such text, and for numbers
             for texts in (text, text_pair):
                 _refuse_half_characters(texts)
             raise
 
     def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
         columns, encodings = super()._convert_encoding(*args, **kwargs)
-        if (known := self.init_kwargs.get("unknown_from")) is not None:
+        if (first_unknown := self.init_kwargs.get("unknown_from")) is not None:
             unknown = self.unk_token_id
             columns["input_ids"] = [
-                [token if token < known else unknown for token in ids]
+                [token if token < first_unknown else unknown for token in ids]
                 for ids in columns["input_ids"]
             ]
         return columns, encodings
@@ -425,7 +434,7 @@ class VaswaniTokenizer(TokenizersBackend):
         if not (skip_special_tokens and self.init_kwargs.get("unknown_ends_word")):
             return decode(token_ids, skip_special_tokens=skip_special_tokens)
         ids = token_ids["input_ids"] if isinstance(token_ids, dict) else token_ids
-        # The decoder does not see skipped tokens: "r@@ <unk> r" would become "rr".
+        # Decode the parts between unknown tokens one by one, or "r@@ <unk> r" would become "rr".
         parts: list[list[int]] = [[]]
         for token in [ids] if isinstance(ids, int) else ids:
             if token == self.unk_token_id:
@@ -477,7 +486,7 @@ class VaswaniTokenizer(TokenizersBackend):
         *args: object,
         **kwargs: object,
     ) -> Self:
-        """As in transformers, with the bytes of bpe and the unmarked pieces of wordpiece kept.
+        """Train as in transformers, but keep the bytes of bpe and wordpiece's unmarked pieces.
 
         Raises:
             ValueError: text_iterator holds no text, or vocab_size is too small.
@@ -485,11 +494,11 @@ class VaswaniTokenizer(TokenizersBackend):
         backend = self.backend_tokenizer
         if isinstance(backend.model, models.WordPiece):
             kwargs.setdefault("continuing_subword_prefix", "")
-        checked = _checked(text_iterator, vocab_size, backend.model, backend.normalizer)
-        room = _room(vocab_size, backend.model)
-        new = super().train_new_from_iterator(checked, room, *args, **kwargs)
+        fitting = _lines_that_fit(text_iterator, vocab_size, backend.model, backend.normalizer)
+        trained_size = _vocab_size_of_trainer(vocab_size, backend.model)
+        new = super().train_new_from_iterator(fitting, trained_size, *args, **kwargs)
         new.init_kwargs.pop("unknown_from", None)
-        new._tokenizer = _settled(new._tokenizer)
+        new._tokenizer = _completed(new._tokenizer)
         new._tokenizer.encode_special_tokens = new.split_special_tokens
         return new
 
@@ -497,10 +506,10 @@ class VaswaniTokenizer(TokenizersBackend):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
     ) -> Self:
-        """Load a tokenizer as in transformers; a path that does not exist is refused at once.
+        """Load a tokenizer as in transformers, but refuse a missing path at once.
 
         Raises:
-            OSError: there is no such path, or no tokenizer in it.
+            OSError: the path does not exist, or holds no tokenizer.
         """
         check_path(pretrained_model_name_or_path, kwargs.get("cache_dir"))
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -523,13 +532,13 @@ class VaswaniTokenizer(TokenizersBackend):
         except Exception:
             try:
                 Tokenizer.from_file(file)
-            except Exception as flaw:  # tokenizers raises the bare class
+            except Exception as flaw:  # tokenizers raises bare Exceptions
                 raise OSError(
-                    f"{file} is damaged: {flaw}. Get it anew; from the Hub, force_download=True "
-                    "does."
+                    f"{file} is damaged: {flaw}. Download it again; for the Hub, pass "
+                    "force_download=True."
                 ) from flaw
             raise
-        # What finds other files of the same state of a repository.
+        # These settings find other files of the same revision, such as the target's tokenizer.
         names = ("cache_dir", "local_files_only")
         tokenizer.origin = {name: kwargs[name] for name in names if kwargs.get(name)}
         if revision := extract_commit_hash(file, None):
@@ -546,7 +555,7 @@ class VaswaniTokenizer(TokenizersBackend):
         # Padding and truncation belong to the last call, not to the tokenizer.
         self.backend_tokenizer.no_padding()
         self.backend_tokenizer.no_truncation()
-        # A class that was itself loaded from such copies has them copied by transformers.
+        # transformers copies the code of a class that is remote code (_auto_class is set).
         if self._auto_class is None:
             file_names = file_names + save_remote_code(save_directory)
         try:
@@ -556,7 +565,7 @@ class VaswaniTokenizer(TokenizersBackend):
         except Exception as error:
             if type(error) is not Exception:
                 raise
-            # tokenizers raises the bare class, for a full disk among others.
+            # tokenizers raises bare Exceptions, for a full disk for example.
             raise OSError(
                 f"The tokenizer could not be saved in {save_directory}: {error}"
             ) from error
