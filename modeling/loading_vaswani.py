@@ -95,7 +95,9 @@ class StrictlyLoadedModel(PreTrainedModel):
             # _load_pretrained_model changes it, and the caller keeps the original.
             kwargs["device_map"] = dict(kwargs["device_map"])
         try:
-            loaded = super().from_pretrained(place, *model_args, output_loading_info=True, **kwargs)
+            loaded: tuple[Any, dict[str, Any]] = super().from_pretrained(
+                place, *model_args, output_loading_info=True, **kwargs
+            )
         except SafetensorError as error:
             raise OSError(
                 f"The weights of {place} are damaged: {error}. Download the file again; for the "
