@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers import get_scheduler
 from vaswani.modeling import modeling_vaswani
+from vaswani.training.schedule import noam_schedule
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniModel
 
@@ -481,19 +481,14 @@ def test_3_5_sinusoids_extend_to_sequences_longer_than_any_seen(encoding):
 
 @pytest.mark.parametrize(("d_model", "warmup"), [(512, 4000), (1024, 4000), (128, 50)])
 def test_5_3_learning_rate_is_equation_3(d_model, warmup):
-    """transformers' `inverse_sqrt` is equation 3 if its peak is (d_model warmup)^-0.5.
-
-    It counts steps from 0: the first update has rate 0, and update s + 1 the rate of step s.
-    """
-    peak = (d_model * warmup) ** -0.5
-    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=peak)
-    scheduler = get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=warmup)
-    assert scheduler.get_last_lr() == [0.0]
+    """Update number `step`, counted from 1, has the rate of equation 3."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    scheduler = noam_schedule(optimizer, d_model, warmup)
     for step in range(1, 3 * warmup):
+        expected = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+        assert scheduler.get_last_lr() == pytest.approx([expected], rel=1e-12)
         optimizer.step()
         scheduler.step()
-        expected = d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
-        assert scheduler.get_last_lr()[0] == pytest.approx(expected, rel=1e-12)
 
 
 # Section 5.4: regularization
