@@ -1,9 +1,9 @@
-"""Model cards: the README.md of a saved model, written from the files beside it alone.
+"""Model cards: the README.md of a saved model, written only from files.
 
     write_model_card("runs/en-de")
     write_model_card("runs/en-de", results="benchmarks/results/en-de.json", license="cc-by-4.0")
 
-A card says of itself whether it is as it was written: one that somebody has changed is left alone.
+A card holds a checksum of itself. A card that was changed by hand is left alone.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card_template.md.j2")
 _CURVE = "learning_curve.png"
 _RECIPE = "recipe.yaml"
-_LICENCE = "LICENSE-CODE"  # not LICENSE, which is the owner's to give to the weights
+_LICENCE = "LICENSE-CODE"  # LICENSE is for the weights, and their owner chooses it
 _TRANSLATIONS = "test.txt"
 _SAMPLE = ("source", "translation", "reference")
 _TAGS = ("vaswani", "transformer", "attention-is-all-you-need", "sequence-to-sequence")
@@ -57,28 +57,28 @@ def write_model_card(
 ) -> Path:
     """Write README.md for a saved model from its files, and return its path.
 
-    Numbers come from results files alone: JSON that says by which command, commit, hardware and
-    versions it was made, and when. Those in `folder` are found. A card that somebody has changed
-    stays as it is, and a warning says so.
+    Numbers come from results files only: JSON files with their command, commit, hardware, versions
+    and date. Results files in `folder` are found. A card that was changed by hand stays as it is,
+    with a warning.
 
     Args:
-        folder: of the model, as `save_pretrained` or a Trainer leaves it.
-        results: more results files; they are copied to the card's folder "results".
-        repo_id: under which the model is loaded in the card's examples; None is the folder.
-        output: folder of the card and of the files it links to; None is `folder`.
-        overwrite: also replace a card that somebody has changed.
-        language: ISO 639 codes, the source's first. This and what follows go to the card's
-            metadata; None is what the results files say, or the card that is there already.
-        license: of the weights, by the Hub's name for it.
-        datasets: ids of the Hub's data sets that were trained on.
-        tags: more tags.
+        folder: a folder of `save_pretrained` or of a Trainer.
+        results: further results files. They are copied to the folder "results" beside the card.
+        repo_id: the model's repository in the examples of the card; None uses the folder.
+        output: folder of the card and of the files that it links to; None means `folder`.
+        overwrite: also replace a card that was changed by hand.
+        language: ISO 639 codes, the source's first. This argument and the following ones are the
+            card's metadata. None takes them from the results files, or from the card in `folder`.
+        license: the Hub's name for the licence of the weights.
+        datasets: ids of the Hub's data sets that the model was trained on.
+        tags: further tags.
         base_model: id of the model that was fine-tuned.
 
     Raises:
         TypeError: `results` is no path.
-        FileNotFoundError: the folder has no saved model; there is no such results file.
+        FileNotFoundError: the folder has no saved model, or a results file is missing.
         ValueError: the folder holds another kind of model; a results file does not say how it was
-            made, or is of another model; two of them have one name; `language` is no code.
+            made, or belongs to another model; two of them have one name; `language` is no code.
     """
     folder = Path(folder)
     target = folder if output is None else Path(output)
@@ -110,40 +110,39 @@ def write_model_card(
     metadata = _metadata_of(model, stated, earlier, _listed(tags))
 
     target.mkdir(parents=True, exist_ok=True)
-    if model is None:
-        _add_licence(target)
-        text = render_sibling(folder, metadata, repo_id, (target / _LICENCE).exists())
-        _write(card, _marked(text))
-        return card
-    for file in model.given:
-        if file not in model.results:
-            continue  # a copy of another
-        (target / file.name).parent.mkdir(exist_ok=True)
-        if file.path.resolve() != (target / file.name).resolve():
-            _copy(file.path, target / file.name)
     _add_licence(target)
-    _draw_curve(model, target)
-    text = _render(model, metadata, target, repo_id)
-    if target != folder:
-        _copy_linked(text, folder, target)
-    _write(card, text)
+    if model is None:
+        text = _marked(render_sibling(folder, metadata, repo_id, (target / _LICENCE).exists()))
+    else:
+        _copy_results(model, target)
+        _draw_curve(model, target)
+        text = _render(model, metadata, target, repo_id)
+        if target != folder:
+            _copy_linked(text, folder, target)
+    with replaced_file(card) as partial:
+        partial.write_text(text, encoding="utf-8")
     return card
 
 
-def _write(card: Path, text: str) -> None:
-    with replaced_file(card) as partial:
-        partial.write_text(text, encoding="utf-8")
+def _copy_results(model: SavedModel, target: Path) -> None:
+    """Copy the given results files to the names by which the card links to them."""
+    for file in model.given:
+        if file not in model.results:
+            continue  # another file has the same content
+        (target / file.name).parent.mkdir(exist_ok=True)
+        if file.path.resolve() != (target / file.name).resolve():
+            _copy(file.path, target / file.name)
 
 
 def may_be_written(card: Path) -> bool:
-    """Whether a card is missing, as `write_model_card` left it, or transformers' empty draft."""
+    """Tell whether a card is missing, unchanged by hand, or transformers' empty draft."""
     if not card.exists():
         return True
     text = card.read_text(encoding="utf-8")
     mark = _MARKED.search(text)
     if mark and mark.end() == len(text):
         return _sha256(text[: mark.start()]) == mark[1]
-    # The draft is huggingface_hub's template with nothing filled in but one line.
+    # The draft is huggingface_hub's template, with only the description filled in.
     draft = ModelCard.from_template(ModelCardData(), model_description="DESCRIPTION").text
     body = re.escape(draft.strip()).replace("DESCRIPTION", ".*")
     return bool(re.fullmatch(rf"---\n(?s:.*?)\n---\s*{body}", text.strip()))
@@ -152,22 +151,22 @@ def may_be_written(card: Path) -> bool:
 def add_to_push(
     folder: str | os.PathLike, origin: str, repo_id: str, files_timestamps: dict[str, float]
 ) -> None:
-    """Give a folder that is about to be pushed its card, with the files that the card links to.
+    """Write the card of a folder that is about to be pushed, and the files that it links to.
 
-    They come from `origin` if the weights there are the same; a card that was changed there is
-    taken as it is. A card that somebody has changed on the Hub stays.
+    The files come from `origin` if the weights there are the same. A card that was changed by hand
+    in `origin` is copied. A card that was changed by hand on the Hub stays.
 
     Args:
-        folder: that transformers has filled, with the Hub's card or a draft of one.
-        origin: where the model was loaded from.
-        repo_id: where it goes to.
-        files_timestamps: transformers' record of what was in the folder before and is not pushed
-            again; changed in place.
+        folder: the folder to push, with the Hub's card or a draft from transformers.
+        origin: the place that the model was loaded from.
+        repo_id: the repository that it is pushed to.
+        files_timestamps: transformers' record of files that need no upload. New files are removed
+            from it, in place.
     """
     pushed = Path(folder)
-    # Of an adapter there is no more to say than the draft does.
-    whole = any(pushed.glob("model*.safetensors"))
-    if not whole or not may_be_written(pushed / CARD):
+    # The default card already covers adapters, which have no model*.safetensors.
+    is_model = any(pushed.glob("model*.safetensors"))
+    if not is_model or not may_be_written(pushed / CARD):
         return
     source = pushed
     if os.path.isdir(origin) and same_weights(Path(origin), pushed):
@@ -185,7 +184,7 @@ def add_to_push(
 def _metadata_of(
     model: SavedModel | None, stated: dict[str, Any], earlier: list[dict[str, Any]], tags: list[str]
 ) -> dict[str, Any]:
-    """What the card says of language, licence and origin: as stated, recorded, or said before."""
+    """Choose the metadata: what the call states, the results files record, or a card had before."""
     run = model.run if model else None
     recorded = {
         "language": run.languages() if run else [],
@@ -193,23 +192,25 @@ def _metadata_of(
         "datasets": run.hub_data_sets() if run else [],
         "base_model": _hub_id(run.settings.get("model")) if run else None,
     }
-    # A fine-tuned model translates what the model that it comes from translates.
+    # A fine-tuned model has the languages of its base model.
     tuned = run.settings.get("model") if run else None
     origin = {"language": _metadata(Path(tuned) / CARD).get("language")} if tuned else {}
     sources = (stated, recorded, *earlier, origin)
-    chosen = {key: next((said[key] for said in sources if said.get(key)), None) for key in stated}
+    chosen = {
+        key: next((source[key] for source in sources if source.get(key)), None) for key in stated
+    }
     kept = [
         tag
-        for said in earlier
-        for tag in said.get("tags", [])
-        if tag not in _pair(said.get("language"))  # which may have been wrong
+        for card in earlier
+        for tag in card.get("tags", [])
+        if tag not in _pair(card.get("language"))  # the languages may have been wrong
     ]
     own = _TAGS if model else _TAGS[:-1]  # a sibling is no sequence-to-sequence model
     return {**chosen, "tags": [*own, *_pair(chosen["language"]), *tags, *kept]}
 
 
 def _pair(language: Sequence[str] | None) -> list[str]:
-    """The tag of a language pair: ["en-de"]; none for other numbers of languages."""
+    """Return the tag of a language pair, ["en-de"], or no tag for one or three languages."""
     return ["-".join(language)] if language and len(language) == 2 else []
 
 
@@ -268,7 +269,7 @@ def _marked(card: str) -> str:
 
 
 def _given(path: Any, folder: Path) -> Results:
-    """A results file that was asked for, under the name by which the card will link to it."""
+    """Read a results file, and name it by the path that the card will link to."""
     results = read_results(path)
     if results.path.resolve().is_relative_to(folder.resolve()):
         return results.renamed(results.path.resolve().relative_to(folder.resolve()).as_posix())
@@ -290,7 +291,7 @@ def _indented(content: Any) -> str | None:
 
 
 def _cell(text: str) -> str:
-    """Text in a table: neither markup nor a border."""
+    """Escape text for the cell of a table."""
     return html.escape(text, quote=False).replace("|", "\\|")
 
 
@@ -308,7 +309,7 @@ def _hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    """The metadata of a card, if there is one."""
+    """Return the metadata of a card; empty if the card is missing."""
     if not card.exists():
         return {}
     data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
@@ -316,20 +317,20 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def _draw_curve(model: SavedModel, target: Path) -> None:
-    """Have a learning curve, if there is a log to draw it from."""
+    """Draw the learning curve, unless it exists or there is no log."""
     log, _ = model.log
     if not log or (model.folder / _CURVE).exists():
         return
     try:
         from ..training.curves import draw_learning_curve
-    except ImportError:  # matplotlib is no core dependency
+    except ImportError:  # matplotlib is optional
         return
     score = model.run.settings.get("score", "bleu") if model.run else "bleu"
     draw_learning_curve(log, target / _CURVE, score)
 
 
 def _add_licence(target: Path) -> None:
-    """Put the licence of the code beside it, from the checkout or the installation."""
+    """Copy the licence of the code to the card, from the checkout or the installed package."""
     if (target / _LICENCE).exists():
         return
     checkout = Path(__file__).resolve().parent.parent / "LICENSE"
@@ -347,7 +348,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_linked(text: str, source: Path, target: Path) -> None:
-    """Copy the files that a card links to, and that lie beside it, to where the card goes."""
+    """Copy the files that a card links to from the card's old folder to its new folder."""
     for name in _LINK.findall(text):
         file = source / name
         if file.is_file() and file.resolve().is_relative_to(source.resolve()):

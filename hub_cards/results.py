@@ -1,4 +1,4 @@
-"""Results files: every number of a model card stands in one, beside how it was made."""
+"""Results files: the source of every number in a model card."""
 
 import dataclasses
 import json
@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from huggingface_hub import EvalResult
 
-# What `vaswani.training.circumstances` writes: without it nobody can repeat a number.
+# Fields that `vaswani.training.circumstances` writes. They are needed to repeat a result.
 PROVENANCE = ("command", "commit", "hardware", "versions", "date")
-# Figures of a results file: what a card calls them, and their metric on the Hub, if it has one.
+# Scores of a results file: their name in a card, and their metric on the Hub, if any.
 _METRICS = {
     "bleu": ("BLEU", "bleu"),
     "greedy_bleu": ("BLEU, greedy search", None),
@@ -29,7 +29,7 @@ _TWO_LETTERS = re.compile(r"[a-z]{2}")
 
 @dataclass(frozen=True)
 class Score:
-    """A figure as a card shows it; `evaluation` is its entry in the metadata, if it has one."""
+    """A score in a card. `evaluation` is its entry in the metadata; None means no entry."""
 
     data: str
     metric: str
@@ -42,24 +42,24 @@ class Score:
 
 @dataclass(frozen=True)
 class Results:
-    """A results file: its content, and the name by which a card links to it."""
+    """A results file, with its content and the name by which a card links to it."""
 
     path: Path
     name: str
     content: dict[str, Any]
 
     def renamed(self, name: str) -> Self:
-        """The same file under another name."""
+        """Return the same file with another name."""
         return dataclasses.replace(self, name=name)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of the run, if the file has them."""
+        """Arguments of the run; empty if the file has none."""
         return self._object("settings")
 
     @property
     def minutes(self) -> float | None:
-        """How long training took."""
+        """Minutes of training."""
         return self.content.get("training_minutes", self.content.get("minutes"))
 
     @property
@@ -69,15 +69,15 @@ class Results:
 
     @property
     def samples(self) -> list[dict[str, str]]:
-        """Some of the test set: source, translation, reference."""
+        """Samples of the test set: source, translation, reference."""
         return self._object("test").get("samples") or []
 
     def data_of(self, split: str) -> str | None:
-        """Name the data of "train", "valid" or "test"."""
+        """Return the name of the data of a split: "train", "valid" or "test"."""
         return self._object("data").get(split) or _names(self.settings.get(split))
 
     def languages(self) -> list[str]:
-        """Source and target language: as stated, or by columns or file endings of two letters."""
+        """Return source and target language: as recorded, or from columns or file endings."""
         stated = self.settings.get("languages")
         if stated:
             return list(stated)
@@ -90,12 +90,12 @@ class Results:
         return []
 
     def hub_data_sets(self) -> list[str]:
-        """Ids of the Hub's data sets that were trained on."""
+        """Return the ids of the Hub's data sets that the model was trained on."""
         found = _on_the_hub(self.settings.get("train"))
         return [found["id"]] if found else []
 
     def contradiction(self, parameters: int, weights_sha256: str | None) -> str | None:
-        """Say why these are not the results of a model; None if nothing speaks against it."""
+        """Say why these results belong to another model; None if they may belong to this one."""
         content = self.content
         for run in (content, *content.get("runs", ())):
             counted = run.get("parameters", parameters)
@@ -107,11 +107,11 @@ class Results:
         return None
 
     def scores(self) -> list[Score]:
-        """All figures of the test and the validation set, in this order."""
+        """Return the scores of the test set, then those of the validation set."""
         return [score for split in ("test", "valid") for score in self._scores_of(split)]
 
     def _object(self, key: str) -> dict[str, Any]:
-        """An object inside the file; nothing if there is none by that name."""
+        """Return an object inside the file; empty if there is none."""
         value = self.content.get(key)
         return value if isinstance(value, dict) else {}
 
@@ -147,7 +147,7 @@ class Results:
             yield Score(data, label, value, figures.get("beams"), None, self.name)
 
     def _mean_score(self, data: str, split: str, figures: Mapping[str, Any]) -> Score:
-        """The score of a recipe, over several seeds; it is no score of one model."""
+        """Return the mean score of a recipe over several seeds, without a metadata entry."""
         name = self.content.get("score", "bleu")
         first = self.content["runs"][0].get(split, {})
         deviation = figures.get("standard_deviation")
@@ -184,8 +184,8 @@ def read_results(path: str | os.PathLike) -> Results:
     """Read a results file.
 
     Raises:
-        TypeError: `path` is no path: a number, for example, or a dict of them.
-        FileNotFoundError: there is no such file.
+        TypeError: `path` is no path, but a number or a dict, for example.
+        FileNotFoundError: the file is missing.
         ValueError: the file is no JSON object, or does not say how its numbers were made.
     """
     if not isinstance(path, str | os.PathLike):
@@ -213,7 +213,7 @@ def read_results(path: str | os.PathLike) -> Results:
 
 
 def is_language(code: str) -> bool:
-    """Whether a language has the form in which the Hub names it: "de", "deu", "pt-BR"."""
+    """Tell whether a code has the Hub's form of a language: "de", "deu", "pt-BR"."""
     return bool(_LANGUAGE.fullmatch(code))
 
 
@@ -227,7 +227,7 @@ def _rounded(value: float) -> str:
 
 
 def _names(data: Sequence[str] | None) -> str | None:
-    """Data as `vaswani train` takes them: their last folder and name, no language."""
+    """Name data files by their folder and name, without the language."""
     if not data:
         return None
     if _on_the_hub(data):
@@ -238,7 +238,7 @@ def _names(data: Sequence[str] | None) -> str | None:
 
 
 def _on_the_hub(data: Sequence[str] | None) -> dict[str, Any] | None:
-    """Take ID[@CONFIG][:SPLIT] apart; None for files and folders."""
+    """Split ID[@CONFIG][:SPLIT] into its parts; None for files and folders."""
     if not data or len(data) != 1 or Path(data[0].partition(":")[0]).exists():
         return None
     name = data[0].removesuffix(".gz")

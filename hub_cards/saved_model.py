@@ -1,4 +1,4 @@
-"""What the files of a saved model say about it."""
+"""Facts about a saved model, read from its files."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from .results import Results, read_results
 
 logger = logging.get_logger(__name__)
 
-# The folder of results files from elsewhere: there they cannot take the place of the model's own.
+# Folder of results files from elsewhere, so that they cannot replace the model's own.
 RESULTS = "results"
 _TRAINER_STATE = "trainer_state.json"
 _PIECES = {"BPE": "byte pairs", "WordPiece": "word pieces", "Unigram": "unigram pieces"}
@@ -26,12 +26,12 @@ _PIECES = {"BPE": "byte pairs", "WordPiece": "word pieces", "Unigram": "unigram 
 
 @dataclass
 class SavedModel:
-    """What the files of a saved model, and results files from elsewhere, say about it.
+    """A saved model with its results files, and with given results files from elsewhere.
 
     Raises:
         FileNotFoundError: the folder has no config.json, or no weights.
-        ValueError: it holds another model than a VaswaniForConditionalGeneration, or a results file
-            is about another one; two different ones have the same name.
+        ValueError: the folder holds another model than a VaswaniForConditionalGeneration; a results
+            file belongs to another model; two different results files have the same name.
     """
 
     folder: Path
@@ -73,12 +73,12 @@ class SavedModel:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of the weights."""
+        """Files of the weights."""
         return sorted(self.folder.glob("model*.safetensors"))
 
     @cached_property
     def parameters(self) -> int:
-        """Their number; tied ones are stored, and count, once."""
+        """Number of parameters; tied parameters count once."""
         count = 0
         for path in self.weights:
             with safe_open(path, framework="pt") as tensors:
@@ -88,22 +88,22 @@ class SavedModel:
 
     @cached_property
     def weights_sha256(self) -> str | None:
-        """SHA-256 of the weights, if they are one file."""
+        """SHA-256 of the weights, if they are a single file."""
         return weights_sha256(self.folder)
 
     @cached_property
     def generation(self) -> dict[str, Any]:
-        """The settings that `generate` follows."""
+        """Content of generation_config.json."""
         return _json_object(self.folder / "generation_config.json")
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
-        """The tokenizer of the source, if it lies there."""
+        """Content of tokenizer.json; empty if the file is missing."""
         return _json_object(self.folder / "tokenizer.json")
 
     @cached_property
     def results(self) -> list[Results]:
-        """The results files, the run's own first; no copies, and none in the folder of others."""
+        """Results files of this model, the run's own first, without copies."""
         found = list(self.given)
         given = {results.name for results in found}
         for path in [*self.folder.glob("*.json"), *self.folder.glob(f"{RESULTS}/*.json")]:
@@ -113,33 +113,33 @@ class SavedModel:
             try:
                 results = read_results(path).renamed(name)
             except ValueError:
-                continue  # any other JSON file
+                continue  # this JSON file is no results file
             if contradiction := results.contradiction(self.parameters, self.weights_sha256):
                 logger.warning(f"{path} {contradiction}: the card leaves it out.")
             else:
                 found.append(results)
         kept: list[Results] = []
-        for results in sorted(found, key=lambda one: (one.name != "results.json", one.name)):
-            # vaswani train --results writes the same file twice.
+        for results in sorted(found, key=lambda file: (file.name != "results.json", file.name)):
+            # vaswani train --results writes the same content to two files.
             if all(results.content != other.content for other in kept):
                 kept.append(results)
         return kept
 
     @property
     def run(self) -> Results | None:
-        """The results file that says how the model was trained."""
+        """Results file of the training run."""
         trained = (results for results in self.results if "log" in results.content)
         return next(trained, next(iter(self.results), None))
 
     @property
     def log(self) -> tuple[list[dict[str, Any]], str]:
-        """The log of the training run, and the file that holds it."""
+        """Log of the training run, and the name of its file."""
         if self.run and self.run.content.get("log"):
             return self.run.content["log"], self.run.name
         return _json_object(self.folder / _TRAINER_STATE).get("log_history", []), _TRAINER_STATE
 
     def vocabulary(self) -> str:
-        """Describe the tokens."""
+        """Describe the vocabulary in words."""
         config = self.config
         sizes = f"{config.vocab_size:,} {self._pieces()}"
         if config.share_encoder_decoder_embeddings:
@@ -157,24 +157,24 @@ class SavedModel:
         return "characters" if pattern == r"[\s\S]" else "matches of a pattern"
 
     def knows_all_characters(self) -> bool:
-        """Whether there is no text that it cannot read and write, as far as can be told."""
+        """Tell whether the tokenizer can read and write all characters, as far as is known."""
         bytes_known = self.tokenizer.get("model", {}).get("byte_fallback")
         return not self.tokenizer or bool(bytes_known) or "ByteLevel" in json.dumps(self.tokenizer)
 
     @property
     def beams(self) -> int:
-        """Beams of the search by default."""
+        """Default number of beams."""
         return self.generation.get("num_beams") or 1
 
     def penalty(self) -> str:
-        """The length penalty of beam search in words."""
+        """Describe the length penalty of beam search."""
         alpha = self.generation.get("length_penalty", 1.0)
         if self.generation.get("length_penalty_type") == "gnmt":
             return f"((5 + length) / 6)^{alpha}"
         return f"length^{alpha}"
 
     def limit(self) -> str:
-        """The longest translation of a source in words; empty where the source sets no limit."""
+        """Describe the longest translation of a source; empty if the source sets no limit."""
         offset = self.generation.get("max_length_offset") or 0
         factor = self.generation.get("max_length_factor")
         if factor is None or factor == 1:
@@ -183,7 +183,7 @@ class SavedModel:
         return " plus ".join(parts + ([f"{offset} tokens"] if offset else []))
 
     def differences(self) -> list[tuple[str, Any, Any]]:
-        """Settings in which the model is not the paper's base model: name, value, the paper's."""
+        """Return the settings that differ from the base model: name, value, value of base."""
         ours, base = self.config.to_dict(), VaswaniConfig().to_dict()
         told = {"vocab_size", "decoder_vocab_size", "use_cache"}
         names = [name for name in VaswaniConfig.__annotations__ if name in base]
@@ -194,20 +194,21 @@ class SavedModel:
         ]
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same weights, to the last bit."""
+def same_weights(first: Path, second: Path) -> bool:
+    """Tell whether two folders hold the same weights, bit for bit."""
     names = [
-        sorted(path.name for path in folder.glob("model*.safetensors")) for folder in (one, other)
+        sorted(path.name for path in folder.glob("model*.safetensors"))
+        for folder in (first, second)
     ]
     return (
         bool(names[0])
         and names[0] == names[1]
-        and all(cmp(one / name, other / name, shallow=False) for name in names[0])
+        and all(cmp(first / name, second / name, shallow=False) for name in names[0])
     )
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """A JSON file; nothing where there is none, or it is none."""
+    """Read a JSON object; empty if the file is missing or holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

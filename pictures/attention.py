@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..configuration.extras import needs
 from ..generation.scoring_vaswani import indices_among
@@ -32,21 +33,21 @@ def plot_attention(
     layers: int | Iterable[int] | None = None,
     heads: int | Iterable[int] | None = None,
     kind: Kind = "cross",
-    target_tokenizer: Any = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
     path: str | os.PathLike | None = None,
 ) -> "Figure":
     """Draw which tokens the model attends to: one heat map, or a grid over layers and heads.
 
     Rows are queries and sum to 1. Columns are keys. A row of the decoder has the name of the token
     that it predicts, up to "</s>". A column of `kind="decoder"` has the name of the token that was
-    read, from the start token on. The call changes nothing about the model.
+    read, from the start token on.
 
     Args:
         model: a VaswaniForConditionalGeneration.
-        tokenizer: the tokenizer of the source, and of the target unless that has another.
+        tokenizer: the tokenizer of the source, and of the target unless the target has its own.
         source: one sentence, or its token ids.
-        target: its translation, or the token ids of `model.score`. None stands for the model's own
-            translation by `generate`. `kind="encoder"` does not use the target.
+        target: its translation, or the token ids of `model.score`. None uses the translation by
+            `generate`. `kind="encoder"` ignores the target.
         layers: one layer, or several such as `range(6)` for one row of the grid each. Negative
             numbers count from the last. None averages all layers. A grid of one row or column is
             wrapped.
@@ -62,15 +63,15 @@ def plot_attention(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: there is no such layer, head or kind; a sentence is empty or too long, or the
-            call holds several; model and tokenizer have different tokens; path ends otherwise.
+        ValueError: the layer, head or kind does not exist; a sentence is empty or too long, or
+            there are several; model and tokenizer have different tokens; path has another ending.
         FileNotFoundError: the folder of `path` is missing.
         ModuleNotFoundError: matplotlib is missing.
     """
     with needs("matplotlib"):
         from .heat_maps import draw_heat_maps, write_figure
 
-    file = None if path is None else _checked_path(Path(path))
+    file = None if path is None else _picture_file(Path(path))
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}.")
     check_model(model, tokenizer)
@@ -84,10 +85,9 @@ def plot_attention(
     )
     maps = list(_maps(attention.values, drawn_layers, drawn_heads))
     details = [maps[0][0]] if len(maps) == 1 and maps[0][0] else []
-    averaged = [f"{layer_count} layers"] * (drawn_layers == [None])
-    averaged += [f"{head_count} heads"] * (drawn_heads == [None])
-    if averaged:
-        details.append(f"mean of {' and '.join(averaged)}")
+    details += _averages(
+        {"layers": (drawn_layers, layer_count), "heads": (drawn_heads, head_count)}
+    )
     title, row_name, column_name = KINDS[kind]
     figure = draw_heat_maps(
         maps,
@@ -104,7 +104,19 @@ def plot_attention(
     return figure
 
 
-def _checked_path(path: Path) -> Path:
+def _averages(drawn: dict[str, tuple[list[int | None], int]]) -> list[str]:
+    """Describe what is averaged, such as ["mean of 6 layers and 8 heads"]; empty if nothing is."""
+    averaged = [f"{count} {name}" for name, (indices, count) in drawn.items() if indices == [None]]
+    return [f"mean of {' and '.join(averaged)}"] if averaged else []
+
+
+def _picture_file(path: Path) -> Path:
+    """Return a path that a picture can be written to.
+
+    Raises:
+        ValueError: the path has another ending.
+        FileNotFoundError: the folder is missing.
+    """
     if path.suffix.lower() not in _FORMATS:
         raise ValueError(f"path must end in {' or '.join(_FORMATS)}, got {str(path)!r}.")
     if not path.parent.is_dir():
@@ -113,7 +125,7 @@ def _checked_path(path: Path) -> Path:
 
 
 def _drawn(name: str, given: int | Iterable[int] | None, count: int) -> list[int | None]:
-    """Positions of the layers or heads to draw. None alone is the average over several."""
+    """Return the layers or heads to draw; [None] means their average."""
     if given is None:
         return [None] if count > 1 else [0]
     indices: list[Any] = [given]

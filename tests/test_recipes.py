@@ -76,8 +76,8 @@ def settings_of(args):
 
 
 SHARED = {"other dropout": {0}, "label smoothing": 0.1, "betas of Adam": (0.9, 0.98)}
-# Published by Wu et al. (2021) for Multi30k, by fairseq's logs for IWSLT, and by the paper (Table 3,
-# sections 5 and 6.1) for WMT. The paper's peak follows from equation 3.
+# Published by Wu et al. (2021) for Multi30k, by fairseq's logs for IWSLT, and by the paper for WMT
+# (Table 3, sections 5 and 6.1). The paper's peak follows from equation 3.
 PUBLISHED = {
     "multi30k-tiny": {
         **{"layers": 4, "d_model": 128, "d_ff": 256, "heads": 4, "dropout": 0.3},
