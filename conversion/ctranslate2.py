@@ -316,7 +316,7 @@ class LanguageModelLoader(VaswaniLoader):
         for name, tensor in variables.items():
             place, _, attribute = name.rpartition("/")
             setattr(model_spec.index_spec(spec, place), attribute, tensor)
-        length = self.max_positions or _learned_positions(model.config) or MAX_POSITIONS
+        length = self.max_positions or model.config.position_limit or MAX_POSITIONS
         table = model.model.decoder.embed_positions(0, length, torch.device("cpu"))
         decoder.position_encodings.encodings = table.to(_dtype(model), copy=True)
         decoder.scale_embeddings = model.model.decoder.embed_scale
