@@ -1,4 +1,4 @@
-"""What the files beside a model say about its languages and its data."""
+"""The languages and the data of a model, read from its files."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ _FILES = ("README.md", "results.json", "recipe.yaml")
 
 @dataclass(frozen=True)
 class Description:
-    """What is known about a model. Empty values are unknown.
+    """Facts about a model. An empty value means unknown.
 
     Args:
         languages: codes of the source and the target language.
@@ -62,14 +62,14 @@ def describe(place: str) -> Description:
 
 
 def language_name(code: str) -> str:
-    """The English name of a language, or its code if the name is unknown."""
-    # Whisper's table is the only one among the packages that this one requires.
+    """Return the English name of a language, or its code if the name is unknown."""
+    # No other required package has a table of language names.
     name = LANGUAGES.get(code.partition("-")[0].lower())
     return name.title() if name else code
 
 
 def _found(place: str, name: str) -> Path | None:
-    """The local path of a model's file, or None if there is no such file."""
+    """Return the local path of a model's file; None if the file does not exist."""
     try:
         path = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
     except OSError:
@@ -78,7 +78,7 @@ def _found(place: str, name: str) -> Path | None:
 
 
 def _metadata(card: Path | None) -> dict[str, Any]:
-    """The metadata of a model card."""
+    """Return the metadata of a model card; empty if there is none."""
     if card is None:
         return {}
     try:
@@ -88,7 +88,7 @@ def _metadata(card: Path | None) -> dict[str, Any]:
 
 
 def _card_languages(card: dict[str, Any]) -> list[str]:
-    """Source and target language of a card, if one of its tags says their order."""
+    """Return source and target language of a card, if a tag has their order."""
     languages = [str(code) for code in _listed(card.get("language"))]
     tags = _listed(card.get("tags"))
     orders = [languages, languages[::-1]] if len(languages) == 2 else []
@@ -96,7 +96,7 @@ def _card_languages(card: dict[str, Any]) -> list[str]:
 
 
 def _run(place: str) -> Results | None:
-    """The results of the run that trained the weights, if the folder holds them."""
+    """Return the results of the training run, if the folder has them."""
     config = _found(place, "config.json")
     try:
         return SavedModel(config.parent).run if config else None
@@ -105,7 +105,7 @@ def _run(place: str) -> Results | None:
 
 
 def _recipe(path: Path | None) -> Results | None:
-    """A recipe, as the settings of a run without results."""
+    """Read a recipe as the settings of a run without results."""
     if path is None:
         return None
     try:

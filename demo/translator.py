@@ -1,9 +1,10 @@
-"""What the demo page asks of a model: translate, score, link words, draw attention, within limits.
+"""The model behind the demo page: translations, scores, word links and attention, with limits.
 
-Bad input raises a ValueError, whose text is for the reader of the page.
+Invalid input raises a ValueError, whose text is shown on the page.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ Side = Literal["text", "text_target"]  # the names of the tokenizers' arguments
 
 @dataclass(frozen=True)
 class Translation:
-    """A translation, and its log-probability over the length penalty (section 6.1)."""
+    """A translation, with its log-probability divided by the length penalty (section 6.1)."""
 
     text: str
     score: float
@@ -36,7 +37,7 @@ class Translation:
 
 @dataclass(frozen=True)
 class ScoredPair:
-    """A given translation, token by token, beside the model's own."""
+    """A given translation, token by token, and the model's own translation."""
 
     source: str
     target: str
@@ -52,7 +53,7 @@ class ScoredPair:
 
     @property
     def perplexity(self) -> float:
-        """The number of equally probable tokens that would surprise the model as much."""
+        """exp of the mean negative log-probability of a token."""
         return float((-self.log_probs.mean()).exp())
 
 
@@ -87,25 +88,25 @@ class WordLinks:
 class Translator:
     """A model with its tokenizers, from a folder or the Hub.
 
-    Code that the folder holds is not run. The network is that of this package.
+    The network is that of this package. Code in the folder is not run.
 
     Raises:
-        OSError: there is no such model, or it is of another architecture.
+        OSError: the model does not exist, or has another architecture.
         ValueError: a file of the model is damaged.
     """
 
     def __init__(self, name: str) -> None:
         VaswaniConfig.from_pretrained(name)
-        load: Any = pipeline  # its types list only the tasks of transformers
+        load: Callable = pipeline  # its overloads list only the tasks of transformers
         self.pipeline = load("translation", model=name, pipeline_class=VaswaniTranslationPipeline)
         self.name = name
-        self.model: Any = self.pipeline.model
+        self.model = self.pipeline.model
         self.tokenizer: PreTrainedTokenizerBase = self.pipeline.tokenizer
         self.target_tokenizer: PreTrainedTokenizerBase = self.pipeline.target_tokenizer
         self.description: Description = describe(name)
 
     def sizes(self) -> list[str]:
-        """The sizes of the network, for the head of the page."""
+        """Return the sizes of the network, for the head of the page."""
         config = self.model.config
         return [
             f"{config.encoder_layers} + {config.decoder_layers} layers",
@@ -116,10 +117,10 @@ class Translator:
         ]
 
     def sentences(self, text: str, side: Side = "text") -> list[str]:
-        """The lines of a text that are not blank.
+        """Return the lines of a text that are not blank.
 
         Raises:
-            ValueError: there are none, or too many lines or tokens; names the limit.
+            ValueError: all lines are blank, or there are too many lines or tokens.
         """
         # A browser may send half of a surrogate pair, which no tokenizer can read.
         text = text.encode("utf-8", "replace").decode("utf-8")
@@ -147,7 +148,7 @@ class Translator:
         return lines
 
     def unfamiliar(self, lines: list[str]) -> list[str]:
-        """Characters without an entry in the source vocabulary, in order of appearance."""
+        """Return the characters without an entry in the source vocabulary, in their order."""
         encoded = self.tokenizer(lines, return_offsets_mapping=True)
         found: dict[str, None] = {}
         for line, ids, spans in zip(
@@ -167,9 +168,9 @@ class Translator:
         length_penalty: float | None,
         count: float | None = 1,
     ) -> list[list[Translation]]:
-        """The best translations of each line, at most `count`, best first.
+        """Return the best translations of each line, at most `count`, best first.
 
-        Hypotheses with different tokens can have the same text. The best of them stands for all.
+        Hypotheses with different tokens can have the same text. Only the best of them is returned.
 
         Raises:
             ValueError: a setting is out of its range.
@@ -178,7 +179,7 @@ class Translator:
         count = _whole("The number of translations", count, MAX_BEAMS)
         if length_penalty is None or not 0 <= length_penalty <= MAX_LENGTH_PENALTY:
             raise ValueError(
-                f"The length penalty must lie between 0 and {MAX_LENGTH_PENALTY:g}, got "
+                f"The length penalty must be between 0 and {MAX_LENGTH_PENALTY:g}, got "
                 f"{_shown(length_penalty)}."
             )
         results = self.pipeline(
@@ -198,7 +199,7 @@ class Translator:
         beams: float | None,
         length_penalty: float | None,
     ) -> list[ScoredPair]:
-        """The probabilities of given translations, line by line.
+        """Return the probabilities of given translations, line by line.
 
         Raises:
             ValueError: the numbers of lines differ, or as `translate`.
@@ -259,7 +260,7 @@ class Translator:
         return WordLinks(words, pieces, " ".join(f"{s}-{t}" for t, s in sorted(links)))
 
     def attention(self, source: str, target: str) -> str:
-        """The view of `hoverable_attention`, as HTML.
+        """Return the view of `hoverable_attention`, as HTML.
 
         Raises:
             ValueError: the translation is empty, or the pair is too long; names the limit.
@@ -278,12 +279,12 @@ class Translator:
         return self._encode(lines, side)["input_ids"]
 
     def _spans(self, line: str, side: Side) -> list[tuple[int, int]]:
-        """Start and end of each token in a line."""
+        """Return the start and end of each token in a line."""
         return self._encode([line], side, return_offsets_mapping=True)["offset_mapping"][0]
 
 
 def _distinct(hypotheses: list[dict[str, Any]]) -> list[Translation]:
-    """The first hypothesis of every text."""
+    """Return the first hypothesis of every text."""
     found: dict[str, Translation] = {}
     for hypothesis in hypotheses:
         text = hypothesis["translation_text"]
@@ -294,8 +295,7 @@ def _distinct(hypotheses: list[dict[str, Any]]) -> list[Translation]:
 def _pieces(text: str, spans: list[tuple[int, int]], words: list[int]) -> list[LinkedText]:
     """Cut a text at its tokens. White space belongs to no token.
 
-    Several tokens can cover one character: its bytes, or the mark of a word's start. The last of
-    them gets it.
+    Several tokens can cover one character, such as its bytes. The last token gets the character.
     """
     owners: list[int | None] = [None] * len(text)
     for token, (start, end) in enumerate(spans):

@@ -82,24 +82,9 @@ def write_model_card(
     """
     folder = Path(folder)
     target = folder if output is None else Path(output)
-    sibling = is_sibling(folder)
-    model = None
-    if not sibling:
-        model = SavedModel(folder, [_given(path, folder) for path in _listed(results)])
-    elif results is not None:
-        raise ValueError(
-            f"{folder} holds an encoder or a decoder alone, whose cards have no results: leave "
-            "results out."
-        )
-    stated: dict[str, Any] = {
-        "language": _listed(language),
-        "license": license,
-        "datasets": _listed(datasets),
-        "base_model": base_model,
-    }
-    for code in stated["language"]:
-        if not is_language(code):
-            raise ValueError(f"language {code!r} is no ISO 639 code, such as 'de'.")
+    model = _translation_model(folder, results)
+    stated = {"license": license, "base_model": base_model, "datasets": _listed(datasets)}
+    stated["language"] = _language_codes(language)
     card = target / CARD
     if not overwrite and not may_be_written(card):
         logger.warning(
@@ -122,6 +107,26 @@ def write_model_card(
     with replaced_file(card) as partial:
         partial.write_text(text, encoding="utf-8")
     return card
+
+
+def _translation_model(folder: Path, results: Any) -> SavedModel | None:
+    """Read a translation model and its results files; None for an encoder or decoder alone."""
+    if not is_sibling(folder):
+        return SavedModel(folder, [_given(path, folder) for path in _listed(results)])
+    if results is not None:
+        raise ValueError(
+            f"{folder} holds an encoder or a decoder alone, whose cards have no results: leave "
+            "results out."
+        )
+    return None
+
+
+def _language_codes(language: str | Sequence[str] | None) -> list[str]:
+    codes = _listed(language)
+    for code in codes:
+        if not is_language(code):
+            raise ValueError(f"language {code!r} is no ISO 639 code, such as 'de'.")
+    return codes
 
 
 def _copy_results(model: SavedModel, target: Path) -> None:

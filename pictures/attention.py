@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..configuration.extras import needs
 from ..generation.scoring_vaswani import indices_among
-from .weights import KINDS, Kind, Sentence, attention_weights, check_model
+from .weights import KINDS, AttentionWeights, Kind, Sentence, attention_weights, check_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,8 +55,7 @@ def plot_attention(
         kind: encoder-decoder ("cross"), "encoder" or "decoder" attention (3.2.3).
         target_tokenizer: the tokenizer of the target. None looks for it as the
             VaswaniTranslationPipeline does.
-        path: a file to write as well, which ends in .png or .svg. The file is written whole or not
-            at all.
+        path: a .png or .svg file to write as well, whole or not at all.
 
     Returns:
         A matplotlib Figure. A notebook shows it as a picture.
@@ -69,7 +68,7 @@ def plot_attention(
         ModuleNotFoundError: matplotlib is missing.
     """
     with needs("matplotlib"):
-        from .heat_maps import draw_heat_maps, write_figure
+        from .heat_maps import write_figure
 
     file = None if path is None else _picture_file(Path(path))
     if kind not in KINDS:
@@ -83,13 +82,27 @@ def plot_attention(
     (attention,) = attention_weights(
         model, tokenizer, source, target, kinds=(kind,), target_tokenizer=target_tokenizer
     )
-    maps = list(_maps(attention.values, drawn_layers, drawn_heads))
+    figure = _figure(attention, drawn_layers, drawn_heads)
+    if file is not None:
+        write_figure(figure, file)
+    return figure
+
+
+def _figure(
+    attention: AttentionWeights, layers: list[int | None], heads: list[int | None]
+) -> "Figure":
+    """Draw a map for each of the layers and heads; None draws their average."""
+    from .heat_maps import draw_heat_maps
+
+    maps = list(_maps(attention.values, layers, heads))
     details = [maps[0][0]] if len(maps) == 1 and maps[0][0] else []
-    details += _averages(
-        {"layers": (drawn_layers, layer_count), "heads": (drawn_heads, head_count)}
-    )
-    title, row_name, column_name = KINDS[kind]
-    figure = draw_heat_maps(
+    layer_count, head_count = attention.values.shape[:2]
+    averaged = [f"{layer_count} layers"] * (layers == [None])
+    averaged += [f"{head_count} heads"] * (heads == [None])
+    if averaged:
+        details.append(f"mean of {' and '.join(averaged)}")
+    title, row_name, column_name = KINDS[attention.kind]
+    return draw_heat_maps(
         maps,
         rows=attention.rows,
         columns=attention.columns,
@@ -97,17 +110,8 @@ def plot_attention(
         subtitle=", ".join(details),
         row_name=row_name,
         column_name=column_name,
-        across=len(drawn_heads) if len(drawn_layers) > 1 < len(drawn_heads) else None,
+        across=len(heads) if len(layers) > 1 < len(heads) else None,
     )
-    if file is not None:
-        write_figure(figure, file)
-    return figure
-
-
-def _averages(drawn: dict[str, tuple[list[int | None], int]]) -> list[str]:
-    """Describe what is averaged, such as ["mean of 6 layers and 8 heads"]; empty if nothing is."""
-    averaged = [f"{count} {name}" for name, (indices, count) in drawn.items() if indices == [None]]
-    return [f"mean of {' and '.join(averaged)}"] if averaged else []
 
 
 def _picture_file(path: Path) -> Path:

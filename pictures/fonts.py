@@ -15,10 +15,10 @@ from .labels import escaped, shortened
 
 
 def drawable(labels: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Labels that can be drawn, and the font families to draw them with, in order of preference.
+    """Return labels that can be drawn, and the font families for them, in order of preference.
 
-    matplotlib's `font.family` comes first, then the fewest installed families that have the rest.
-    A character that no font has is shown by its escape, and one warning names them.
+    matplotlib's `font.family` comes first, then the fewest installed families with the missing
+    characters. A character without a font is shown by its escape, with one warning for all.
     """
     labels = list(labels)
     families = list(matplotlib.rcParams["font.family"])
@@ -28,11 +28,11 @@ def drawable(labels: Iterable[str]) -> tuple[list[str], list[str]]:
         missing -= _covered(missing, path)
     more, lacking = _further_families(frozenset(missing))
     if lacking:
-        some = ", ".join(repr(character) for character in sorted(lacking)[:5])
+        names = ", ".join(repr(character) for character in sorted(lacking)[:5])
         warnings.warn(
-            f"No installed font has {some}{' ...' if len(lacking) > 5 else ''}: they are shown as "
-            f"{escaped(min(lacking))} and the like. Install one that has, such as Noto Sans or "
-            "Noto Sans CJK.",
+            f"No installed font has {names}{' ...' if len(lacking) > 5 else ''}: these characters are "
+            f"shown by escapes such as {escaped(min(lacking))}. Install a font that has them, such as "
+            "Noto Sans or Noto Sans CJK.",
             stacklevel=4,
         )
     shown = [
@@ -43,18 +43,18 @@ def drawable(labels: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _covered(characters: AbstractSet[str], path: font_manager.FontPath) -> frozenset[str]:
-    """Those of `characters` that a font file has itself, without what stands in for it."""
+    """Return those of `characters` that a font file has, without its fallback fonts."""
     font = FT2Font(path.path, face_index=path.face_index)
     return frozenset(c for c in characters if font.get_char_index(ord(c)))
 
 
 @functools.lru_cache(maxsize=64)
 def _further_families(missing: frozenset[str]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Installed families for characters, and the characters that none has."""
+    """Return installed families for characters, and the characters that no family has."""
     covered: dict[str, frozenset[str]] = {}
     for entry in font_manager.fontManager.ttflist if missing else []:
         if entry.style != "normal" or entry.name in covered or "Last Resort" in entry.name:
-            continue  # the last has a box for everything
+            continue  # Last Resort has a box for every character
         with contextlib.suppress(OSError, RuntimeError):  # a font that was removed or is damaged
             path = font_manager.FontPath(entry.fname, entry.index)
             covered[entry.name] = _covered(missing, path)

@@ -23,13 +23,13 @@ INK, LINE, _PALE_INK, _FAINT = "#2b2f3a", "#c9ced8", "#6b7280", "#e6e9ef"
 _DPI = 150
 _CSS_DPI = 96  # pixels of an inch in a browser
 # In inches:
-_GAP = 0.14  # between neighbours, and around everything
-_RULED = 0.12  # sides of cells from which on lines are drawn between them
+_GAP = 0.14  # between neighbours, and at the margins
+_RULED = 0.12  # smallest cells with lines between them
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """In inches: a cell, the least side of a map, the longest of all maps; in points: type."""
+    """Sizes of a cell, of the smallest map and of all maps, in inches; sizes of type, in points."""
 
     cell: float
     least: float
@@ -45,11 +45,11 @@ _GRID = _Sizes(cell=0.14, least=1.1, longest=16, type=7, smallest_type=4.5)
 class Picture(Figure):
     """A figure that a notebook shows as a picture.
 
-    IPython shows a plain Figure only after `%matplotlib inline`, and prints its name otherwise.
+    IPython shows a plain Figure only after `%matplotlib inline`. Otherwise it prints the name.
     """
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """Return a PNG file, and the size in which a notebook shows it: type in its own points."""
+        """Return a PNG file, and the size in which a notebook shows it."""
         file = io.BytesIO()
         self.savefig(file, format="png", dpi=self.dpi, facecolor=self.get_facecolor())
         width, height = (round(_CSS_DPI * inches) for inches in self.get_size_inches())
@@ -67,21 +67,18 @@ def draw_heat_maps(
     column_name: str,
     across: int | None = None,
 ) -> Picture:
-    """Draw maps of the same tokens on one scale of colours.
+    """Draw maps of the same tokens with one colour scale.
 
-    The figure grows with the sentences up to a limit; from there on cells and type shrink, and
-    where type would get too small to read, only every second, third, ... token is named. Its axes
-    are those of the maps, in their order, then the colour bar.
+    The figure grows with the sentences up to a limit. Beyond it, cells and type shrink. If type
+    would become too small to read, only every second, third, ... token has a label. The axes of the
+    figure are the maps, then the colour bar.
 
     Args:
-        maps: their titles and weights, (rows, columns).
-        rows: labels.
-        columns: labels.
-        title: of the whole.
-        subtitle: more of it; may be empty.
-        row_name: what the rows are.
-        column_name: what the columns are.
-        across: maps beside each other; None chooses.
+        maps: titles and weights of the maps, (rows, columns).
+        rows, columns: labels of the tokens.
+        title, subtitle: of the whole figure. The subtitle may be empty.
+        row_name, column_name: what rows and columns are.
+        across: maps in a row of the figure; None chooses.
     """
     sizes = _ONE_MAP if len(maps) == 1 else _GRID
     across = across or _across(len(maps))
@@ -90,7 +87,7 @@ def draw_heat_maps(
     width, height = (_side(len(names), longest, sizes) for names in (columns, rows))
     labels, families = drawable([*rows, *columns])
     style = {"family": families, "color": INK, "parse_math": False, "usetex": False}
-    # One inch by one: until everything is measured, fractions of the figure are inches.
+    # The figure has one inch by one, so that fractions of the figure are inches, until _arrange.
     figure = Picture(figsize=(1, 1), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     peak = max(float(weights.max()) for _, weights in maps)
@@ -119,14 +116,14 @@ def draw_heat_maps(
 
 
 def _across(count: int) -> int:
-    """How many of `count` maps to put beside each other, leaving few places empty."""
+    """Return how many of `count` maps stand in a row, so that few places stay empty."""
     if count <= 4:
         return count
     return 3 if count % 3 == 0 and count % 4 else 4
 
 
 def _side(tokens: int, longest: float, sizes: _Sizes) -> float:
-    """Inches of a map; cells with lines between them are whole pixels, which lines then fit."""
+    """Return a side of a map in inches. Cells with lines between them have whole pixels."""
     cell = min(sizes.cell, longest / tokens)
     if cell >= _RULED:
         cell = math.floor(_DPI * cell + 1e-6) / _DPI
@@ -134,7 +131,7 @@ def _side(tokens: int, longest: float, sizes: _Sizes) -> float:
 
 
 def _type(tokens: int, side: float, sizes: _Sizes) -> tuple[float, int]:
-    """Points of labels along a side, and of how many tokens only one is named."""
+    """Return the points of labels along a side, and the step between tokens with a label."""
     pitch = 72 * side / tokens
     points = max(min(sizes.type, 0.75 * pitch), sizes.smallest_type)
     return points, math.ceil(1.2 * points / pitch)
@@ -163,7 +160,7 @@ def _name_columns(
     room = 72 * side / len(labels) * step
     widths = [text.get_window_extent().width * 72 / panel.figure.dpi for text in texts]
     if any(sum(pair) / 2 + points / 3 > room for pair in itertools.pairwise(widths)):
-        # Slanted lines of type stand closer to each other than their ends do.
+        # Labels at 45 degrees are closer to each other than their anchors, by this factor.
         slanted = room * math.sin(math.pi / 4) >= 1.2 * points
         for text in texts:
             text.set(
@@ -176,7 +173,7 @@ def _name_columns(
 
 
 def _rule(panel: Axes) -> None:
-    """Draw faint lines between cells, where they are large enough, to follow with the eye."""
+    """Draw faint lines between large cells."""
     rows, columns = panel.images[0].get_size()
     width, height = panel.get_position().size
     if min(width / columns, height / rows) >= _RULED:
@@ -188,7 +185,7 @@ def _rule(panel: Axes) -> None:
 def _arrange(
     figure: Figure, panels: Sequence[Axes], bar: Axes, across: int, names: Sequence[str]
 ) -> None:
-    """Put everything where it has room, and make the figure as large as that needs."""
+    """Place all parts without overlap, and set the size of the figure."""
     texts = [
         figure.text(0, 0, name, fontsize=points, color=colour, rotation=rotation, va="bottom")
         for name, points, colour, rotation in zip(
@@ -199,7 +196,7 @@ def _arrange(
         np.array(text.get_window_extent().size) / figure.dpi for text in texts
     )
     size, bar_size = panels[0].get_position().size, bar.get_position().size
-    # The first map has all names of rows, the last one all names of columns.
+    # The first map has all labels of rows, and the last one all labels of columns.
     left, below, right, above = np.maximum(_overhang(panels[0]), _overhang(panels[-1]))
     down = math.ceil(len(panels) / across)
     gap = _whole_pixels([_GAP, above + _GAP])
@@ -233,9 +230,9 @@ def _whole_pixels(inches: Sequence[float]) -> np.ndarray:
 
 
 def _overhang(axes: Axes) -> np.ndarray:
-    """Inches that labels take beyond the left, lower, right and upper edge."""
-    inner: Any = axes.bbox
-    outer: Any = axes.get_tightbbox()
+    """Return the inches of labels beyond the left, lower, right and upper edge."""
+    inner, outer = axes.bbox, axes.get_tightbbox()
+    assert outer is not None  # it is None for axes that are not drawn
     beyond = (inner.x0 - outer.x0, inner.y0 - outer.y0, outer.x1 - inner.x1, outer.y1 - inner.y1)
     return np.array(beyond) / axes.figure.dpi
 
@@ -244,7 +241,7 @@ def write_figure(figure: Figure, path: Path) -> None:
     """Write a picture, whole or not at all."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        # What a style sheet says of saved figures would not fit the ink.
+        # Keep the background, because a style sheet may have another one for saved figures.
         figure.savefig(partial, format=path.suffix[1:].lower(), facecolor=figure.get_facecolor())
         partial.replace(path)
     finally:

@@ -1,4 +1,4 @@
-"""Attention (section 3.2) as heat maps in a web page or a notebook, which answer to the pointer."""
+"""Attention (section 3.2) as heat maps in a web page or a notebook, with details on hover."""
 
 import base64
 import html
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from .colours import RAMP
 from .weights import KINDS, AttentionWeights, Sentence, attention_weights
 
-# Each weight takes 2.7 bytes in the page.
-MOST_WEIGHTS = 4_000_000
+MOST_WEIGHTS = 4_000_000  # each takes 2.7 bytes in the page
 _NO_SCRIPT = (
     "These heat maps of attention need JavaScript. In a notebook, run the cell or trust the file."
 )
@@ -41,7 +41,7 @@ def hoverable_attention(
     source: Sentence,
     target: Sentence | None = None,
     *,
-    target_tokenizer: Any = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> HoverableAttention:
     """Show which tokens each layer and head looks at, as a view in a notebook or a page.
 

@@ -8,19 +8,19 @@ from typing import Any
 _SPACE, _LONE_SPACE, _JOIN = "·", "␣", "‿"
 _LONGEST = 24
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# Invisible, but they shape the letters around them.
+# Invisible characters that shape the letters around them.
 _JOINERS = "\u200c\u200d"
 
 
 def token_labels(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    r"""One label a token: "·" where it has a space, "‿" where it is tied to the one beside it.
+    r"""Return a label for each token: "·" is a space, "‿" joins the token to its neighbour.
 
-    So "▁house" is "·house", "hou@@" is "hou‿" and "##se" is "‿se". Bytes are shown as the character
-    that they make up, numbered ("é₁", "é₂"), or by their value; invisible characters by their
-    escape ("\n"). Special tokens stay as they are.
+    For example, "▁house" is "·house", "hou@@" is "hou‿" and "##se" is "‿se". Bytes are shown as
+    their character with a number ("é₁", "é₂"), or by their value. Invisible characters are shown by
+    their escape ("\n"). Special tokens stay as they are.
 
     Raises:
-        ValueError: the tokenizer has no such token.
+        ValueError: the tokenizer lacks one of the tokens.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
     for index, token in zip(ids, tokens, strict=True):
@@ -32,7 +32,7 @@ def token_labels(ids: Sequence[int], tokenizer: Any) -> list[str]:
     metaspace = any(entry.startswith("▁") for entry in tokenizer.get_vocab())
     specials = set(tokenizer.all_special_tokens)
     labels: list[str] = []
-    run: list[int] = []  # bytes so far of tokens that stand for one byte each
+    run: list[int] = []  # values of consecutive byte tokens
     for token in tokens:
         if byte := _BYTE.fullmatch(token):
             run.append(int(byte[1], 16))
@@ -44,7 +44,7 @@ def token_labels(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def _unmarked(token: str, metaspace: bool) -> str:
-    """A token with the marks of its vocabulary replaced by ours."""
+    """Replace the marks of the vocabulary by those of labels."""
     if metaspace:
         return token.replace("▁", " ").replace("▂1", "▁").replace("▂2", "▂")
     if len(token) > 2 and token.startswith("##"):
@@ -72,7 +72,7 @@ def _byte_labels(run: bytes) -> list[str]:
 
 
 def _readable(text: str) -> str:
-    """Text with all of it visible, and not too long."""
+    """Make all characters visible, and shorten the text."""
     if text.strip(" ") == "":
         return _LONE_SPACE * len(text)
     shown = "".join(
@@ -84,7 +84,7 @@ def _readable(text: str) -> str:
         for character in text
     )
     if unicodedata.category(shown[0]).startswith("M"):
-        shown = "◌" + shown  # an accent needs something to stand on
+        shown = "◌" + shown  # a combining accent needs a base
     return shortened(shown)
 
 

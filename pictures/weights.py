@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from .labels import token_labels
@@ -23,8 +24,7 @@ KINDS: dict[Kind, tuple[str, str, str]] = {
     "encoder": ("Encoder self-attention", "source", "source"),
     "decoder": ("Decoder self-attention", "target", "target read so far"),
 }
-# A row of the largest picture is thinner than a pixel beyond this number.
-_MOST_TOKENS = 1000
+_MOST_TOKENS = 1000  # with more tokens, a row of the largest picture is thinner than a pixel
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def attention_weights(
     target: Sentence | None = None,
     *,
     kinds: Sequence[Kind] = ("cross", "encoder", "decoder"),
-    target_tokenizer: Any = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[AttentionWeights]:
     """Read the weights of some kinds of attention in one pass through the network.
 
@@ -52,11 +52,11 @@ def attention_weights(
     decoder's self-attention has the name of the token that was read, from the start token on.
 
     Args:
-        model: a VaswaniForConditionalGeneration. The call changes nothing about the model.
+        model: a VaswaniForConditionalGeneration.
         tokenizer: the tokenizer of the source.
         source: one sentence, or its token ids.
-        target: its translation, or the token ids of `model.score`. None stands for the model's own
-            translation by `generate`. The encoder's attention does not need a target.
+        target: its translation, or the token ids of `model.score`. None uses the translation by
+            `generate`. The encoder's attention needs no target.
         kinds: the kinds of attention to return, in this order.
         target_tokenizer: the tokenizer of the target. None looks for it as the
             VaswaniTranslationPipeline does.
@@ -103,7 +103,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
 
 
 def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]:
-    """The token ids of one sentence, checked."""
+    """Return the token ids of one sentence, after all checks."""
     nested = isinstance(sentence, list | tuple) and any(
         isinstance(entry, str | list | tuple) for entry in sentence
     )
@@ -132,7 +132,7 @@ def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]
 
 
 def _translation(model: Any, source: list[int]) -> list[int]:
-    """The model's own translation of a source, as labels without the start token."""
+    """Translate a source by `generate`; return labels, without the start token."""
     batch = torch.tensor([source], device=model.device)
     with model.evaluating():
         output = model.generate(input_ids=batch, attention_mask=torch.ones_like(batch))
@@ -141,10 +141,10 @@ def _translation(model: Any, source: list[int]) -> list[int]:
 
 
 def _forward(model: Any, source: list[int], target: list[int]) -> dict[Kind, torch.Tensor]:
-    """The weights of each kind that the pair has: (L, H, R, C). An empty target has one kind.
+    """Return the weights of each kind of attention (L, H, R, C); without a target, the encoder's.
 
-    Only eager attention returns its weights. A twin that shares all tensors with the model runs
-    it, because other threads may be using the model.
+    Only eager attention returns weights. A copy that shares all tensors runs it, because other
+    threads may use the model meanwhile.
     """
     tensors = itertools.chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
@@ -165,7 +165,7 @@ def _forward(model: Any, source: list[int], target: list[int]) -> dict[Kind, tor
 
 
 def _stacked(layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of the layers' weights, on the CPU, in float32 at least."""
+    """Stack the weights of the layers, on the CPU, at least in float32."""
     weights = torch.cat([layer.cpu() for layer in layers])  # (L, H, R, C)
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
