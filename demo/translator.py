@@ -53,7 +53,7 @@ class ScoredPair:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-probability of a token."""
+        """Exp of the mean negative log-probability of a token."""
         return float((-self.log_probs.mean()).exp())
 
 

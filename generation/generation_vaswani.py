@@ -25,6 +25,7 @@ from transformers.generation import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
+    PromptLookupCandidateGenerator,
     StoppingCriteriaList,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -32,7 +33,6 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from .fallback_vaswani import TargetSide, fallback_beam_search

@@ -29,10 +29,11 @@ def drawable(labels: Iterable[str]) -> tuple[list[str], list[str]]:
     more, lacking = _further_families(frozenset(missing))
     if lacking:
         names = ", ".join(repr(character) for character in sorted(lacking)[:5])
+        names += " ..." if len(lacking) > 5 else ""
         warnings.warn(
-            f"No installed font has {names}{' ...' if len(lacking) > 5 else ''}: these characters are "
-            f"shown by escapes such as {escaped(min(lacking))}. Install a font that has them, such as "
-            "Noto Sans or Noto Sans CJK.",
+            f"No installed font has {names}: they are shown by escapes such as "
+            f"{escaped(min(lacking))}. Install a font with these characters, such as Noto Sans or "
+            "Noto Sans CJK.",
             stacklevel=4,
         )
     shown = [

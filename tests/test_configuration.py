@@ -170,7 +170,7 @@ def test_contradictions_are_refused_with_field_value_and_way_out(reason):
 def test_probabilities_lie_in_the_half_open_unit_interval(field, value):
     with pytest.raises(StrictDataclassClassValidationError) as error:
         VaswaniConfig(**{field: value})
-    assert re.search(rf"{field} must lie in \[0, 1\), got {value}; 0 ", str(error.value))
+    assert re.search(rf"{field} must be in \[0, 1\), got {value}; 0 ", str(error.value))
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_half_of_a_surrogate_pair_does_not_stop_the_page(model):
         ({"beams": math.nan}, "got nan"),
         ({"beams": math.inf}, "got inf"),
         ({"count": 0}, "number of translations must be a whole number from 1 to 10, got 0"),
-        ({"length_penalty": -0.1}, "length penalty must lie between 0 and 2, got -0.1"),
+        ({"length_penalty": -0.1}, "length penalty must be between 0 and 2, got -0.1"),
         ({"length_penalty": 2.1}, "got 2.1"),
         ({"length_penalty": math.nan}, "got nan"),
         ({"length_penalty": None}, "got nothing"),

@@ -32,6 +32,9 @@ METHODS = {
     "transformers.GenerationMixin": {
         "_beam_search": "self input_ids logits_processor stopping_criteria generation_config "
         "synced_gpus model_kwargs",
+        "_check_early_stop_heuristic": "is_early_stop_heuristic_unsatisfied running_beam_scores "
+        "beam_scores is_sent_finished cur_len max_length decoder_prompt_len early_stopping "
+        "length_penalty",
         "_get_candidate_generator": "self generation_config input_ids inputs_tensor "
         "logits_processor model_kwargs assistant_model target_tokenizer assistant_tokenizer",
         "_prepare_cache_for_generation": "self generation_config model_kwargs generation_mode "
@@ -39,6 +42,10 @@ METHODS = {
         "_prepare_generation_config": "self generation_config kwargs",
         "_sample": "self input_ids logits_processor stopping_criteria generation_config "
         "synced_gpus streamer model_kwargs",
+        "_update_finished_beams": "self sequences topk_running_sequences beam_scores "
+        "topk_log_probs beam_indices topk_running_beam_indices "
+        "is_early_stop_heuristic_unsatisfied is_sent_finished next_token_hits_stopping_criteria "
+        "top_num_beam_mask num_beams cur_len decoder_prompt_len length_penalty early_stopping",
         "_validate_generation_mode": "self generation_mode generation_config "
         "generation_mode_kwargs",
         "adjust_generation_fn": "self generation_config from_auto_class from_pipeline "
@@ -164,9 +171,9 @@ IMPORTS = {
         GenerateDecoderOnlyOutput GenerateEncoderDecoderOutput GenerationMode
         LogitNormalization LogitsProcessor LogitsProcessorList MaxLengthCriteria
         MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor MinPLogitsWarper
-        NoBadWordsLogitsProcessor StoppingCriteria StoppingCriteriaList
-        SuppressTokensLogitsProcessor TemperatureLogitsWarper TopKLogitsWarper
-        TopPLogitsWarper TypicalLogitsWarper
+        NoBadWordsLogitsProcessor PromptLookupCandidateGenerator StoppingCriteria
+        StoppingCriteriaList SuppressTokensLogitsProcessor TemperatureLogitsWarper
+        TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
     """,
     "transformers.integrations.deepspeed": "unset_hf_deepspeed_config",
     "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
