@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -95,9 +95,7 @@ class StrictlyLoadedModel(PreTrainedModel):
             # _load_pretrained_model changes it, and the caller keeps the original.
             kwargs["device_map"] = dict(kwargs["device_map"])
         try:
-            loaded: tuple[Any, dict[str, Any]] = super().from_pretrained(
-                place, *model_args, output_loading_info=True, **kwargs
-            )
+            loaded = super().from_pretrained(place, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise OSError(
                 f"The weights of {place} are damaged: {error}. Download the file again; for the "
@@ -105,7 +103,7 @@ class StrictlyLoadedModel(PreTrainedModel):
             ) from error
         if output_loading_info:
             return loaded
-        model, info = loaded
+        model, info = cast(tuple[Any, dict[str, Any]], loaded)
         same_class = cls.__name__ in (model.config.architectures or ())
         for verb, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
             names = sorted(name for name in info[keys] if not model.may_be_new(name, info[keys]))
