@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 _FAIRSEQ = (b"encoder_embed_dim", b"optimizer_history")
 _OPENNMT = (b"transformer_ff", b"decoder_type")
 _JOEYNMT = (b"best_ckpt_score", b"best_ckpt_iteration")
-# What a folder of each type holds, and which Auto class loads it.
+# The model in a folder of each type, and the Auto class that loads it.
 _KINDS = {
     "vaswani": ("a translation model", "AutoModelForSeq2SeqLM, whose halves split_halves gives"),
     "vaswani_encoder": ("an encoder alone", "AutoModel or AutoModelForMaskedLM"),

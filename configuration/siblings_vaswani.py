@@ -17,7 +17,7 @@ def _fields_of(stack: str) -> frozenset[str]:
 
 
 class VaswaniHalfConfig(VaswaniConfig):
-    """What the configurations of both halves share: they lack the other half's fields."""
+    """The common part of both halves' configurations, which lack the other half's fields."""
 
     def validate_architecture(self) -> None:
         """Refuse fields of the stack that the model does not have."""

@@ -134,7 +134,7 @@ def read_options(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], lis
     Raises:
         ConversionError: the checkpoint has no options.
     """
-    options, config = _plain(state.get("args")), _plain(state.get("cfg"))
+    options, config = _plain_values(state.get("args")), _plain_values(state.get("cfg"))
     training: dict[str, Any] = {}
     if not isinstance(options, dict):
         options = config.get("model") if isinstance(config, dict) else None
@@ -165,15 +165,15 @@ def read_options(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], lis
     return _with_defaults(options), unknown
 
 
-def _plain(value: Any) -> Any:
+def _plain_values(value: Any) -> Any:
     """Turn Namespaces and omegaconf's nodes into dicts, lists and plain values."""
     if isinstance(value, Inert):
         fields = vars(value)
-        return _plain(fields.get("_content", fields.get("_val", fields)))
+        return _plain_values(fields.get("_content", fields.get("_val", fields)))
     if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: _plain_values(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [_plain_values(entry) for entry in value]
     return value
 
 

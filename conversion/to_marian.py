@@ -61,7 +61,9 @@ def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
     source, target = open_tokenizers(model)
     with new_folder(Path(output)) as folder:
         theirs.save_pretrained(folder)
-        save_tokenizers(folder, source and _plain(source), target and _plain(target))
+        save_tokenizers(
+            folder, source and _without_package(source), target and _without_package(target)
+        )
 
 
 convert = save
@@ -185,7 +187,7 @@ def _generation_config(given: GenerationConfig) -> GenerationConfig:
     return GenerationConfig(**values)
 
 
-def _plain(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
+def _without_package(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
     """Put a tokenizer into transformers' own class, which loads without this package."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,

@@ -57,9 +57,8 @@ def write_model_card(
 ) -> Path:
     """Write README.md for a saved model from its files, and return its path.
 
-    Numbers come from results files only: JSON files with their command, commit, hardware, versions
-    and date. Results files in `folder` are found. A card that was changed by hand stays as it is,
-    with a warning.
+    Numbers come from results files only, in `folder` or given: JSON with command, commit, hardware,
+    versions and date. A card that was changed by hand stays as it is, with a warning.
 
     Args:
         folder: a folder of `save_pretrained` or of a Trainer.
@@ -67,18 +66,16 @@ def write_model_card(
         repo_id: the model's repository in the examples of the card; None uses the folder.
         output: folder of the card and of the files that it links to; None means `folder`.
         overwrite: also replace a card that was changed by hand.
-        language: ISO 639 codes, the source's first. This argument and the following ones are the
-            card's metadata. None takes them from the results files, or from the card in `folder`.
+        language: ISO 639 codes, the source's first. None takes this and the other metadata (license,
+            datasets, tags, base_model) from the results files, or from the card in `folder`.
         license: the Hub's name for the licence of the weights.
-        datasets: ids of the Hub's data sets that the model was trained on.
-        tags: further tags.
-        base_model: id of the model that was fine-tuned.
+        datasets, tags, base_model: the Hub's ids of training data and base model, and further tags.
 
     Raises:
         TypeError: `results` is no path.
         FileNotFoundError: the folder has no saved model, or a results file is missing.
-        ValueError: the folder holds another kind of model; a results file does not say how it was
-            made, or belongs to another model; two of them have one name; `language` is no code.
+        ValueError: the folder holds another kind of model; a results file belongs to another model,
+            has no circumstances, or has the name of another one; `language` is no code.
     """
     folder = Path(folder)
     target = folder if output is None else Path(output)

@@ -19,7 +19,7 @@ from .modeling_vaswani import VaswaniEncoderModel, VaswaniForConditionalGenerati
 
 logger = logging.get_logger(__name__)
 
-# What both stacks must agree on, because VaswaniConfig has one field for it.
+# Fields that must be equal in both stacks, because VaswaniConfig has one field for them.
 _SHARED_FIELDS = (
     *("d_model", "d_k", "d_v", "activation_function", "norm_position", "final_layer_norm"),
     *("position_encoding", "position_offset", "max_position_embeddings", "attention_bias"),

@@ -97,7 +97,7 @@ def _number_of_classes(config: VaswaniEncoderConfig) -> int:
 
 
 class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
-    """What both classifiers share: a linear map of the encoder's states to C classes."""
+    """The common part of both classifiers: a linear map of the encoder's states to C classes."""
 
     def __init__(self, config: VaswaniEncoderConfig) -> None:
         super().__init__(config)

@@ -48,13 +48,11 @@ def plot_attention(
         source: one sentence, or its token ids.
         target: its translation, or the token ids of `model.score`. None uses the translation by
             `generate`. `kind="encoder"` ignores the target.
-        layers: one layer, or several such as `range(6)` for one row of the grid each. Negative
-            numbers count from the last. None averages all layers. A grid of one row or column is
-            wrapped.
+        layers: one layer, or several such as `range(6)` for a row of the grid each. Negative
+            numbers count from the last. None averages all layers. A single row is wrapped.
         heads: likewise, for the columns of the grid.
         kind: encoder-decoder ("cross"), "encoder" or "decoder" attention (3.2.3).
-        target_tokenizer: the tokenizer of the target. None looks for it as the
-            VaswaniTranslationPipeline does.
+        target_tokenizer: the target's tokenizer; None looks for it in the tokenizer's folder.
         path: a .png or .svg file to write as well, whole or not at all.
 
     Returns:

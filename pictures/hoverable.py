@@ -89,7 +89,7 @@ def attention_script() -> str:
 
 
 def _map_data(attention: AttentionWeights) -> dict[str, Any]:
-    """What the script needs to draw one kind of attention."""
+    """Return the data that the script draws one kind of attention from."""
     title, row_name, column_name = KINDS[attention.kind]
     layers, heads, _, _ = attention.values.shape
     weights = (65535 * attention.values).round().to(torch.int32).numpy().astype("<u2")
