@@ -66,8 +66,8 @@ def write_model_card(
         repo_id: the model's repository in the examples of the card; None uses the folder.
         output: folder of the card and of the files that it links to; None means `folder`.
         overwrite: also replace a card that was changed by hand.
-        language: ISO 639 codes, the source's first. None takes this and the other metadata (license,
-            datasets, tags, base_model) from the results files, or from the card in `folder`.
+        language: ISO 639 codes, the source's first. None takes this and the following metadata from
+            the results files, or from the card in `folder`.
         license: the Hub's name for the licence of the weights.
         datasets, tags, base_model: the Hub's ids of training data and base model, and further tags.
 
@@ -77,12 +77,10 @@ def write_model_card(
         ValueError: the folder holds another kind of model; a results file belongs to another model,
             has no circumstances, or has the name of another one; `language` is no code.
     """
-    folder = Path(folder)
-    target = folder if output is None else Path(output)
+    folder, target = Path(folder), Path(folder if output is None else output)
     model = _translation_model(folder, results)
     stated = {"license": license, "base_model": base_model, "datasets": _listed(datasets)}
-    stated["language"] = _language_codes(language)
-    card = target / CARD
+    card, stated["language"] = target / CARD, _language_codes(language)
     if not overwrite and not may_be_written(card):
         logger.warning(
             f"{card} was changed by hand and stays as it is; overwrite=True writes it again."
