@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.extras import needs
+from ..generation.batches_vaswani import batches_by_length
 
 with needs("vaswani[train]"):
     import datasets
@@ -252,7 +253,8 @@ def generate_texts(
         filled = [index for index, line in enumerate(chunk) if line.strip()]
         token_ids = tokenizer([chunk[index] for index in filled])["input_ids"] if filled else []
         texts = [""] * len(chunk)
-        for batch in _batches_by_length(token_ids, batch_tokens):
+        lengths = [(len(ids),) for ids in token_ids]
+        for batch in batches_by_length(lengths, batch_tokens):
             inputs = tokenizer.pad(
                 {"input_ids": [token_ids[row] for row in batch]}, return_tensors="pt"
             ).to(model.device)
@@ -264,20 +266,6 @@ def generate_texts(
             for row, text in zip(batch, decoded, strict=True):
                 texts[filled[row]] = text
         yield from texts
-
-
-def _batches_by_length(
-    token_ids: Sequence[Sequence[int]], batch_tokens: int
-) -> Iterator[list[int]]:
-    """Indices of sentences, longest first so that too large a batch fails at once."""
-    batch: list[int] = []
-    for index in sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i])):
-        if batch and (len(batch) + 1) * len(token_ids[batch[0]]) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
 
 
 @contextlib.contextmanager
