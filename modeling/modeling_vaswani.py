@@ -14,7 +14,7 @@ V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -50,6 +50,11 @@ from .packing_vaswani import (
     takes_packed_batches,
 )
 from .pickling_vaswani import PicklableModule
+
+if TYPE_CHECKING:
+    # When this file is remote code, transformers copies the files that it imports. This line makes
+    # transformers copy the classifiers too, which a saved configuration names.
+    from .heads_vaswani import VaswaniForMaskedLM  # noqa: F401
 
 
 class SinusoidalPositions(nn.Module):
@@ -832,6 +837,10 @@ class EncoderOfTranslationModel(VaswaniEncoderModel):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load the encoder; arguments are those of `VaswaniEncoderModel.from_pretrained`."""
         return VaswaniEncoderModel.from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: VaswaniConfig, **kwargs: Any) -> Any:
+        return VaswaniEncoderModel._from_config(config, **kwargs)
 
 
 VaswaniForConditionalGeneration._network_classes = (

@@ -53,6 +53,7 @@ METHODS = {
         "revision subfolder trust_remote_code kwargs",
     },
     "transformers.PreTrainedModel": {
+        "_from_config": "cls config kwargs",
         "_get_resized_embeddings": "self old_embeddings new_num_tokens pad_to_multiple_of "
         "mean_resizing",
         "_get_resized_lm_head": "self old_lm_head new_num_tokens transposed mean_resizing",

@@ -431,7 +431,7 @@ def test_weights_that_were_damaged_in_the_cache_are_refused(read, damage):
     error, message = read["cache"][damage]
     assert error == "OSError"
     assert message.startswith("The weights of cache/model are damaged: ")
-    assert message.endswith("from the Hub, force_download=True does.")
+    assert "force_download=True" in message
 
 
 def test_force_download_repairs_the_cache(read, expected):

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -23,8 +25,10 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from vaswani.generation import generation_vaswani, search_vaswani
+from vaswani.generation import generation_vaswani, incremental_vaswani, search_vaswani
 from vaswani.generation.generation_vaswani import token_rules
+from vaswani.generation.incremental_vaswani import IncrementalDecoder
+from vaswani.generation.search_vaswani import best_continuations
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -534,3 +538,200 @@ def test_a_rule_after_a_warper_is_left_to_transformers():
     rules = token_rules(processors[::-1], 1, config)
     assert rules.warpers == processors[:1]
     assert rules.never == {18}
+
+
+def test_a_subclass_that_prepares_its_own_inputs_is_asked_for_them(source, searches, tiny_model):
+    class Own(VaswaniForConditionalGeneration):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = tiny_model(Own)
+    model.generate(**source, num_beams=2)
+    assert (searches["beam_search"], searches["_beam_search"]) == (0, 1)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_finished_sentences_leave_the_batch(tiny_model, source, monkeypatch, num_beams):
+    model = tiny_model()
+    widths = []
+    step = IncrementalDecoder.step
+    monkeypatch.setattr(
+        IncrementalDecoder,
+        "step",
+        lambda self, tokens, *args: widths.append(len(tokens)) or step(self, tokens, *args),
+    )
+    # Sentences of 7, 4, 2 and 5 tokens that never end of themselves stop 3 tokens later.
+    model.generate(**source, num_beams=num_beams, max_length_offset=3, eos_token_id=None)
+    assert widths == [4] * 4 + [3] * 2 + [2] + [1] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, monkeypatch, seed):
+    model = tiny_model(seed=seed)
+    call = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 60, "eos_token_id": 5}
+    call |= {"return_dict_in_generate": True}
+    expected = model.generate(**source, **call)
+    monkeypatch.setattr(incremental_vaswani, "_FIRST_CAPACITY", 8)
+    dropped = []
+    drop = IncrementalDecoder._drop_dead_ends
+
+    def watched(self, past):
+        before = self.used
+        drop(self, past)
+        dropped.append(before - self.used)
+
+    monkeypatch.setattr(IncrementalDecoder, "_drop_dead_ends", watched)
+    output = model.generate(**source, **call)
+    assert sum(dropped) > 0
+    assert torch.equal(output.sequences, expected.sequences)
+    torch.testing.assert_close(output.sequences_scores, expected.sequences_scores)
+
+
+def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, source):
+    model = tiny_model()
+    decoder = IncrementalDecoder(model, model.get_encoder()(**source)[0], source["attention_mask"])
+    decoder.read(torch.full((4, 1), 2))
+    kept = [keys.data_ptr() for keys, _ in decoder.source]
+    decoder.step(torch.randint(3, 19, (4, 5)), torch.zeros(4, 5, dtype=torch.long))
+    decoder.step(torch.randint(3, 19, (4, 5)), torch.randint(0, 5, (4, 5)))
+    assert [keys.data_ptr() for keys, _ in decoder.source] == kept
+    assert all(len(keys) == 4 for keys, _ in decoder.source)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocabulary", "sentences", "beams", "count"),
+    [(5, 2, 3, 6), (600, 3, 4, 8), (1024, 2, 8, 16), (5000, 3, 1, 8), (4097, 40, 4, 12)],
+)
+@pytest.mark.parametrize("banned", [[], [0, 3], [1, 4, 513, 1030, 4096]])
+def test_best_continuations_are_the_best(vocabulary, sentences, beams, count, dtype, banned):
+    logits = torch.randn(sentences * beams, vocabulary).mul(3).to(dtype)
+    logits[0, -1] = 20.0  # in what is left over behind the blocks
+    wide = torch.promote_types(dtype, torch.float32)
+    running = -torch.rand(sentences, beams, dtype=wide)
+    running[0, 0] = 0
+    everything = logits.to(wide).log_softmax(-1).view(sentences, beams, -1) + running[:, :, None]
+    banned = torch.tensor([token for token in banned if token < vocabulary], dtype=torch.long)
+    everything[:, :, banned] = -torch.inf
+    expected = everything.flatten(1).topk(count).values
+    scores, hypotheses, tokens = best_continuations(logits, running, count, None, banned)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(scores, expected, rtol=0, atol=tolerance)
+    places = hypotheses * vocabulary + tokens
+    torch.testing.assert_close(
+        everything.flatten(1).gather(1, places), scores, rtol=0, atol=tolerance
+    )
+    assert all(len(set(row)) == count for row in places.tolist())
+    if (
+        dtype != torch.bfloat16 and vocabulary - 1 not in banned
+    ):  # the first row's last entry is the best of all
+        assert (hypotheses[0, 0], tokens[0, 0]) == (0, vocabulary - 1)
+
+
+@pytest.mark.parametrize("vocabulary", [30, 2100])
+def test_hypotheses_without_logits_have_no_continuations(vocabulary):
+    running = -torch.rand(3, 4, dtype=torch.float64)
+    open_rows = torch.tensor([0, 1, 5, 8, 9, 11])
+    logits = torch.randn(12, vocabulary, dtype=torch.float64)
+    closed = running.clone().flatten()
+    closed[[row for row in range(12) if row not in open_rows.tolist()]] = -torch.inf
+    expected = best_continuations(logits, closed.view(3, 4), 8)
+    given = best_continuations(logits[open_rows], running, 8, open_rows)
+    for ours, theirs in zip(given, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_hypotheses_that_cannot_win_are_forgotten(tiny_model, source, monkeypatch):
+    widths = []
+    step = IncrementalDecoder.step
+
+    def watched(self, tokens, parents, open_rows=None):
+        widths.append((tokens.numel(), None if open_rows is None else len(open_rows)))
+        return step(self, tokens, parents, open_rows)
+
+    monkeypatch.setattr(IncrementalDecoder, "step", watched)
+    for seed in range(4):
+        model = tiny_model(seed=seed)
+        call = {"num_beams": 4, "return_dict_in_generate": True, "eos_token_id": [2, 5, 6]}
+        ours = model.generate(**source, **call)
+        theirs = model.generate(**source, **call, output_scores=True)
+        assert torch.equal(ours.sequences, theirs.sequences)
+    narrowed = [(rows, kept) for rows, kept in widths if kept is not None]
+    assert narrowed
+    assert all(0 < kept < rows for rows, kept in narrowed)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_source_of_nothing_but_padding_gives_a_defined_sentence(tiny_model, source, num_beams):
+    model = tiny_model()
+    source["attention_mask"][1] = 0
+    ours = model.generate(**source, num_beams=num_beams)
+    theirs = model.generate(
+        **source, num_beams=num_beams, output_scores=True, return_dict_in_generate=True
+    )
+    assert torch.equal(ours, theirs.sequences)
+
+
+def test_d_k_and_d_v_may_differ_and_norms_come_first(tiny_model, source):
+    for overrides in ({"d_k": 3, "d_v": 5}, {"norm_position": "pre"}, {"attention_bias": True}):
+        model = tiny_model(**overrides)
+        call = {"num_beams": 3, "return_dict_in_generate": True}
+        ours = model.generate(**source, **call)
+        theirs = model.generate(**source, **call, output_scores=True)
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+
+@pytest.mark.parametrize("kind", ["gnmt", "hf"])
+@pytest.mark.parametrize("alpha", [-1.0, -8.0, -30.0])
+def test_a_negative_penalty_however_strong_ranks_whole_sentences(tiny_model, source, kind, alpha):
+    model = tiny_model()
+    call = {"num_beams": 3, "length_penalty_type": kind, "max_new_tokens": 8}
+    output = model.generate(**source, **call, length_penalty=alpha, return_dict_in_generate=True)
+    for row, (tokens, score) in enumerate(
+        zip(output.sequences, output.sequences_scores, strict=True)
+    ):
+        tokens = tokens[1:].tolist()
+        length = tokens.index(2) + 1 if 2 in tokens else len(tokens)
+        single = {name: tensor[row : row + 1] for name, tensor in source.items()}
+        total = log_probabilities_of(model, single, tokens[:length])
+        divisor = ((5 + length) / 6 if kind == "gnmt" else length) ** alpha
+        assert score.item() == pytest.approx(total / divisor, rel=1e-9)
+
+
+def test_what_the_trainer_leaves_on_a_model_leaves_the_fast_search_usable(
+    tiny_model, source, searches
+):
+    model = tiny_model(dtype=torch.float32)
+    expected = model.generate(**source, num_beams=3)
+    model.enable_input_require_grads()
+    assert torch.equal(model.generate(**source, num_beams=3, labels=expected), expected)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        model = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert "forward" in vars(model)
+    assert torch.equal(model.generate(**source, num_beams=3), expected)
+    assert searches["beam_search"] == 3
+    assert searches["_beam_search"] == 0
+
+
+def test_a_subclass_of_a_layers_part_is_run(tiny_model, source, searches):
+    model = tiny_model()
+    expected = model.generate(**source, num_beams=3)
+
+    class Reversed(type(model.model.decoder.layers[0].self_attn)):
+        def _keys_values(self, states):
+            return super()._keys_values(-states)
+
+    model.model.decoder.layers[0].self_attn.__class__ = Reversed
+    assert not torch.equal(model.generate(**source, num_beams=3), expected)
+    assert searches["_beam_search"] == 1
+
+
+def test_two_evaluations_of_the_trainer_come_out_whole(tiny_model, source):
+    model = tiny_model()
+    whole = model.generate(**source, eos_token_id=None)
+    model.generation_config.max_length = 20  # as Seq2SeqTrainer leaves it behind
+    assert torch.equal(model.generate(**source, eos_token_id=None), whole)
+    assert whole.shape[1] == 1 + 7 + 50

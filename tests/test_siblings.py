@@ -363,7 +363,7 @@ def test_a_language_model_refuses_a_source(build):
     with pytest.raises(ValueError, match="a language model attends to no source"):
         model(torch.tensor([[3, 4]]), encoder_hidden_states=source)
     attends = build(VaswaniForCausalLM, add_cross_attention=True)
-    with pytest.raises(ValueError, match="needs encoder_hidden_states"):
+    with pytest.raises(ValueError, match="pass encoder_hidden_states"):
         attends(torch.tensor([[3, 4]]))
 
 
