@@ -17,6 +17,9 @@ drawn at random as it does. Counted are real target tokens, not padding.
 (logits, then torch's cross_entropy), ours, and torch's linear_cross_entropy, which has no label
 smoothing when it works by chunks and gets none.
 
+"batching": updates of our model, of the size --size, on as many real tokens: random sentences
+packed, the same random sentences padded, and sorted sentences padded.
+
 Every contender lives in a process of its own, and they take turns in every round: a slow minute of
 the machine hits all. A ratio is the median over rounds of the peer's time per token over ours;
 times are medians over rounds. Memory is the peak of the process less what it held before it had a
@@ -36,6 +39,7 @@ from typing import Any
 
 import torch
 from base_model import VOCAB_SIZE, padded, read_lines, vocabulary
+from batchings import BATCHINGS, BatchingContender
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -61,6 +65,7 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 SMOOTHING = 0.1
 TOKENS = (1024, 2048, 4096, 8192)
 LOSSES = ("plain", "ours", "torch")
+PARTS = ("trainer", "network", "loss", "batching")
 # Threads stay awake for a moment after their last job, on cores that the next one needs.
 PAUSE = 0.3
 # FlopCounterMode counts this product under its other name alone.
@@ -84,7 +89,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--precisions", nargs="+", choices=("float32", "bfloat16"), help="default: both")
     add("--rounds", type=int, help="turns of every contender (default: 3, 1 with --quick)")
     add("--updates", type=int, help="in a turn (default: 4, 1 with --quick)")
-    add("--parts", nargs="+", choices=("trainer", "network", "loss"), help="default: all")
+    add("--parts", nargs="+", choices=PARTS, help="default: all but batching")
+    add("--size", choices=("tiny", "base"), default="tiny", help="of batching (default: tiny)")
     add("--profile", action="store_true", help="print where our network spends its time, no more")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -93,7 +99,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.precisions = args.precisions or (["float32"] if args.quick else ["float32", "bfloat16"])
     args.rounds = args.rounds or (1 if args.quick else 3)
     args.updates = args.updates or (1 if args.quick else 4)
-    parts = ["trainer", "network"]
+    parts: list[str] = ["trainer", "network"]
     args.parts = args.parts or (parts if args.quick else [*parts, "loss"])
     for name in ("rounds", "updates"):
         if getattr(args, name) < 1:
@@ -228,7 +234,7 @@ class Contender:
         sampler = sampler_of(self.pairs, tokens)
         tokenizer = vocabulary(DEFAULT_MODEL)
         collator = CountingCollator(DataCollatorForSeq2Seq(tokenizer, model=self.model))
-        settings: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "max_steps": clock.last,
             "learning_rate": 1e-5,
             "bf16": self.bf16,
@@ -242,12 +248,12 @@ class Contender:
         trainer: Any = VaswaniTrainer
         if self.name != "ours":
             own, trainer = {}, Seq2SeqTrainer
-            settings["per_device_train_batch_size"] = round(len(rows) / len(sampler))
-            settings["label_smoothing_factor"] = SMOOTHING
+            arguments["per_device_train_batch_size"] = round(len(rows) / len(sampler))
+            arguments["label_smoothing_factor"] = SMOOTHING
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
             trainer(
                 model=self.model,
-                args=Seq2SeqTrainingArguments(folder, **settings),
+                args=Seq2SeqTrainingArguments(folder, **arguments),
                 train_dataset=rows,
                 data_collator=collator,
                 callbacks=[clock],
@@ -389,7 +395,7 @@ def start(make: Any, names: tuple[str, ...], args: argparse.Namespace, *more: An
     return workers
 
 
-def compare(rows: list[dict[str, Any]], peer: str) -> list[dict[str, Any]]:
+def compare(rows: list[dict[str, Any]], peer: str, own: str = "ours") -> list[dict[str, Any]]:
     """How many times faster ours is, paired by round, and its memory over the peer's."""
     found = {
         (row["name"], row["precision"], row["tokens_per_batch"]): row
@@ -398,7 +404,7 @@ def compare(rows: list[dict[str, Any]], peer: str) -> list[dict[str, Any]]:
     }
     ratios = []
     for (name, precision, tokens), theirs in found.items():
-        ours = found.get(("ours", precision, tokens))
+        ours = found.get((own, precision, tokens))
         if name != peer or ours is None:
             continue
         pairs = zip(ours["rounds"], theirs["rounds"], strict=True)
@@ -441,18 +447,30 @@ def matrix_rate(device: str, precision: str) -> float:
 
 
 def print_profile(args: argparse.Namespace, pairs: Pairs) -> None:
-    """Print the operators that take most of the time of our network and loss."""
+    """Print the operators that take most of the time of our network and loss, or of an update."""
     for precision in args.precisions:
-        contender = Contender("ours", precision, args.device, args.threads, pairs)
-        contender("network", args.tokens[-1], 1)
-        activities = [ProfilerActivity.CPU]
-        if args.device == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as recorded:
+        common = (precision, args.device, args.threads, pairs)
+        if "batching" in args.parts:
+            contender: Any = BatchingContender("packed", *common, args.size)
+            batches = contender.batches(args.tokens[-1], 2)
+            contender.update(batches)
+            print_operators(precision, args, lambda: contender.update(batches[:1]))  # noqa: B023
+        else:
+            contender = Contender("ours", *common)
             contender("network", args.tokens[-1], 1)
-        order = "self_cuda_time_total" if len(activities) > 1 else "self_cpu_time_total"
-        table = recorded.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=48)
-        print(f"\nours {precision}, {args.tokens[-1]} tokens\n{table}", flush=True)
+            print_operators(precision, args, lambda: contender("network", args.tokens[-1], 1))  # noqa: B023
+
+
+def print_operators(precision: str, args: argparse.Namespace, work: Callable) -> None:
+    """Profile some work, and print its operators by their own time."""
+    activities = [ProfilerActivity.CPU]
+    if args.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recorded:
+        work()
+    order = "self_cuda_time_total" if len(activities) > 1 else "self_cpu_time_total"
+    table = recorded.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=48)
+    print(f"\nours {precision}, {args.tokens[-1]} tokens\n{table}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -474,16 +492,18 @@ def main(argv: list[str] | None = None) -> None:
         },
     }
     ratios: dict[str, list[dict[str, Any]]] = {}
-    for part in ("trainer", "network", "loss"):
+    for part in PARTS:
         if part not in args.parts:
             continue
-        if part == "loss":
+        if part == "batching":
+            workers = start(BatchingContender, BATCHINGS, args, (sources, targets), args.size)
+        elif part == "loss":
             workers = start(LossContender, LOSSES, args)
         else:
             workers = start(Contender, ("ours", "MarianMT"), args, (sources, targets))
         print(f"\n{part}\n{'name':10}{'precision':10}{'tokens':>8}{'tokens/s':>12}{'peak MB':>10}")
         jobs = [(tokens, args.updates) for tokens in args.tokens]
-        if part != "loss":
+        if part in ("trainer", "network"):
             jobs = [(part, *job) for job in jobs]
         results[part] = take_turns(workers, jobs, args.rounds)
         for row in results[part]:
@@ -497,6 +517,9 @@ def main(argv: list[str] | None = None) -> None:
                 )
         for peer in ("MarianMT", "plain", "torch"):
             ratios.setdefault(part, []).extend(compare(results[part], peer))
+        if part == "batching":
+            for peer in BATCHINGS[1:]:
+                ratios[part].extend(compare(results[part], peer, own="packed"))
         for worker in workers.values():
             worker.close()
     results |= {"ratios": ratios, "aims": judge(ratios)}

@@ -201,7 +201,7 @@ def test_two_text_files_become_a_scored_model_as_printed(folder, run):
     few = "--steps 4 --warmup 2 --eval-steps 4 --save-steps 2"
     small = f"{few} --vocab-size 340 --set d_model=32 encoder_layers=1 decoder_layers=1"
     small += " encoder_ffn_dim=64 decoder_ffn_dim=64"
-    training, papers, tuning, averaging = page.commands()
+    training, papers, objective, tuning, averaging = page.commands()
     run(training, small)
     for files, _ in page.rows("file |"):
         for file in re.findall(r"`([\w.]+(?:-N/)?)`", files):
@@ -211,9 +211,10 @@ def test_two_text_files_become_a_scored_model_as_printed(folder, run):
     assert results["averaged"] == ["checkpoint-2", "checkpoint-4"]
     run(training, f"{small} --resume auto")
     run(papers, small)
+    run(objective, few)
     run(tuning, few)
     run(averaging)
-    for name in ("base", "more", "averaged"):
+    for name in ("base", "risk", "more", "averaged"):
         assert (folder / f"runs/en-de-{name}/model.safetensors").exists()
 
     smaller = {"max_steps=8000": "max_steps=4", "save_steps=200": "save_steps=2"}

@@ -1,0 +1,91 @@
+"""Updates of our model on packed, on padded random and on sorted batches, for training.py."""
+
+from typing import Any
+
+import torch
+from base_model import VOCAB_SIZE, padded
+from vaswani.commands.parser import settings
+from vaswani.corpora.packed_collator import packed
+from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
+from vaswani.training.presets import PRESETS
+from worker import PeakMemory, timed
+
+from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+
+BATCHINGS = ("packed", "random", "sorted")
+
+
+class BatchingContender:
+    """Updates of one model on one kind of batches, in a process of its own.
+
+    Args:
+        name: "packed", "random" or "sorted".
+        pairs: token ids of sources and targets.
+        size: "tiny", which is the preset of `vaswani train`, or "base".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        precision: str,
+        device: str,
+        threads: int,
+        pairs: tuple[list[list[int]], list[list[int]]],
+        size: str,
+    ) -> None:
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        self.name, self.device, self.pairs = name, device, pairs
+        self.bf16 = precision == "bfloat16"
+        self.memory = PeakMemory(device)
+        self.before = self.memory.now()
+        fields: dict[str, Any] = {"vocab_size": VOCAB_SIZE}
+        if size == "tiny":
+            fields = {"vocab_size": 8000, **settings(PRESETS["tiny"]["set"])}
+        self.model = VaswaniForConditionalGeneration(VaswaniConfig.preset("base", **fields))
+        self.model.to(device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def __call__(self, tokens: int, updates: int) -> dict[str, float]:
+        """Measure updates of so many real tokens."""
+        batches = self.batches(tokens, updates + 2)
+        self.memory.now()
+        self.memory.forget()
+        self.update(batches[:2])
+        seconds = timed(lambda: self.update(batches[2:]))
+        labels = [batch["labels"] for batch in batches[2:]]
+        real = sum(int((label != -100).sum()) for label in labels)
+        return {
+            "seconds": seconds,
+            "tokens": real,
+            "padding": 1 - real / sum(label.numel() for label in labels),
+            "peak_mb": self.memory.peak() - self.before,
+        }
+
+    def batches(self, tokens: int, number: int) -> list[dict[str, Any]]:
+        """The first batches of an epoch."""
+        sources, targets = self.pairs
+        kind = TokenBatchSampler if self.name == "sorted" else PackedBatchSampler
+        plan = list(kind([tuple(map(len, pair)) for pair in zip(*self.pairs, strict=True)], tokens))
+        size, batches = self.model.config.vocab_size, []
+        for rows in plan[:number]:
+            batch = padded([sources[row] for row in rows], [targets[row] for row in rows])
+            for name in ("input_ids", "labels"):  # the tokenizer's vocabulary is the base model's
+                batch[name] = batch[name].where(batch[name] < size, batch[name] % (size - 3) + 3)
+            batch = packed(batch) if self.name == "packed" else batch
+            batches.append(
+                {
+                    name: value.to(self.device) if torch.is_tensor(value) else value
+                    for name, value in batch.items()
+                }
+            )
+        return batches
+
+    def update(self, batches: list[dict[str, Any]]) -> None:
+        """Train on batches."""
+        for batch in batches:
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
+                loss = self.model(**batch).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
