@@ -104,6 +104,19 @@ def add_mixing_options(parser: argparse.ArgumentParser) -> None:
         "corpora, or one for each",
     )
     add(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="read and tokenise the pairs as they come, and prepare nothing",
+    )
+    add(
+        "--stream-buffer",
+        type=positive,
+        default=20_000,
+        metavar="PAIRS",
+        help="with --stream, pairs of which batches are made at a time (default: 20000)",
+    )
+    add(
         "--data-cache",
         metavar="FOLDER",
         help="folder of prepared corpora (default: vaswani, in the cache of Hugging Face datasets)",

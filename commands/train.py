@@ -72,12 +72,25 @@ class _Parser(CommandParser):
             self.error("--r-drop is an objective of its own: leave it or --objective out")
         if args.objective_settings and not args.objective:
             self.error("--objective-settings needs --objective")
+        self._check_stream(args)
         for option in ("set", "trainer", "generation", "objective_settings"):
             try:
                 setattr(args, option, settings(getattr(args, option)))
             except ValueError as error:
                 self.error(f"--{option.replace('_', '-')}: {error}")
         args.generation = {"num_beams": args.beams, **args.generation}
+
+    def _check_stream(self, args: argparse.Namespace) -> None:
+        if not args.stream:
+            return
+        needed = {"--max-source-tokens": args.max_source_tokens, "--steps": args.steps}
+        needed["--tokenizer or --model"] = args.tokenizer or args.model
+        for name, value in needed.items():
+            if not value:
+                self.error(f"--stream needs {name}: nothing is counted before the run")
+        for name in ("bpe_dropout", "drop_duplicates", "temperature"):
+            if getattr(args, name):
+                self.error(f"--{name} needs prepared data: leave out --stream".replace("_", "-"))
 
 
 def make_parser() -> CommandParser:

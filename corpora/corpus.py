@@ -46,7 +46,11 @@ class Corpus:
             DataError: a file cannot be read at all, or not to its end.
         """
         for shard in self.shards:
-            yield from iterate_pairs(shard, self.columns, self.default_split)
+            yield from self.pairs_of(shard)
+
+    def pairs_of(self, shard: tuple[str, ...]) -> Iterator[Pair | DataError]:
+        """Yield the pairs of one shard, without the tag, and errors of single pairs."""
+        return iterate_pairs(shard, self.columns, self.default_split)
 
     def content(self) -> str:
         """Return a key that changes with the content, but not with the names of the files."""

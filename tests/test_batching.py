@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging import version
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 from transformers.testing_utils import CaptureLogger
 from vaswani.corpora import token_batches
@@ -331,7 +331,7 @@ def make_trainer(
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize", "batching")
     names += ("noam_warmup_steps", "noam_factor", "r_drop", "objective", "compute_loss_func")
-    names += ("processing_class",)
+    names += ("processing_class", "stream_buffer")
     own.update({name: changes.pop(name) for name in names if name in changes})
     dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
     set_seed(3)
@@ -484,11 +484,6 @@ def test_given_lengths_are_used_instead(tmp_path):
     assert max(map(len, trainer.get_train_dataloader().batch_sampler)) == 2
 
 
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield from training_data()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -496,7 +491,6 @@ class Endless(IterableDataset):
         ({"data": training_data().remove_columns("labels")}, "no column 'labels' but 'input_ids'"),
         ({"data": [{"labels": [1]}]}, "row of the training data has no 'input_ids'"),
         ({"data": training_data().select([])}, "lengths is empty"),
-        ({"data": Endless()}, "training data of known length"),
     ],
 )
 def test_training_data_without_usable_lengths_are_refused(tmp_path, changes, message):

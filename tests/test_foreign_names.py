@@ -110,6 +110,8 @@ METHODS = {
         "epochs_trained steps_trained_in_current_epoch",
         "_save": "self output_dir state_dict",
         "_save_checkpoint": "self model trial",
+        "_save_rng_state": "self output_dir",
+        "get_batch_samples": "self epoch_iterator num_batches device",
         "get_total_train_batch_size": "self args",
     },
     "torch.nn.Module": {

@@ -36,6 +36,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
 from ..corpora.reading import DataError, Pair
+from ..corpora.streaming import TextStream
 from ..corpora.tokenising import tokenised
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
@@ -54,7 +55,7 @@ from .processes import (
     patient_barrier,
 )
 from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress
-from .run_data import RunData
+from .run_data import RunData, TrainingPairs
 from .trainer import VaswaniTrainer
 
 with needs("vaswani[train]"):
@@ -116,15 +117,14 @@ class TrainingRun:
         self.model, self.tokenizer = self._build()
         # A separate target vocabulary has a tokenizer of its own.
         self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
-        self.train_pairs = self.data.prepare(self.tokenizer, self.target_tokenizer)
+        self.train_pairs: TrainingPairs | TextStream
+        if options.stream:
+            self.train_pairs = self.data.stream(self.tokenizer, self.target_tokenizer)
+        else:
+            self.train_pairs = self.data.prepare(self.tokenizer, self.target_tokenizer)
         wait_for_all()
         self.parameters = self.model.num_parameters()
-        self.say(
-            f"{self.train_pairs.read:,} pairs, {len(self.tokenizer):,} tokens in the vocabulary, "
-            f"{self.parameters:,} parameters"
-        )
-        if self.train_pairs.dropped:
-            self.say(self.train_pairs.describe_dropped())
+        self._describe()
         try:
             self.model.generation_config.update(**options.generation)
         except ValueError as error:  # a setting contradicts those of --model
@@ -135,6 +135,16 @@ class TrainingRun:
         """Print in the main process."""
         if self.processes.is_main_process:
             print(text, flush=True)  # noqa: T201  a run tells what it does
+
+    def _describe(self) -> None:
+        pairs = self.train_pairs
+        read = "a stream of" if isinstance(pairs, TextStream) else f"{pairs.read:,}"
+        self.say(
+            f"{read} pairs, {len(self.tokenizer):,} tokens in the vocabulary, "
+            f"{self.parameters:,} parameters"
+        )
+        if isinstance(pairs, TrainingPairs) and pairs.dropped:
+            self.say(pairs.describe_dropped())
 
     def _say_of_machine(self, text: str) -> None:
         """Print in any process, since each machine prepares its own data."""
@@ -209,7 +219,7 @@ class TrainingRun:
     def trainer(self) -> VaswaniTrainer:
         """The trainer, with data and callbacks."""
         options, model = self.options, self.model
-        valid_data = None
+        pairs, valid_data = self.train_pairs, None
         if self.valid_pairs:
             valid_data = tokenised(self.valid_pairs, self.tokenizer, self.target_tokenizer)
         noam = {}
@@ -220,7 +230,7 @@ class TrainingRun:
         trainer = OrderedEvaluation(
             model=model,
             args=training_arguments(options, model.config.d_model),
-            train_dataset=self.train_pairs.dataset,
+            train_dataset=pairs if isinstance(pairs, TextStream) else pairs.dataset,
             eval_dataset=valid_data,
             data_collator=DataCollatorForSeq2Seq(self.tokenizer, model=model),
             processing_class=self.tokenizer,
@@ -229,8 +239,9 @@ class TrainingRun:
             max_source_tokens=options.max_source_tokens,
             max_target_tokens=options.max_target_tokens,
             batching=options.batching,
-            lengths=self.train_pairs.lengths,
-            mixture=self.train_pairs.mixture,
+            lengths=None if isinstance(pairs, TextStream) else pairs.lengths,
+            mixture=None if isinstance(pairs, TextStream) else pairs.mixture,
+            stream_buffer=options.stream_buffer,
             objective=self._objective(),
             r_drop=options.r_drop,
             **noam,
@@ -278,6 +289,8 @@ class TrainingRun:
                 "Its learning rate was never as high as it should be: train longer, or pass "
                 f"--warmup {max(step // 10, 1)}."
             )
+        pairs = self.train_pairs
+        data = None if isinstance(pairs, TextStream) else pairs.report()
         results = {
             **self.circumstances,
             "training_minutes": round((time.monotonic() - started) / 60, 1),
@@ -285,11 +298,11 @@ class TrainingRun:
             "steps": step,
             "parameters": self.parameters,
             "pairs": {
-                "train": self.train_pairs.read,
+                "train": data and data["read"],
                 "valid": len(self.valid_pairs),
                 "test": len(self.test_pairs),
             },
-            "data": self.train_pairs.report(),
+            "data": data,
             "settings": vars(self.options),
             "arguments": trainer.settings(),
         }

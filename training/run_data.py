@@ -18,6 +18,7 @@ from ..corpora.mixing import Mixture, shares_of
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.preparing import Prepared, default_cache, describe_dropped, prepare
 from ..corpora.reading import DataError, Pair, read_pairs
+from ..corpora.streaming import TextStream
 from ..corpora.vocabulary import train_vocabulary
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 
@@ -92,13 +93,7 @@ class RunData:
             DataError: the data cannot be read, or the tokenizer does not know a language tag.
             OSError: the disk is full.
         """
-        for tag in {corpus.tag for corpus in self.corpora if corpus.tag}:
-            token = tokenizer.convert_tokens_to_ids(tag_token(tag))
-            if token in (None, tokenizer.unk_token_id):
-                raise DataError(
-                    f"--tag {tag}: the vocabulary has no token {tag_token(tag)}. Train a model "
-                    "with this tag from the start, or fine-tune one that knows it."
-                )
+        self._require_tags(tokenizer)
         dropouts = None
         if self.options.bpe_dropout:
             dropouts = self._bpe_dropouts(tokenizer, target_tokenizer)
@@ -127,6 +122,26 @@ class RunData:
             encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
             pairs.cut_on_the_fly(encoders, dropouts, self.options.segmentations)
         return pairs
+
+    def stream(
+        self, tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase
+    ) -> TextStream:
+        """Return all corpora as a stream.
+
+        Raises:
+            DataError: the tokenizer does not know a language tag.
+        """
+        self._require_tags(tokenizer)
+        return TextStream(self.corpora, tokenizer, target_tokenizer, self.rules, self.options.seed)
+
+    def _require_tags(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        for tag in {corpus.tag for corpus in self.corpora if corpus.tag}:
+            token = tokenizer.convert_tokens_to_ids(tag_token(tag))
+            if token in (None, tokenizer.unk_token_id):
+                raise DataError(
+                    f"--tag {tag}: the vocabulary has no token {tag_token(tag)}. Train a model "
+                    "with this tag from the start, or fine-tune one that knows it."
+                )
 
     def _bpe_dropouts(self, tokenizer: Any, target_tokenizer: Any) -> tuple[BpeDropout, BpeDropout]:
         dropout, seed = self.options.bpe_dropout, self.options.seed

@@ -25,6 +25,7 @@ from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file,
 from ..corpora.mixing import Mixture
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.packed_collator import PackedCollator
+from ..corpora.streaming import BUFFER, TextStream, TokenBatchStream, rows_of_process
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .checkpoints import (
@@ -42,6 +43,7 @@ from .objectives import make_objective
 from .processes import whole_weights
 from .r_drop import RDrop
 from .schedule import noam_schedule
+from .stream_states import load_stream, save_stream
 
 with needs("vaswani[train]"):
     import datasets
@@ -77,6 +79,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             in the columns `input_ids` and `labels`. A collator that pads to a multiple keeps the
             budgets if these lengths are rounded up to it.
         mixture: draws the pairs of every epoch where the training data are several corpora.
+        stream_buffer: rows of which batches are made at a time, where the training data are an
+            iterable without a length. Such a run needs `max_steps`.
         noam_warmup_steps: the learning rate is equation 3 (5.3), the first update being step 1:
             d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The settings'
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
@@ -113,6 +117,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         objective: str | Loss | None = None,
         r_drop: float = 0.0,
         mixture: Mixture | None = None,
+        stream_buffer: int = BUFFER,
         **kwargs: Any,
     ) -> None:
         if not 0 <= r_drop < math.inf:
@@ -142,6 +147,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
         named = make_objective(objective) if isinstance(objective, str) else objective
         self.objective: Loss | None = RDrop(r_drop) if r_drop else named
         self._sentences_in_update: torch.Tensor | None = None
+        self.stream_buffer = stream_buffer
+        # States of the workers of a stream, after the batches trained on.
+        self._stream_states: dict[int, Any] = {}
         self._sentences_per_update: int | None = None
 
     def _require_own_loss(self, setting: str) -> None:
@@ -166,6 +174,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         """Load batches of at most so many tokens, dealt out to the processes in turn."""
         if self.max_source_tokens is None or self.train_dataset is None:
             return super().get_train_dataloader()
+        if not has_length(self.train_dataset):
+            return self._stream_dataloader(self.max_source_tokens)
         sampler = self._token_batch_sampler(self.max_source_tokens)
         dataset, collator = self.train_dataset, self.data_collator
         if isinstance(dataset, datasets.Dataset):
@@ -193,6 +203,52 @@ class VaswaniTrainer(Seq2SeqTrainer):
             # Accelerate then looks no deeper than for a sampler of that share.
             prepared.batch_sampler.sampler = sampler
         return prepared
+
+    def _stream_dataloader(self, max_source_tokens: int) -> DataLoader:
+        """Load batches of a stream, of which each process and worker reads its own shards."""
+        data, args = self.train_dataset, self.args
+        collator = self._get_collator_with_removed_columns(self.data_collator, "training")
+        if self.batching == "packed":
+            collator = PackedCollator(collator)
+        stream = TokenBatchStream(
+            rows_of_process(data, args.process_index, self.accelerator.num_processes),
+            max_source_tokens,
+            self.max_target_tokens,
+            collator,
+            data.encode if isinstance(data, TextStream) else None,
+            PackedBatchSampler if self.batching == "packed" else TokenBatchSampler,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            buffer=self.stream_buffer,
+            states=self._stream_states,
+        )
+        workers = args.dataloader_num_workers
+        return DataLoader(
+            stream,
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
+        )
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take the batches of an update; of a stream, remember its state after them."""
+        if self.train_dataset is not None and not has_length(self.train_dataset):
+            epoch_iterator = map(self._batch_of_stream, epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
+
+    def _batch_of_stream(self, item: Any) -> Any:
+        if self.max_source_tokens is None:
+            return item
+        batch, (worker, state) = item
+        self._stream_states[worker] = state
+        return batch
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._stream_states:
+            save_stream(output_dir, self.args.process_index, self._stream_states)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -229,6 +285,13 @@ class VaswaniTrainer(Seq2SeqTrainer):
             )
         if resume_from_checkpoint:
             self._warn_of_other_processes(Path(resume_from_checkpoint))
+            if self.max_source_tokens and not has_length(self.train_dataset):
+                self._stream_states = load_stream(
+                    str(resume_from_checkpoint),
+                    self.args.process_index,
+                    self.accelerator.num_processes,
+                    self.args.dataloader_num_workers,
+                )
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -499,11 +562,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return self._sentences_per_update
 
     def _token_batch_sampler(self, max_source_tokens: int) -> TokenBatchSampler:
-        if not has_length(self.train_dataset):
-            raise ValueError(
-                "Batches by tokens need training data of known length: set max_source_tokens=None "
-                "for an iterable data set."
-            )
         lengths = _token_counts(self.train_dataset) if self.lengths is None else self.lengths
         if len(lengths) != len(self.train_dataset):
             raise ValueError(

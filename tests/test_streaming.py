@@ -1,0 +1,179 @@
+"""Data that are never counted: budgets, every row once a pass, training that resumes exactly."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+from launches import TRAIN, launch
+from num2words import num2words
+from test_batching import make_trainer, training_data
+from test_processes import assert_equal_weights
+from torch.utils.data import DataLoader, IterableDataset
+from vaswani.commands.train import make_parser
+from vaswani.corpora.corpus import parse_corpora
+from vaswani.corpora.filtering import Rules
+from vaswani.corpora.reading import DataError
+from vaswani.corpora.streaming import TextStream, TokenBatchStream, rows_of_process
+
+from vaswani import VaswaniTokenizer
+
+PAIRS = [(num2words(n), num2words(n, lang="de")) for n in range(120)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    lines = [text for pair in PAIRS for text in pair]
+    return VaswaniTokenizer.train_from_iterator(lines, "char", 200, show_progress=False)
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    for part in range(4):
+        rows = [f"{one}\t{two}\n" for one, two in PAIRS[30 * part :][:30]]
+        (tmp_path / f"part-{part}.tsv").write_text("".join(rows), encoding="utf-8")
+    return parse_corpora([f"{tmp_path}/part-*.tsv"])
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        yield from training_data()
+
+
+def stream_of(data, process=0, processes=1, **options):
+    options = {"max_source_tokens": 100, "max_target_tokens": 120, "buffer": 25, **options}
+    return TokenBatchStream(
+        rows_of_process(data, process, processes), collate=list, encode=data.encode, **options
+    )
+
+
+def taken(stream, count, workers=0):
+    loader = DataLoader(stream, batch_size=None, num_workers=workers)
+    return list(itertools.islice(loader, count))
+
+
+def texts_of(batches, tokenizer):
+    rows = [row["input_ids"] for batch in batches for row in batch]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_a_pass_has_every_pair_once_in_batches_within_the_budget(processes, corpora, tokenizer):
+    data = TextStream(corpora, tokenizer, tokenizer, Rules(), seed=0)
+    found = []
+    for process in range(processes):
+        stream = stream_of(data, process, processes)
+        batches = [
+            batch for batch, (_, state) in itertools.takewhile(
+                lambda item: item[1][1]["pass"] == 0, stream
+            )
+        ]  # fmt: skip
+        for batch in batches:
+            assert max(len(row["input_ids"]) for row in batch) * len(batch) <= 100
+            assert max(len(row["labels"]) for row in batch) * len(batch) <= 120
+        found += texts_of(batches, tokenizer)
+    assert sorted(found) == sorted(source for source, _ in PAIRS)
+
+
+@pytest.mark.parametrize("weights", ["", "=2"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_continues_from_a_state_with_the_batches_that_it_would_have_had(
+    workers, weights, corpora, tokenizer, tmp_path
+):
+    if weights:
+        words = [f"{tmp_path}/part-[01].tsv{weights}", f"{tmp_path}/part-[23].tsv"]
+        corpora = parse_corpora(words)
+    data = TextStream(corpora, tokenizer, tokenizer, Rules(), seed=0)
+    whole = taken(stream_of(data), 60, workers)
+    assert {state["pass"] for _, (_, state) in whole} >= {0, 1}
+    for stop in (1, 7, 29, 41):
+        states = {}
+        for _, (worker, state) in whole[:stop]:
+            states[worker] = json.loads(json.dumps(state))
+        continued = taken(stream_of(data, states=states), 60, workers)
+        assert [batch for batch, _ in continued[:stop]] == [None] * stop
+        assert continued[stop:] == whole[stop:]
+
+
+def test_weights_are_the_shares_of_a_stream(corpora, tokenizer, tmp_path):
+    for name, word in (("a", "one"), ("b", "two")):
+        (tmp_path / f"{name}.tsv").write_text(f"{word}\t{word}\n" * 300)
+    mixed = parse_corpora([f"{tmp_path}/a.tsv=3", f"{tmp_path}/b.tsv"])
+    data = TextStream(mixed, tokenizer, tokenizer, Rules(), seed=0)
+    texts = texts_of([batch for batch, _ in taken(stream_of(data), 15)], tokenizer)
+    assert 0.6 < texts.count("one") / len(texts) < 0.9
+
+
+def test_a_line_that_cannot_be_read_ends_a_stream_with_its_place(tokenizer, tmp_path):
+    (tmp_path / "a.tsv").write_text("one\teins\nno tab\n")
+    corpora = parse_corpora([f"{tmp_path}/a.tsv"])
+    with pytest.raises(DataError, match=r"a\.tsv, line 2: no tab"):
+        taken(stream_of(TextStream(corpora, tokenizer, tokenizer, Rules(), seed=0)), 1)
+    skipping = TextStream(corpora, tokenizer, tokenizer, Rules(skip_unreadable=True), seed=0)
+    ((batch, _),) = taken(stream_of(skipping), 1)
+    assert texts_of([batch], tokenizer) == ["one"]
+
+
+FORMS = {
+    "iterable of torch": Rows,
+    "iterable of datasets": lambda: training_data().to_iterable_dataset(num_shards=3),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_training_on_a_stream_resumes_with_the_same_weights(form, workers, tmp_path):
+    changes = {
+        "save_strategy": "steps", "save_steps": 5, "max_steps": 13, "stream_buffer": 16,
+        "dataloader_num_workers": workers, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    whole = make_trainer(tmp_path / "whole", data=FORMS[form](), **changes)
+    whole.train()
+    resumed = make_trainer(tmp_path / "whole", data=FORMS[form](), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert resumed.state.global_step == 13
+    for name, value in whole.model.state_dict().items():
+        assert (resumed.model.state_dict()[name] == value).all(), name
+    changes["dataloader_num_workers"] = 3
+    other = make_trainer(tmp_path / "whole", data=FORMS[form](), **changes)
+    with pytest.raises(ValueError, match=r"has the streams of \d loader workers, this run has 3"):
+        other.train(resume_from_checkpoint=True)
+
+
+SMALL = ["d_model=16", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=2"]
+SMALL += ["decoder_attention_heads=2", "encoder_ffn_dim=16", "decoder_ffn_dim=16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stream_in_several_processes_resumes_with_the_same_weights(
+    processes, corpora, tokenizer, tmp_path
+):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = [
+        *TRAIN, "--train", f"{tmp_path}/part-*.tsv", "--stream", "--stream-buffer", "20",
+        "--tokenizer", tmp_path / "tokenizer", "--max-source-tokens", "150", "--save-steps", "4",
+        "--warmup", "5", "--set", *SMALL,
+    ]  # fmt: skip
+    launch(processes, *words, "--steps", 9, "--output", tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
+    launch(processes, *words, "--steps", 9, "--output", tmp_path / "resumed", "--resume")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "resumed", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "--stream needs --max-source-tokens"),
+        (["--max-source-tokens", "9", "--epochs", "2"], "--stream needs --steps"),
+        (["--max-source-tokens", "9"], "--stream needs --tokenizer or --model"),
+        (
+            ["--max-source-tokens", "9", "--tokenizer", "t", "--drop-duplicates", "pairs"],
+            "--drop-duplicates needs prepared data",
+        ),
+    ],
+)
+def test_a_stream_without_what_it_needs_is_refused(words, complaint, capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--train", "a.tsv", "--output", "x", "--stream", *words])
+    assert complaint in capsys.readouterr().err
