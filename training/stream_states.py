@@ -1,39 +1,54 @@
-"""Where the streams of a run were when a checkpoint was saved: a file for each process."""
+"""Where the streams of a run are, and where they were when a checkpoint was saved."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-
-def save_stream(checkpoint: str, process: int, states: dict[int, Any]) -> None:
-    """Write the states of the loader workers of a process."""
-    _file(checkpoint, process).write_text(json.dumps(states), encoding="utf-8")
+from transformers import TrainingArguments
 
 
-def load_stream(checkpoint: str, process: int, processes: int, workers: int) -> dict[int, Any]:
-    """Read the states of the loader workers of a process.
+class StreamStates:
+    """States of the loader workers of a process, after the batches that it trained on."""
 
-    Raises:
-        ValueError: the checkpoint is of another number of processes or loader workers.
-    """
-    saved = len(list(Path(checkpoint).glob("stream_state_*.json")))
-    if saved != processes:
-        raise ValueError(
-            f"{checkpoint} has the streams of {saved} processes, this run has {processes}: resume "
-            f"with {saved}."
-        )
-    text = _file(checkpoint, process).read_text(encoding="utf-8")
-    states = {int(worker): state for worker, state in json.loads(text).items()}
-    if len(states) != max(workers, 1):
-        raise ValueError(
-            f"{checkpoint} has the streams of {len(states)} loader workers, this run has "
-            f"{workers}: resume with dataloader_num_workers={len(states)}."
-        )
-    return states
+    def __init__(self) -> None:
+        self.states: dict[int, Any] = {}
+
+    def remember(self, item: tuple[Any, tuple[int, Any]]) -> Any:
+        """Return the batch of an item of TokenBatchStream, and keep the state after it."""
+        batch, (worker, state) = item
+        self.states[worker] = state
+        return batch
+
+    def save(self, checkpoint: str, process: int) -> None:
+        """Write the states of a process, if its data are a stream."""
+        if self.states:
+            text = json.dumps(self.states)
+            _file(checkpoint, process).write_text(text, encoding="utf-8")
+
+    def load(self, checkpoint: str, args: TrainingArguments) -> None:
+        """Read the states of a process.
+
+        Raises:
+            ValueError: the checkpoint is of another number of processes or loader workers.
+        """
+        saved = len(list(Path(checkpoint).glob("stream_state_*.json")))
+        if saved != args.world_size:
+            raise ValueError(
+                f"{checkpoint} has the streams of {saved} processes, this run has "
+                f"{args.world_size}: resume with {saved}."
+            )
+        text = _file(checkpoint, args.process_index).read_text(encoding="utf-8")
+        states = {int(worker): state for worker, state in json.loads(text).items()}
+        if len(states) != max(args.dataloader_num_workers, 1):
+            raise ValueError(
+                f"{checkpoint} has the streams of {len(states)} loader workers, this run has "
+                f"{args.dataloader_num_workers}: resume with dataloader_num_workers={len(states)}."
+            )
+        self.states = states
 
 
 def _file(checkpoint: str, process: int) -> Path:
     return Path(checkpoint) / f"stream_state_{process}.json"
 
 
-__all__ = ["load_stream", "save_stream"]
+__all__ = ["StreamStates"]

@@ -43,7 +43,7 @@ from .objectives import make_objective
 from .processes import whole_weights
 from .r_drop import RDrop
 from .schedule import noam_schedule
-from .stream_states import load_stream, save_stream
+from .stream_states import StreamStates
 
 with needs("vaswani[train]"):
     import datasets
@@ -148,8 +148,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.objective: Loss | None = RDrop(r_drop) if r_drop else named
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = stream_buffer
-        # States of the workers of a stream, after the batches trained on.
-        self._stream_states: dict[int, Any] = {}
+        self._streams = StreamStates()
         self._sentences_per_update: int | None = None
 
     def _require_own_loss(self, setting: str) -> None:
@@ -184,18 +183,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
             collator = self._get_collator_with_removed_columns(collator, description="training")
         if self.batching == "packed":
             collator = PackedCollator(collator)
-        workers = self.args.dataloader_num_workers
         dataloader = DataLoader(
             dataset,
             batch_sampler=sampler,
             collate_fn=collator,
-            num_workers=workers,
-            pin_memory=self.args.dataloader_pin_memory,
             persistent_workers=self.args.dataloader_persistent_workers,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            in_order=self.args.dataloader_in_order,
-            worker_init_fn=partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+            **self._loader_settings(),
         )
         prepared = self.accelerator.prepare(dataloader)
         if prepared.batch_sampler is not sampler:
@@ -219,36 +212,24 @@ class VaswaniTrainer(Seq2SeqTrainer):
             PackedBatchSampler if self.batching == "packed" else TokenBatchSampler,
             seed=args.seed if args.data_seed is None else args.data_seed,
             buffer=self.stream_buffer,
-            states=self._stream_states,
+            states=self._streams.states,
         )
-        workers = args.dataloader_num_workers
-        return DataLoader(
-            stream,
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=args.dataloader_pin_memory,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
-        )
+        return DataLoader(stream, batch_size=None, **self._loader_settings())
 
-    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take the batches of an update; of a stream, remember its state after them."""
-        if self.train_dataset is not None and not has_length(self.train_dataset):
-            epoch_iterator = map(self._batch_of_stream, epoch_iterator)
-        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
-
-    def _batch_of_stream(self, item: Any) -> Any:
-        if self.max_source_tokens is None:
-            return item
-        batch, (worker, state) = item
-        self._stream_states[worker] = state
-        return batch
+    def _loader_settings(self) -> dict[str, Any]:
+        args, workers = self.args, self.args.dataloader_num_workers
+        return {
+            "num_workers": workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "in_order": args.dataloader_in_order,
+            "worker_init_fn": partial(seed_worker, num_workers=workers, rank=args.process_index),
+        }
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._stream_states:
-            save_stream(output_dir, self.args.process_index, self._stream_states)
+        self._streams.save(output_dir, self.args.process_index)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -286,12 +267,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if resume_from_checkpoint:
             self._warn_of_other_processes(Path(resume_from_checkpoint))
             if self.max_source_tokens and not has_length(self.train_dataset):
-                self._stream_states = load_stream(
-                    str(resume_from_checkpoint),
-                    self.args.process_index,
-                    self.accelerator.num_processes,
-                    self.args.dataloader_num_workers,
-                )
+                self._streams.load(str(resume_from_checkpoint), self.args)
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -360,6 +336,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
         """Collect the batches of an update; count its tokens and sentences in all processes."""
+        if self.max_source_tokens and not has_length(self.train_dataset):
+            epoch_iterator = map(self._streams.remember, epoch_iterator)
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._sentences_in_update = None
         if self.objective is not None and tokens is not None:
