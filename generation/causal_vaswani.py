@@ -1,4 +1,4 @@
-"""`generate` of a language model: transformers' own, with our fast greedy and beam search."""
+"""`generate` of a language model: transformers' own, with the fast greedy and beam search."""
 
 import functools
 from typing import Any, ClassVar
@@ -9,7 +9,6 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 
 from .generation_vaswani import VaswaniGenerationMixin
 from .incremental_vaswani import IncrementalDecoder
-from .linear_vaswani import prepared_copy
 from .search_vaswani import TokenRules
 from .settings_vaswani import check_tokens
 
@@ -32,14 +31,11 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Go on writing as transformers does."""
+        """Continue a text as transformers does."""
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         with torch.no_grad():
-            model: Any = self
-            if kwargs.get("custom_generate") is None:  # such a function may keep the model it gets
-                model = prepared_copy(model, self._is_as_written)
-            return super(VaswaniGenerationMixin, model).generate(
+            return super(VaswaniGenerationMixin, self._prepared_for_call(kwargs)).generate(
                 inputs, generation_config, *args, **kwargs
             )
 
@@ -51,9 +47,9 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         config: Any,
         model_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, TokenRules] | None:
-        """Tell what the fast search may do, as for translation; None if it cannot read the prompt.
+        """Return limits and rules, as for translation; None if the search cannot read the prompt.
 
-        It can read prompts that are padded on the left, with the positions that `generate` counts.
+        The search reads prompts that are padded on the left, with the positions of `generate`.
         """
         if not prompt.shape[1]:
             return None

@@ -184,15 +184,20 @@ class VaswaniGenerationMixin(GenerationMixin):
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
         with torch.no_grad():
-            model = self
-            # A custom function may keep the model it gets. A global hook may look for a module by
-            # identity, and would not find it in a copy.
-            hooked = torch.nn.modules.module._has_any_global_hook()
-            if kwargs.get("custom_generate") is None and not hooked:
-                model = prepared_copy(self, self._is_as_written)
-            return super(VaswaniGenerationMixin, model).generate(
+            return super(VaswaniGenerationMixin, self._prepared_for_call(kwargs)).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
+
+    def _prepared_for_call(self, kwargs: dict[str, Any]) -> Any:
+        """Return a copy of the model with prepared layers, or the model itself.
+
+        A custom function may keep the model that it gets. A global hook may look for a module by
+        identity, and would not find it in a copy.
+        """
+        hooked = torch.nn.modules.module._has_any_global_hook()
+        if hooked or kwargs.get("custom_generate") is not None:
+            return self
+        return prepared_copy(self, self._is_as_written)
 
     def _set_max_length(
         self, max_length: int, given: GenerationConfig | None, kwargs: dict[str, Any]

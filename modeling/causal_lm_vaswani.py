@@ -123,26 +123,22 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
 
         Args:
             input_ids: (B, T) tokens.
-            attention_mask: (B, T), 1 at real tokens; without it there is no padding.
-            position_ids: (B, T) positions counted from 0; by default 0, 1, 2, ...
-            past_key_values: the cache of an earlier call; then only new tokens are passed.
-            inputs_embeds: (B, T, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
-            encoder_hidden_states: (B, S, D) an encoder's output, with `add_cross_attention` alone.
+            attention_mask: (B, T), 1 at real tokens; None means no padding.
+            position_ids: (B, T) positions counted from 0; None means 0, 1, 2, ...
+            past_key_values: the cache of an earlier call. Pass only new tokens with it.
+            inputs_embeds: (B, T, D) in place of `input_ids`, before scaling by sqrt(d_model).
+            encoder_hidden_states: (B, S, D) an encoder's output, for `add_cross_attention` only.
             encoder_attention_mask: (B, S), 1 at real source tokens.
-            labels: (B, T) the same tokens as `input_ids`, -100 at positions to ignore; they are
-                shifted here, and the loss is returned first.
-            use_cache: return `past_key_values`; off where `labels` are given.
-            logits_to_keep: compute logits for that many last positions, or those listed; 0 for all.
-            prefix_mask: (B, T), 1 at tokens that see each other in both directions, such as the
-                source before its translation.
+            labels: (B, T) the same tokens as `input_ids`, -100 at positions to ignore. The model
+                shifts them, and returns the loss first.
+            use_cache: return `past_key_values`; ignored with `labels`.
+            logits_to_keep: number of last positions that get logits, or their list; 0 means all.
+            prefix_mask: (B, T), 1 at tokens that see each other in both directions.
             num_items_in_batch: real tokens of the whole update, from the Trainer.
-            skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
-                does so in training mode, unless `lm_head` is wrapped (LoRA) or divided among
-                processes.
-            **kwargs: passed on to the attention backend. `shift_labels` (B, T) are the next tokens,
-                in place of `labels`, where processes share sequences.
+            skip_logits: with `labels`, return no logits, as in `VaswaniForConditionalGeneration`.
+            **kwargs: for the attention backend; `shift_labels` (B, T) are `labels` already shifted.
         """
-        # Not in the signature: the Trainer would look for it in every batch, as for `labels`.
+        # In the signature, the Trainer would expect this argument in every batch.
         shift_labels: Any = kwargs.pop("shift_labels", None)  # type: ignore[typeddict-item]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -164,9 +160,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         logits, loss = self.predict(
             outputs.last_hidden_state, shift_labels, num_items_in_batch, logits_to_keep, skip_logits
         )
-        recorded: dict[str, Any] = {
-            name: value for name, value in outputs.items() if name != "last_hidden_state"
-        }
+        recorded = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **recorded)
 
 
