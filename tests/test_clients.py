@@ -202,8 +202,9 @@ def test_label_smoothing_of_the_trainer_without_a_collator_names_the_way_out(
     trainer = trainer_of_the_scripts(
         model, tokenizer, tmp_path, static=True, label_smoothing_factor=0.1
     )
-    with pytest.raises(ValueError, match=r"DataCollatorForSeq2Seq\(model=model\).*factor at 0"):
+    with pytest.raises(ValueError, match="factor at 0") as error:
         trainer.train()
+    assert "DataCollatorForSeq2Seq(model=model)" in str(error.value)
 
 
 METRIC = """
@@ -316,7 +317,7 @@ def test_an_encoder_saved_alone_is_what_automodel_loads(model, folder, batch, tm
     expected = model.get_encoder()(**batch).last_hidden_state
     assert torch.equal(loaded(**batch).last_hidden_state, expected)
     saved = json.loads((tmp_path / "encoder" / "config.json").read_text())
-    assert saved["auto_map"]["AutoModel"] == "modeling_vaswani.VaswaniEncoderModel"
+    assert saved["auto_map"]["AutoModel"] == "modeling_vaswani.EncoderOfTranslationModel"
     assert type(AutoModel.from_pretrained(folder)) is VaswaniModel
     assert type(AutoModel.from_config(VaswaniConfig.preset("C-N2", vocab_size=9))) is VaswaniModel
 

@@ -314,7 +314,7 @@ def test_a_file_that_is_there_is_not_said_to_be_missing(folder, looked_up):
     for name in ("pairs.txt", "pairs.csv"):
         Path(name).write_text("a,b\n")
         said = ends_with("train", "--train", name, "--output", "new")
-        assert said.startswith(f"vaswani train: {name} is one file, but neither .tsv nor .jsonl")
+        assert said.startswith(f"vaswani train: {name} is one file, but neither .tsv, .jsonl nor")
     Path("corpus").mkdir()
     said = ends_with("train", "--train", "corpus", "--output", "new")
     assert said.startswith(
