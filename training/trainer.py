@@ -176,7 +176,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if not has_length(self.train_dataset):
             return self._stream_dataloader(self.max_source_tokens)
         sampler = self._token_batch_sampler(self.max_source_tokens)
-        dataset, collator = self.train_dataset, self.data_collator
+        dataset: Any = self.train_dataset
+        collator = self.data_collator
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -540,11 +541,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return self._sentences_per_update
 
     def _token_batch_sampler(self, max_source_tokens: int) -> TokenBatchSampler:
-        lengths = _token_counts(self.train_dataset) if self.lengths is None else self.lengths
-        if len(lengths) != len(self.train_dataset):
+        dataset: Any = self.train_dataset
+        lengths = _token_counts(dataset) if self.lengths is None else self.lengths
+        if len(lengths) != len(dataset):
             raise ValueError(
                 f"lengths are of {len(lengths)} sentence pairs, but the training data have "
-                f"{len(self.train_dataset)}."
+                f"{len(dataset)}."
             )
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler
