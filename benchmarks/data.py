@@ -122,12 +122,11 @@ def prepared(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
     from vaswani.corpora.filtering import Rules
     from vaswani.corpora.mapped import MappedPairs
     from vaswani.corpora.preparing import prepare
-    from vaswani.training.trainer import _token_counts
 
     (corpus,) = parse_corpora([f"{files}.en", f"{files}.de"])
     found = prepare(corpus, tokenizer, tokenizer, Rules(max_length=256), Path(cache), say=note)
     data = MappedPairs.from_files(found.files, found.folder.name)
-    return data, _token_counts(data)
+    return data, data.token_counts()
 
 
 def mapped(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:

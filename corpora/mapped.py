@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..configuration.extras import needs
 
 with needs("vaswani[train]"):
     import datasets
-    import pyarrow
+    import pyarrow.compute
     from datasets.table import MemoryMappedTable, concat_tables
 
-# Rows read before the pages of the files are released. Pages that are read at random would stay
-# mapped, until all of a corpus counted as the memory of each process.
-_ROWS = 20_000
+# Rows read before the pages of the files are released. Otherwise all of a corpus would count as the
+# memory of each process. The system maps 64 KiB for each row that is read at random.
+_ROWS = 1000
 
 
 class MappedPairs(datasets.Dataset):
@@ -36,6 +38,20 @@ class MappedPairs(datasets.Dataset):
         pairs = cls(concat_tables(tables), fingerprint=fingerprint)
         pairs._files = _Mappings(mappings)
         return pairs
+
+    def token_counts(self) -> np.ndarray:
+        """Count the tokens of `input_ids` and `labels` in every row: (N, 2)."""
+        counts = np.empty((len(self), 2), dtype=np.int32)
+        chunks = [self.data.column(name).chunks for name in ("input_ids", "labels")]
+        start = 0
+        for number, sides in enumerate(zip(*chunks, strict=True)):
+            end = start + len(sides[0])
+            for side, lists in enumerate(sides):
+                counts[start:end, side] = pyarrow.compute.list_value_length(lists)
+            start = end
+            if self._files and number % 100 == 0:
+                self._files.release()
+        return counts
 
     def __getitems__(self, keys: list[int]) -> list[dict[str, Any]]:
         """Read the rows of a batch."""

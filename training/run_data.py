@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..corpora.bpe_dropout import BpeDropout
@@ -186,11 +185,11 @@ class TrainingPairs:
         sizes = [part.kept for part in parts]
         self.mixture = Mixture(sizes, shares, seed) if shares else None
 
-        # Tokens of every pair, where the trainer cannot count them in the data.
-        self.lengths: np.ndarray | None = None
         files = [path for part in parts for path in part.files]
         name = "-".join(part.folder.name for part in parts)
-        self.dataset: Any = MappedPairs.from_files(files, name)
+        pairs = MappedPairs.from_files(files, name)
+        self.dataset: Any = pairs
+        self.lengths = None if "source" in pairs.column_names else pairs.token_counts()
 
     def cut_on_the_fly(
         self,
