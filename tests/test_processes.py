@@ -65,7 +65,7 @@ def test_the_accelerate_loop_refuses_files_that_do_not_match(number_words, tmp_p
 
 @pytest.mark.parametrize(
     ("field", "complaint"),
-    [("num_heads=4", "'num_heads' is unknown"), ("dropout=2", "dropout must lie in")],
+    [("num_heads=4", "'num_heads' is unknown"), ("dropout=2", "dropout must be in")],
 )
 def test_the_accelerate_loop_refuses_settings_before_it_reads(
     field, complaint, monkeypatch, capsys

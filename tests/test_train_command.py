@@ -266,7 +266,7 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
     ("arguments", "complaint"),
     [
         (["--preset", "huge"], "Unknown preset 'huge'"),
-        (["--set", "dropout=1.5"], r"dropout must lie in \[0, 1\)"),
+        (["--set", "dropout=1.5"], r"dropout must be in \[0, 1\)"),
         (["--set", "dropout"], "expected NAME=VALUE"),
         (["--set", "d_modle=32"], "'d_modle' is unknown: did you mean 'd_model'"),
         (["--set", "num_heads=4", "ffn_dim=128"], "'num_heads'.*'decoder_attention_heads'.*'ffn_"),
