@@ -2,17 +2,13 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..configuration.extras import needs
-from .corpus import Corpus, tagged
-from .encoding import TextEncoder
-from .filtering import Rules
-from .preparing import Tokenise
-from .reading import DataError
+from .text_stream import TextStream, reader_of
 from .token_batches import TokenBatchSampler
 
 with needs("vaswani[train]"):
@@ -124,62 +120,6 @@ class TokenBatchStream(IterableDataset):
         return [[block[row] for row in batch] for batch in sampler]
 
 
-class TextStream(IterableDataset):
-    """Texts of corpora that are read, filtered and tokenised as they come.
-
-    Files are the shards that are dealt out to processes and workers. If their number is no multiple
-    of the processes, each process reads all of them and takes every so many rows.
-
-    Args:
-        corpora: read one after another. Where one has a weight, rows are drawn from all in these
-            shares.
-        tokenizer, target_tokenizer: of sources and targets.
-        rules: which pairs to leave out.
-        seed: of the draws.
-    """
-
-    def __init__(
-        self,
-        corpora: Sequence[Corpus],
-        tokenizer: Any,
-        target_tokenizer: Any,
-        rules: Rules,
-        seed: int,
-    ) -> None:
-        encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
-        self._tokenise = Tokenise(encoders, rules, tag=None)
-        self._skip = rules.skip_unreadable
-        if all(corpus.weight is None for corpus in corpora):
-            self.rows = _rows_of(corpora)
-            return
-        weights = [1.0 if corpus.weight is None else corpus.weight for corpus in corpora]
-        self.rows = datasets.interleave_datasets(
-            [_rows_of([corpus]) for corpus in corpora],
-            probabilities=[weight / sum(weights) for weight in weights],
-            seed=seed,
-            stopping_strategy="all_exhausted",
-        )
-
-    def __iter__(self) -> Iterator[Row]:
-        for row in self.rows:
-            yield from self.encode([row])
-
-    def encode(self, rows: list[Row]) -> list[Row]:
-        """Return the rows that the rules keep, with `input_ids` and `labels`.
-
-        Raises:
-            DataError: a text could not be read.
-        """
-        if not self._skip:
-            for row in rows:
-                if row["error"]:
-                    raise DataError(row["error"])
-        table, _, _ = self._tokenise(
-            [(row["source"], row["target"]) for row in rows if not row["error"]]
-        )
-        return table.select(["input_ids", "labels"]).to_pylist()
-
-
 def rows_of_process(data: Any, process: int, processes: int) -> Any:
     """Return the rows of one process, with a state that can be saved.
 
@@ -188,10 +128,11 @@ def rows_of_process(data: Any, process: int, processes: int) -> Any:
         process: number of this process.
         processes: how many there are.
     """
-    rows = data.rows if isinstance(data, TextStream) else data
-    if isinstance(rows, datasets.IterableDataset):
-        return split_dataset_by_node(rows, process, processes)
-    return _CountedRows(rows, process, processes)
+    if isinstance(data, TextStream):
+        return data.rows_of_process(process, processes)
+    if isinstance(data, datasets.IterableDataset):
+        return split_dataset_by_node(data, process, processes)
+    return _CountedRows(data, process, processes)
 
 
 class _CountedRows:
@@ -202,9 +143,7 @@ class _CountedRows:
         self._read = 0
 
     def __iter__(self) -> Iterator[Row]:
-        info = get_worker_info()
-        readers = self._processes * (info.num_workers if info else 1)
-        reader = self._process + self._processes * (info.id if info else 0)
+        reader, readers = reader_of(self._process, self._processes)
         before, self._read = self._read, 0
         for number, row in enumerate(self._rows):
             self._read = number + 1
@@ -223,23 +162,4 @@ class _CountedRows:
         self._read = state["read"]
 
 
-def _rows_of(corpora: Sequence[Corpus]) -> Any:
-    found = [(corpus, shard) for corpus in corpora for shard in corpus.shards]
-    shards = {"corpus": [corpus for corpus, _ in found], "shard": [shard for _, shard in found]}
-    columns = dict.fromkeys(("source", "target", "error"), datasets.Value("string"))
-    return datasets.IterableDataset.from_generator(
-        _texts, datasets.Features(columns), gen_kwargs=shards
-    )
-
-
-def _texts(corpus: list[Corpus], shard: list[tuple[str, ...]]) -> Iterator[Row]:
-    for one, files in zip(corpus, shard, strict=True):
-        for pair in one.pairs_of(files):
-            if isinstance(pair, DataError):
-                yield {"source": "", "target": "", "error": str(pair)}
-            else:
-                ((source, target),) = tagged([pair], one.tag)
-                yield {"source": source, "target": target, "error": ""}
-
-
-__all__ = ["BUFFER", "TextStream", "TokenBatchStream", "rows_of_process"]
+__all__ = ["BUFFER", "TokenBatchStream", "rows_of_process"]

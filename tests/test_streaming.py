@@ -14,7 +14,8 @@ from vaswani.commands.train import make_parser
 from vaswani.corpora.corpus import parse_corpora
 from vaswani.corpora.filtering import Rules
 from vaswani.corpora.reading import DataError
-from vaswani.corpora.streaming import TextStream, TokenBatchStream, rows_of_process
+from vaswani.corpora.streaming import TokenBatchStream, rows_of_process
+from vaswani.corpora.text_stream import TextStream
 
 from vaswani import VaswaniTokenizer
 
@@ -102,6 +103,17 @@ def test_weights_are_the_shares_of_a_stream(corpora, tokenizer, tmp_path):
     data = TextStream(mixed, tokenizer, tokenizer, Rules(), seed=0)
     texts = texts_of([batch for batch, _ in taken(stream_of(data), 15)], tokenizer)
     assert 0.6 < texts.count("one") / len(texts) < 0.9
+
+
+def test_a_corpus_without_weight_or_without_pairs_does_not_hold_up_a_stream(tokenizer, tmp_path):
+    (tmp_path / "a.tsv").write_text("one\tone\n" * 5)
+    (tmp_path / "b.tsv").write_text("two\ttwo\n")
+    (tmp_path / "c.tsv").write_text("")
+    words = [f"{tmp_path}/a.tsv", f"{tmp_path}/b.tsv=0", f"{tmp_path}/c.tsv"]
+    data = TextStream(parse_corpora(words), tokenizer, tokenizer, Rules(), seed=0)
+    rows = [row["source"] for row in data.rows_of_process(0, 1)]
+    assert set(rows) == {"one"}
+    assert len(rows) >= 5
 
 
 def test_a_line_that_cannot_be_read_ends_a_stream_with_its_place(tokenizer, tmp_path):

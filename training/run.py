@@ -36,7 +36,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
 from ..corpora.reading import DataError, Pair
-from ..corpora.streaming import TextStream
+from ..corpora.text_stream import TextStream
 from ..corpora.tokenising import tokenised
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration

@@ -17,7 +17,7 @@ from ..corpora.mixing import Mixture, shares_of
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.preparing import Prepared, default_cache, describe_dropped, prepare
 from ..corpora.reading import DataError, Pair, read_pairs
-from ..corpora.streaming import TextStream
+from ..corpora.text_stream import TextStream
 from ..corpora.vocabulary import train_vocabulary
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 

@@ -25,7 +25,8 @@ from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file,
 from ..corpora.mixing import Mixture
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.packed_collator import PackedCollator
-from ..corpora.streaming import BUFFER, TextStream, TokenBatchStream, rows_of_process
+from ..corpora.streaming import BUFFER, TokenBatchStream, rows_of_process
+from ..corpora.text_stream import TextStream
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .checkpoints import (
