@@ -1,6 +1,6 @@
 """What it takes to turn text files into batches: CPU seconds, wall seconds, memory and disk.
 
-    python benchmarks/data.py --data data/multi30k --pairs 100000 1000000 \
+    python benchmarks/data.py --data data/multi30k --pairs 100000 1000000 4500000 \
         --json benchmarks/results/data.json
 
 The pairs are lines of Multi30k, joined two by two at random. Three ways tokenise them: this
@@ -34,7 +34,9 @@ def main() -> None:
     )
     parser.add_argument("--data", help="folder of Multi30k: train.en.gz and train.de.gz")
     parser.add_argument("--pairs", type=int, nargs="+", default=[100_000])
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument(
+        "--compare", type=int, default=100_000, help="most pairs for the two other ways"
+    )
     parser.add_argument("--batches", type=int, default=0, help="batches to read (default: all)")
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
@@ -60,7 +62,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for pairs in args.pairs:
         files = folder / f"train-{pairs}"
         write_pairs(args.data, files, pairs)
-        for way in args.ways:
+        for way in WAYS if pairs <= args.compare else WAYS[:1]:
             cache = folder / f"cache-{way}-{pairs}"
             words = [way, str(files), str(tokenizer), str(cache), str(args.batches)]
             (first,) = started(words, 1)

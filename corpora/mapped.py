@@ -16,7 +16,7 @@ with needs("vaswani[train]"):
 
 # Rows read before the pages of the files are released. Otherwise all of a corpus would count as the
 # memory of each process. The system maps 64 KiB for each row that is read at random.
-_ROWS = 1000
+_ROWS = 250
 
 
 class MappedPairs(datasets.Dataset):
