@@ -40,10 +40,24 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of section 5."""
-    add = parser.add_argument_group("training").add_argument
+    add_run_length_options(parser)
+    add_batch_options(parser)
+    add_loss_options(parser)
+    add_optimizer_options(parser)
+    add_checkpoint_options(parser)
+
+
+def add_run_length_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say when a run ends."""
+    add = parser.add_argument_group("length of the run").add_argument
     add("--steps", type=positive, metavar="N", help="updates (default: 100000)")
     add("--epochs", type=float, metavar="N", help="passes over the data, instead of --steps")
     add("--minutes", type=float, help="stop after this many minutes of training")
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of batches and updates (section 5.1)."""
+    add = parser.add_argument_group("batches").add_argument
     add(
         "--batch-size",
         type=positive,
@@ -77,6 +91,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches per update (default: 1)",
     )
+
+
+def add_loss_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the training loss."""
+    add = parser.add_argument_group("loss").add_argument
     add(
         "--r-drop",
         type=not_negative,
@@ -97,6 +116,11 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="settings of --objective: --objective-settings reward=chrf candidates=8",
     )
+
+
+def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the learning rate and of the precision (section 5.3)."""
+    add = parser.add_argument_group("optimizer").add_argument
     add(
         "--warmup",
         type=positive,
@@ -120,6 +144,20 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="compute in bfloat16 where it is safe; faster where the hardware has it",
     )
+    add("--seed", type=int, default=42, help="default: 42")
+    add(
+        "--trainer",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other Seq2SeqTrainingArguments: --trainer max_grad_norm=25 save_total_limit=2",
+    )
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of evaluations and checkpoints (section 6.1)."""
+    add = parser.add_argument_group("evaluations and checkpoints").add_argument
     add("--eval-steps", type=positive, default=1000, metavar="N", help="default: 1000")
     add("--save-steps", type=positive, metavar="N", help="default: --eval-steps")
     add(
@@ -135,7 +173,6 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after N evaluations without a better --score",
     )
-    add("--seed", type=int, default=42, help="default: 42")
     add(
         "--resume",
         nargs="?",
@@ -143,12 +180,4 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         choices=("must", "auto"),
         help="continue from the last complete checkpoint in the output folder; auto starts a new "
         "run where there is none, for launchers that restart it",
-    )
-    add(
-        "--trainer",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other Seq2SeqTrainingArguments: --trainer max_grad_norm=25 save_total_limit=2",
     )

@@ -33,50 +33,17 @@ with needs("vaswani[train]", SystemExit):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("source", help="text file, a sentence a line, plain or .gz")
-    add("target", help="its translation, line by line")
-    add("--output", required=True, help="folder of the model")
-    add("--preset", default="base", help="row of Table 3 (default: base)")
-    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that differ from it")
-    add("--vocab-size", type=int, default=37000, help="byte pairs (default: 37000, 5.1)")
-    add("--tokens", type=int, default=25000, help="of either side, a batch (default: 25000, 5.1)")
-    add("--accumulate", type=int, default=1, help="batches an update, in each process (default: 1)")
-    add("--steps", type=int, default=100_000, help="updates (default: 100000, 5.2)")
-    add("--warmup", type=int, default=4000, help="of rising learning rate (default: 4000, 5.3)")
-    add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
-    args = parser.parse_args(argv)
-    try:
-        fields = {name: json.loads(value) for name, value in (item.split("=") for item in args.set)}
-        VaswaniConfig.preset(args.preset, **fields)
-    except (ValueError, StrictDataclassError) as error:
-        parser.error(f"--preset or --set: {error}")
-    lines = read_pairs([args.source, args.target], ("source", "target"), "train")
-    sources, targets = [source for source, _ in lines], [target for _, target in lines]
-
-    # Unless told that the CPU is meant, Accelerate takes several processes without a GPU for one.
+    """Train as the command line says."""
+    args = parse_args(argv)
+    # Accelerate needs cpu=True without a GPU, or it would run several processes as one.
     on_cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if args.bf16 else "no")
     accelerator.print(describe_processes(accelerator.state))
     set_seed(1)
 
-    # 5.1 Training Data and Batching: a shared vocabulary, batches by approximate length.
-    tokenizer = VaswaniTokenizer.train_from_iterator(sources + targets, "bpe", args.vocab_size)
-    encoded = tokenizer(sources, text_target=targets)
-    pairs = [
-        {"input_ids": source, "labels": target}
-        for source, target in zip(encoded["input_ids"], encoded["labels"], strict=True)
-    ]
-    sampler = TokenBatchSampler(
-        [(len(pair["input_ids"]), len(pair["labels"])) for pair in pairs],
-        args.tokens,
-        batches_per_update=args.accumulate * accelerator.num_processes,
-    )
-    config = VaswaniConfig.preset(args.preset, vocab_size=len(tokenizer), **fields)
+    # 5.1 Training Data and Batching.
+    tokenizer, pairs, sampler = training_data(args, accelerator.num_processes)
+    config = VaswaniConfig.preset(args.preset, vocab_size=len(tokenizer), **args.set)
     model = VaswaniForConditionalGeneration(config)
     collator = DataCollatorForSeq2Seq(tokenizer, model=model)
     loader = DataLoader(pairs, batch_sampler=sampler, collate_fn=collator)
@@ -110,6 +77,52 @@ def main(argv: list[str] | None = None) -> None:
         accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
     accelerator.end_training()
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", help="text file, a sentence a line, plain or .gz")
+    add("target", help="its translation, line by line")
+    add("--output", required=True, help="folder of the model")
+    add("--preset", default="base", help="row of Table 3 (default: base)")
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that differ from it")
+    add("--vocab-size", type=int, default=37000, help="byte pairs (default: 37000, 5.1)")
+    add("--tokens", type=int, default=25000, help="of either side, a batch (default: 25000, 5.1)")
+    add("--accumulate", type=int, default=1, help="batches an update, in each process (default: 1)")
+    add("--steps", type=int, default=100_000, help="updates (default: 100000, 5.2)")
+    add("--warmup", type=int, default=4000, help="of rising learning rate (default: 4000, 5.3)")
+    add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
+    args = parser.parse_args(argv)
+    try:
+        args.set = {key: json.loads(value) for key, value in (item.split("=") for item in args.set)}
+        VaswaniConfig.preset(args.preset, **args.set)
+    except (ValueError, StrictDataclassError) as error:
+        parser.error(f"--preset or --set: {error}")
+    return args
+
+
+def training_data(
+    args: argparse.Namespace, processes: int
+) -> tuple[VaswaniTokenizer, list[dict[str, list[int]]], TokenBatchSampler]:
+    """Train a shared vocabulary and make batches by approximate length (section 5.1)."""
+    lines = read_pairs([args.source, args.target], ("source", "target"), "train")
+    sources, targets = [source for source, _ in lines], [target for _, target in lines]
+    tokenizer = VaswaniTokenizer.train_from_iterator(sources + targets, "bpe", args.vocab_size)
+    encoded = tokenizer(sources, text_target=targets)
+    pairs = [
+        {"input_ids": source, "labels": target}
+        for source, target in zip(encoded["input_ids"], encoded["labels"], strict=True)
+    ]
+    sampler = TokenBatchSampler(
+        [(len(pair["input_ids"]), len(pair["labels"])) for pair in pairs],
+        args.tokens,
+        batches_per_update=args.accumulate * processes,
+    )
+    return tokenizer, pairs, sampler
 
 
 def updates(loader: DataLoader, accumulate: int) -> Iterator[list[dict[str, torch.Tensor]]]:

@@ -111,8 +111,26 @@ def translate(
     return answers
 
 
-def main() -> None:
-    """Run the command line."""
+def write_report(
+    args: argparse.Namespace, results: dict[str, Any], parameters: int, shown: list[dict[str, str]]
+) -> None:
+    """Write results.json and the model card: how the model was made, and from which weights."""
+    data = f"English and German number words below {LARGEST:,}, from num2words"
+    results |= {
+        **circumstances(),
+        "parameters": parameters,
+        "weights_sha256": weights_sha256(args.output),
+        "settings": vars(args),
+        "data": {"train": data, "test": f"{args.test_size} numbers that were not trained on"},
+        "pairs": {"train": args.train_size, "test": args.test_size},
+        "test": {"exact_match": 100 * results["exactly_right"], "beams": 4, "samples": shown},
+    }
+    Path(args.output, "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_model_card(args.output, language=["en", "de"], license="apache-2.0")
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -126,8 +144,12 @@ def main() -> None:
     parser.add_argument(
         "--test-size", type=int, default=1000, help="numbers never seen (default: %(default)s)"
     )
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    """Run the command line."""
+    args = parse_args()
     started = time.monotonic()
     set_seed(1)
     numbers = random.sample(range(LARGEST), args.train_size + args.test_size)
@@ -154,20 +176,7 @@ def main() -> None:
         {"source": source, "translation": answer, "reference": truth}
         for source, answer, truth in zip(english[unseen], answers, german[unseen], strict=True)
     ][:SHOWN]
-    # What a model card needs beside a number: how it came about, and of which weights it is.
-    data = f"English and German number words below {LARGEST:,}, from num2words"
-    results |= {
-        **circumstances(),
-        **report,
-        "parameters": model.num_parameters(),
-        "weights_sha256": weights_sha256(args.output),
-        "settings": vars(args),
-        "data": {"train": data, "test": f"{args.test_size} numbers that were not trained on"},
-        "pairs": {"train": args.train_size, "test": args.test_size},
-        "test": {"exact_match": 100 * results["exactly_right"], "beams": 4, "samples": shown},
-    }
-    Path(args.output, "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    write_model_card(args.output, language=["en", "de"], license="apache-2.0")
+    write_report(args, results | report, model.num_parameters(), shown)
     print(f"\n{'number never seen':64}  translation")
     for sample in shown:
         print(f"{sample['source']:64}  {sample['translation']}")
