@@ -62,8 +62,14 @@ def first_of_each(files: Sequence[Path], scratch: Path) -> np.ndarray:
 
 
 def keep_rows(path: Path, kept: np.ndarray) -> None:
-    """Rewrite an Arrow file without the rows that are not kept."""
+    """Rewrite an Arrow file without the rows that are not kept.
+
+    A file that an earlier, killed call has rewritten stays as it is.
+    """
     rewritten = path.with_suffix(".rewritten")
+    with pyarrow.memory_map(str(path)) as source:
+        if sum(len(batch) for batch in pyarrow.ipc.open_stream(source)) != len(kept):
+            return
     with pyarrow.memory_map(str(path)) as source, rewritten.open("wb") as file:
         reader = pyarrow.ipc.open_stream(source)
         start = 0

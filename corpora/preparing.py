@@ -287,11 +287,11 @@ class _Preparation:
             "files": {path.name: content_of_file(path).hex() for path in files},
         }
         self._write_report(_REPORT, report)
-        for path in self.partial.iterdir():
-            if path.suffix in (".hashes", ".json") and path.name != _REPORT:
-                path.unlink()
         self.partial.rename(self.folder)
         flush(self.folder.parent)
+        for path in self.folder.iterdir():
+            if path.suffix in (".hashes", ".json") and path.name != _REPORT:
+                path.unlink()
 
     def _drop_duplicates(self, sizes: list[int]) -> int:
         """Rewrite the parts that have duplicates of earlier pairs; return how many were removed."""

@@ -134,6 +134,33 @@ def test_a_killed_preparation_leaves_no_folder_and_continues_from_its_whole_part
     assert sum(tokenised) == 1000 - 250 * (writes // 5)
 
 
+def test_a_preparation_that_is_killed_while_it_drops_duplicates_drops_no_other_pair(
+    tokenizer, tmp_path, small_parts
+):
+    path = tmp_path / "pairs.tsv"
+    pairs = [pair for pair in PAIRS[:500] for _ in range(2)]
+    path.write_text("".join(f"{one}\t{two}\n" for one, two in pairs), encoding="utf-8")
+    corpus, rules = parse_corpora([str(path)])[0], Rules(drop_duplicates="pairs")
+
+    def prepare_until_killed():
+        keep_rows, parts = preparing.keep_rows, []
+
+        def deadly(part, kept):
+            parts.append(part)
+            if len(parts) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            keep_rows(part, kept)
+
+        preparing.keep_rows = deadly
+        prepare(corpus, tokenizer, tokenizer, rules, tmp_path / "cache", processes=1)
+
+    assert in_child(prepare_until_killed) == -signal.SIGKILL
+    prepared = prepare(corpus, tokenizer, tokenizer, rules, tmp_path / "cache", processes=1)
+    assert rows_of(prepared) == expected(tokenizer, PAIRS[:500])
+    assert prepared.dropped["duplicate"] == 500
+    assert {path.suffix for path in prepared.folder.iterdir()} == {".arrow", ".json"}
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "absent", "report", "version"])
 def test_a_damaged_cache_is_named_and_prepared_again(damage, corpus, tokenizer, tmp_path):
     said = Said()
