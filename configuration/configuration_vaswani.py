@@ -430,7 +430,8 @@ class VaswaniConfig(PreTrainedConfig):
         self.auto_map = self._own_auto_map | {
             name: code for name, code in auto_map.items() if is_own(code)
         }
-        if self.architectures == ["VaswaniEncoderModel"]:
+        # Version 0.1 wrote this configuration beside an encoder's weights.
+        if self.architectures == ["VaswaniEncoderModel"] and len(self.stacks) == 2:
             self.auto_map["AutoModel"] = _AUTO_MAP["AutoModelForTextEncoding"]
         self.custom_pipelines = self._own_pipelines | {
             task: pipeline

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers import Cache
+from transformers import Cache, GenerationConfig
 from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
     CausalLMOutputWithCrossAttentions,
@@ -18,7 +18,6 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig
 from ..generation.causal_vaswani import VaswaniCausalGenerationMixin
-from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import (
     VaswaniAttention,
@@ -94,7 +93,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         super().__init__(config)
         self.model = VaswaniDecoderModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.lm_head_bias)
-        self.generation_config = VaswaniGenerationConfig(
+        self.generation_config = GenerationConfig(
             pad_token_id=config.pad_token_id,
             bos_token_id=config.bos_token_id,
             eos_token_id=config.eos_token_id,

@@ -433,6 +433,61 @@ def converter(work, commands):
     return {"refusals": refused, "downloads": downloads}
 
 
+# The roles of test_sibling_hub.py
+
+
+def sibling_behaviour(model, tokenizer, task):
+    """All that a user sees of an encoder or a decoder, to the last bit."""
+    model = model.eval()
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    facts = {
+        "class": type(model).__name__,
+        "token ids": batch["input_ids"].tolist(),
+        "output": fingerprint(model(**batch)[0]),
+        "classes": {str(number): name for number, name in model.config.id2label.items()},
+    }
+    text = SENTENCES[0].replace("dog", "<mask>") if task == "fill-mask" else SENTENCES[0]
+    search = {"max_new_tokens": 5, "do_sample": False} if task == "text-generation" else {}
+    answer = hf.pipeline(task, model=model, tokenizer=tokenizer, device="cpu")(text, **search)
+    facts["pipeline"] = json.loads(json.dumps(answer, default=float))
+    if task == "text-generation":
+        facts["beams"] = model.generate(**batch, max_new_tokens=5, num_beams=3).tolist()
+    return facts
+
+
+def facts_about_sibling(place, auto_class, task, **options):
+    model = getattr(hf, auto_class).from_pretrained(place, **options)
+    tokenizer = hf.AutoTokenizer.from_pretrained(place, **options)
+    packages = packages_of({"model": model, "config": model.config, "tokenizer": tokenizer})
+    facts = {"behaviour": sibling_behaviour(model, tokenizer, task), "packages": packages}
+    return facts, (model, tokenizer)
+
+
+def sibling_publisher(saved, work, siblings):
+    """Has the package: pushes every sibling, and pulls its own pushes."""
+    facts = {}
+    for name, kind in siblings.items():
+        _, parts = facts_about_sibling(f"{saved}/{name}", **kind)
+        for part in parts:
+            part.push_to_hub(f"siblings/{name}")
+        facts[name], _ = facts_about_sibling(f"siblings/{name}", **kind)
+    return facts
+
+
+def sibling_stranger(work, siblings):
+    """Has not: is refused without trust, pulls with trust, pushes again, and pulls that."""
+    trusted = {"trust_remote_code": True}
+    facts = {"untrusted": {}, "pulled": {}, "pushed again": {}}
+    for name, kind in siblings.items():
+        auto_class = getattr(hf, kind["auto_class"])
+        facts["untrusted"][name] = refusal(auto_class.from_pretrained, f"siblings/{name}")
+        facts["pulled"][name], parts = facts_about_sibling(f"siblings/{name}", **kind, **trusted)
+        for part in parts:
+            part.push_to_hub(f"again/{name}")
+        facts["pushed again"][name], _ = facts_about_sibling(f"again/{name}", **kind, **trusted)
+    return facts
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # as in the tests: sums of other parts differ in their last bits
     _role, _package, _task, _report = sys.argv[1:]
