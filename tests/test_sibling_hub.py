@@ -125,7 +125,7 @@ def test_a_push_of_a_sibling_is_its_folder_with_a_card(hub, work, published, nam
     assert files.pop("LICENSE-CODE")
     # A tokenizer that was loaded notes from where, in transformers too.
     settings = [json.loads(place.pop("tokenizer_config.json")) for place in (files, saved)]
-    assert {key for key in settings[0] if key not in settings[1]} <= {"is_local", "local_files_only"}
+    assert settings[0].keys() - settings[1].keys() <= {"is_local", "local_files_only"}
     assert files == saved
 
 
