@@ -9,6 +9,7 @@ has to learn real reordering; and every answer can be checked exactly.
 
 import argparse
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -171,6 +172,7 @@ def main() -> None:
         "exactly_right": correct / args.test_size,
         "same_after_reloading": again == answers,
         "minutes": round((time.monotonic() - started) / 60, 1),
+        "load_average": os.getloadavg()[1],  # over five minutes
     }
     shown = [
         {"source": source, "translation": answer, "reference": truth}
