@@ -39,6 +39,27 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
                 inputs, generation_config, *args, **kwargs
             )
 
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.LongTensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Prepare inputs as transformers does, but keep the prefix with a static cache.
+
+        transformers makes the mask of a static cache itself, and its mask is causal. So the model
+        makes the mask of the prompt. Tokens behind the prompt need no prefix.
+        """
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        given, made = kwargs.get("attention_mask"), inputs.get("attention_mask")
+        if inputs.get("prefix_mask") is None or made is given:
+            return inputs
+        if kwargs.get("is_first_iteration"):
+            inputs["attention_mask"] = given
+        else:
+            del inputs["prefix_mask"]
+        return inputs
+
+    # The fast search does what this method and the model's `forward` do.
+    _prepare_as_written = prepare_inputs_for_generation
+
     def _fast_search(
         self,
         prompt: torch.Tensor,

@@ -152,6 +152,7 @@ class VaswaniGenerationMixin(GenerationMixin):
     )
     _beam_output: ClassVar[type] = GenerateBeamEncoderDecoderOutput
     _greedy_output: ClassVar[type] = GenerateEncoderDecoderOutput
+    _prepare_as_written: ClassVar[Callable] = GenerationMixin.prepare_inputs_for_generation
     # Classes of the network, the model itself last. The fast search computes what they compute.
     _network_classes: ClassVar[tuple[type[torch.nn.Module], ...]] = ()
 
@@ -403,7 +404,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             modules += filter(None, (layer.self_attn, layer.encoder_attn))
         prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
         return (
-            prepare is GenerationMixin.prepare_inputs_for_generation
+            prepare is type(self)._prepare_as_written
             and type(self).forward is self._network_classes[-1].forward
             and not _forward_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1

@@ -63,8 +63,8 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if prefix_mask is not None and attention_mask is not None and attention_mask.dim() == 4:
             raise ValueError(
                 "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
-                f"{tuple(attention_mask.shape)}: a static cache makes such masks, so leave "
-                "cache_implementation out."
+                f"{tuple(attention_mask.shape)}: leave prefix_mask out, and let the attention_mask "
+                "say which tokens see each other."
             )
         return self.decoder(
             input_ids,

@@ -277,6 +277,40 @@ def test_padding_on_the_left_changes_no_text(build, prompts, settings):
         assert (found[len(new) :] == 0).all()
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_static_cache_writes_behind_a_prefix_what_a_dynamic_cache_writes(
+    build, prompts, monkeypatch, beams, attention
+):
+    model = build(VaswaniForCausalLM)
+    model.set_attn_implementation(attention)
+    monkeypatch.setattr(type(model), "_fast_search", lambda *_: None)
+    prefix = PADDED * torch.tensor([1, 1, 1, 1, 0, 0])
+    call = {"attention_mask": PADDED, "max_new_tokens": 9, "num_beams": beams}
+    settings = {"return_dict_in_generate": True, "output_logits": True}
+    logits = []
+    for cache in ("dynamic", "static"):
+        output = model.generate(
+            prompts, prefix_mask=prefix, cache_implementation=cache, **call, **settings
+        )
+        assert type(output.past_key_values).__name__ == f"{cache.title()}Cache"
+        logits.append(torch.stack(output.logits))
+    assert_close(*logits)
+    causal = model.generate(prompts, cache_implementation="static", **call, **settings)
+    assert not torch.allclose(torch.stack(causal.logits)[:1], logits[0][:1], atol=1e-3)
+
+
+def test_a_language_model_that_prepares_its_own_inputs_is_asked_for_them(build, prompts):
+    class Own(VaswaniForCausalLM):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            prepared.append(args)
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    prepared = []
+    build(Own).generate(prompts, attention_mask=PADDED, max_new_tokens=3)
+    assert prepared
+
+
 def test_sampling_draws_from_the_models_distribution(build, prompts):
     model = build(VaswaniForCausalLM)
     logits = model(prompts[:1]).logits[0, -1]
@@ -398,10 +432,9 @@ def test_positions_beyond_a_learned_table_are_refused(build):
 
 def test_a_prefix_and_a_mask_of_four_dimensions_are_refused(build, prompts):
     model = build(VaswaniForCausalLM)
-    with pytest.raises(ValueError, match="leave cache_implementation out"):
-        model.generate(
-            prompts, prefix_mask=PADDED, attention_mask=PADDED, cache_implementation="static"
-        )
+    mask = torch.ones(3, 1, 6, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(B, T\), got .*\(3, 1, 6, 6\)"):
+        model(prompts, prefix_mask=PADDED, attention_mask=mask)
 
 
 @pytest.mark.parametrize(
