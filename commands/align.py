@@ -2,8 +2,8 @@
 
     vaswani align runs/en-de source.txt target.txt > links.txt
 
-A line of the output holds links "0-0 1-2" in Pharaoh format: source word and target word, counted
-from 0. Words are what stands between white space; --level token links tokens instead.
+Each line of the output holds links such as "0-0 1-2" in Pharaoh format: source word and target
+word, counted from 0. Words are separated by white space. --level token links tokens instead.
 """
 
 import argparse
@@ -16,8 +16,8 @@ def make_parser() -> CommandParser:
     parser = CommandParser("align", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub id of a saved model with its tokenizer")
-    add("source", metavar="SOURCE", help="text file, one sentence a line, plain or .gz")
-    add("target", metavar="TARGET", help="as many lines")
+    add("source", metavar="SOURCE", help="text file, one sentence per line, plain or .gz")
+    add("target", metavar="TARGET", help="translations of the source, line by line")
     add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
     add("--level", choices=("word", "token"), default="word", help="default: word")
     add(
@@ -25,7 +25,7 @@ def make_parser() -> CommandParser:
         type=int,
         nargs="+",
         metavar="N",
-        help="decoder layers to average, negative from the last (default: all)",
+        help="decoder layers to average; negative numbers count from the last (default: all)",
     )
     add("--heads", type=int, nargs="+", metavar="N", help="heads to average (default: all)")
     add(
@@ -33,13 +33,13 @@ def make_parser() -> CommandParser:
         type=positive,
         default=4096,
         metavar="N",
-        help="padded tokens of a batch, on either side (default: 4096)",
+        help="largest number of padded tokens per batch and side (default: 4096)",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Align."""
+    """Write the links of every line."""
     from ..corpora.reading import read_parallel
     from .text import check_text, load, write_lines
 

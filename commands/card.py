@@ -3,8 +3,8 @@
     vaswani card runs/en-de --language en de --license cc-by-4.0
     vaswani card runs/en-de --results benchmarks/results/en-de.json
 
-Numbers come from the results files in the folder and from those named here. A card that somebody
-has changed stays as it is.
+Numbers come from results files in the folder and from --results. A card that was edited by hand is
+kept, unless you pass --overwrite.
 """
 
 import argparse
@@ -19,17 +19,17 @@ def make_parser() -> CommandParser:
     add("folder", metavar="FOLDER", help="a saved model")
     add("--results", nargs="+", metavar="FILE", help="results files from outside the folder")
     add("--repo-id", metavar="HUB_ID", help="repository that the model is loaded from")
-    add("--output", metavar="FOLDER", help="folder of the card (default: the model's)")
-    add("--overwrite", action="store_true", help="replace a card that was changed by hand")
+    add("--output", metavar="FOLDER", help="folder of the card (default: the model's folder)")
+    add("--overwrite", action="store_true", help="replace a card that was edited by hand")
     add(
         "--language",
         "--languages",
         nargs="+",
         metavar="CODE",
-        help="ISO 639 codes, the source's first",
+        help="ISO 639 codes of source and target",
     )
-    add("--license", metavar="ID", help="of the weights, by the Hub's name: cc-by-4.0")
-    add("--datasets", nargs="+", metavar="HUB_ID", help="data sets of the training")
+    add("--license", metavar="ID", help="the Hub's name for the licence of the weights: cc-by-4.0")
+    add("--datasets", nargs="+", metavar="HUB_ID", help="training data sets")
     add("--tags", nargs="+", metavar="TAG", help="further tags")
     add("--base-model", metavar="HUB_ID", help="the model that was fine-tuned")
     return parser

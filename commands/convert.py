@@ -1,11 +1,11 @@
-"""Bring a model of another toolkit, or take a model of ours there.
+"""Convert a model from another toolkit, or to another toolkit.
 
     vaswani convert fairseq checkpoint_best.pt out/ --source-dict dict.de.txt
     vaswani convert marian Helsinki-NLP/opus-mt-en-de out/
     vaswani convert to-ctranslate2 runs/en-de out/ --quantization int8
 
-`vaswani convert CONVERTER --help` explains a converter and its options. A converter carries a model
-over exactly, or refuses it and says why.
+`vaswani convert CONVERTER --help` explains a converter and its options. A converter converts a
+model exactly, or refuses it and says why.
 """
 
 import argparse

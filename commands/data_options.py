@@ -13,22 +13,22 @@ FORMS = """Pairs of a source and a target line come in any of these forms:
     --train "part-*.en" "part-*.de"        many files of one corpus, in the order of their names
     --train a.tsv=2 b.en b.de=1            several corpora, with the share of each in an epoch
 
-Files may end in .gz or .zst. JSONL, Parquet and data sets name their two columns by --columns, for
+Files may end in .gz or .zst. For JSONL, Parquet and data sets, --columns names the two columns, for
 example --columns en de."""
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the pairs."""
+    """Add the options that name the data."""
     add = parser.add_argument_group("data").add_argument
     add("--train", nargs="+", required=True, metavar="DATA", help="training pairs, see above")
-    add("--valid", nargs="+", metavar="DATA", help="pairs for the loss and score of evaluations")
-    add("--test", nargs="+", metavar="DATA", help="pairs that are translated and scored at the end")
+    add("--valid", nargs="+", metavar="DATA", help="pairs for evaluations during training")
+    add("--test", nargs="+", metavar="DATA", help="pairs to translate and score at the end")
     add(
         "--columns",
         nargs=2,
         default=("source", "target"),
         metavar=("SOURCE", "TARGET"),
-        help="keys of JSONL records or of a data set's rows (default: source target)",
+        help="columns of JSONL, Parquet and data sets (default: source target)",
     )
     add(
         "--max-length",
@@ -42,7 +42,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that leave training pairs out, with counts by reason."""
+    """Add the options that filter training pairs."""
     add = parser.add_argument_group("filters of training pairs").add_argument
     add(
         "--max-ratio",
@@ -71,7 +71,7 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
         "--scripts",
         nargs=2,
         metavar=("SOURCE", "TARGET"),
-        help="drop pairs with letters of another Unicode script: --scripts Latin Cyrillic",
+        help="drop pairs with letters of other Unicode scripts: --scripts Latin Cyrillic",
     )
     add(
         "--filter",
@@ -82,39 +82,41 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
         "--skip-unreadable",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="count and drop pairs that cannot be read, instead of ending with their line",
+        help="count and drop pairs that cannot be read, instead of stopping at the first",
     )
 
 
 def add_mixing_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options about several corpora, and about where they are prepared."""
+    """Add the options about several corpora and their preparation."""
     add = parser.add_argument_group("several corpora, and their preparation").add_argument
     add(
         "--temperature",
         type=float,
         metavar="T",
-        help="share of a corpus in an epoch = its pairs to the power 1 / T (without: its pairs)",
+        help="share of a corpus in an epoch = (number of its pairs) to the power 1 / T "
+        "(default: 1)",
     )
     add(
         "--tag",
         nargs="+",
         default=[],
         metavar="LANGUAGE",
-        help="target language that the token >>LANGUAGE<< names before each source; one for all "
-        "corpora, or one for each",
+        help="put the token >>LANGUAGE<< of the target language before each source; give one for "
+        "all corpora, or one for each",
     )
     add(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="read and tokenise the pairs as they come, and prepare nothing",
+        help="read and tokenise pairs during training, instead of preparing them before",
     )
     add(
         "--stream-buffer",
         type=positive,
         default=20_000,
         metavar="PAIRS",
-        help="with --stream, pairs of which batches are made at a time (default: 20000)",
+        help="with --stream: number of pairs from which batches are made at a time "
+        "(default: 20000)",
     )
     add(
         "--data-cache",
@@ -125,7 +127,7 @@ def add_mixing_options(parser: argparse.ArgumentParser) -> None:
         "--prepare-processes",
         type=positive,
         metavar="N",
-        help="processes that tokenise (default: the number of cores)",
+        help="number of tokenising processes (default: the number of cores)",
     )
 
 
@@ -139,13 +141,13 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         "--tokenizer-kind",
         default="bpe",
         choices=("bpe", "wordpiece", "unigram", "word", "char", "regex"),
-        help="what the shared vocabulary is made of (default: bpe, as in section 5.1)",
+        help="kind of the shared vocabulary (default: bpe, as in section 5.1)",
     )
     add(
         "--space-after",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="words carry the space after them, not the one before: for tokenised text",
+        help="tokens include the space after a word, not before it: for tokenised text",
     )
     add(
         "--split-punctuation",
@@ -180,6 +182,6 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="with --bpe-dropout, times that an epoch has each pair, each in its own split "
+        help="with --bpe-dropout: number of times that an epoch has each pair, split differently "
         "(default: 1)",
     )

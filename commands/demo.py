@@ -13,7 +13,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("demo", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub id of a saved model with its tokenizer")
-    add("--port", type=positive, help="of the page (default: the first free one from 7860)")
+    add("--port", type=positive, help="port of the page (default: the first free one from 7860)")
     return parser
 
 

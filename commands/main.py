@@ -1,4 +1,4 @@
-"""`vaswani COMMAND ...`: choose the command, and run it once its arguments are right."""
+"""`vaswani COMMAND ...`: choose the command, check its arguments, and run it."""
 
 import difflib
 import importlib.metadata
@@ -13,19 +13,19 @@ COMMANDS = {
     "train": (train, "train a model on your own pairs, or fine-tune one"),
     "prepare": (prepare, "tokenise training data ahead of time"),
     "translate": (translate, "translate lines of text"),
-    "score": (score, "log-probabilities of given translations"),
+    "score": (score, "print log-probabilities of given translations"),
     "align": (align, "link the words of given translations"),
-    "average": (average, "make one model of a run's last checkpoints"),
-    "convert": (convert, "bring a model of another toolkit, or take one there"),
+    "average": (average, "average the last checkpoints of a run into one model"),
+    "convert": (convert, "convert a model from or to another toolkit"),
     "card": (card, "write the model card of a saved model"),
     "demo": (demo, "open a page that translates and shows attention"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command line; exits with 2 where it is wrong."""
+    """Run a command line. A wrong command line exits with status 2."""
     if argv is None and hasattr(signal, "SIGPIPE"):
-        # A reader that closes the pipe (head) ends the program quietly, as with other filters.
+        # If a reader such as `head` closes the pipe, end quietly as other filters do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
@@ -46,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _prepare()
         command.run(args)
-    except (CommandError, ModuleNotFoundError) as error:  # an extra that is not installed
+    except (CommandError, ModuleNotFoundError) as error:  # the latter for a missing extra
         sys.exit(f"{parser.prog}: {error}")
 
 
 def _prepare() -> None:
-    """Import torch and register, now that the arguments are right."""
+    """Import torch and register the models. The arguments are checked before this slow step."""
     from transformers.utils import logging
 
     from .. import registration  # noqa: F401
 
-    logging.disable_progress_bar()  # of each file that is read or written
+    logging.disable_progress_bar()  # transformers draws one for each file it reads or writes
 
 
 def _manual() -> str:
@@ -67,6 +67,6 @@ def _manual() -> str:
             "",
             *lines,
             "",
-            "vaswani COMMAND --help shows what a command takes.",
+            "vaswani COMMAND --help shows the options of a command.",
         ]
     )

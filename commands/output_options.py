@@ -13,7 +13,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=4,
         metavar="N",
-        help="beam size of the test set, saved as default (default: 4)",
+        help="beam size for the test set, saved as default of the model (default: 4)",
     )
     add(
         "--generation",
@@ -21,14 +21,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="other generation settings, saved as default: --generation length_penalty=1.0",
+        help="other generation settings, saved as defaults: --generation length_penalty=1.0",
     )
     add(
         "--nbest",
         type=positive,
         default=1,
         metavar="N",
-        help="also count references among the N best translations",
+        help="also report how often the reference is among the N best translations",
     )
     add(
         "--score",
@@ -40,16 +40,16 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--bleu-tokenize",
         default="13a",
         metavar="NAME",
-        help="sacreBLEU's tokenizer; none for text that is tokenised already (default: 13a)",
+        help="sacreBLEU's tokenizer; none for tokenised text (default: 13a)",
     )
-    add("--output", required=True, metavar="FOLDER", help="folder of the model and all else")
+    add("--output", required=True, metavar="FOLDER", help="folder of the model and its results")
     add("--results", metavar="FILE", help="write results.json here too")
     add(
         "--languages",
         nargs="+",
         metavar="CODE",
-        help="ISO 639 codes for the model card, the source's first (default: the names of the "
+        help="ISO 639 codes of source and target for the model card (default: the names of the "
         "columns or the endings of the files, if these have two letters)",
     )
-    add("--license", metavar="ID", help="of the weights, for the model card: --license cc-by-4.0")
+    add("--license", metavar="ID", help="licence of the weights for the model card: cc-by-4.0")
     add("--push-to-hub", metavar="HUB_ID", help="upload the finished model to this repository")

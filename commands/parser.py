@@ -1,6 +1,6 @@
-"""Command lines: options that say what was meant, NAME=VALUE settings, and recipes.
+"""Command lines: options, NAME=VALUE settings, recipes, and errors that suggest the right name.
 
-Nothing heavy is imported here, so that a mistake on the command line is answered at once.
+This file imports nothing heavy, so that a mistake on the command line is reported at once.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 
 class CommandError(Exception):
-    """What stops a command, in one sentence for its user."""
+    """An error that ends a command. Its message is shown to the user without a traceback."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse a command line with nothing unknown in it."""
+        """Parse a command line, and refuse unknown options."""
         words = list(sys.argv[1:] if args is None else args)
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
         for word in [] if takes_rest else words:
@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(str(error))
 
     def error(self, message: str) -> NoReturn:
-        """End the program with what is wrong, and where to read more."""
+        """End the program with the error and a hint to --help."""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows all options.\n")
 
 
@@ -70,7 +70,7 @@ positive.__name__ = "integer"  # argparse names the type in its errors
 
 
 def settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """Read NAME=VALUE arguments; a value that is no literal (0.1, true, null) is a string.
+    """Parse NAME=VALUE arguments. Values other than literals (0.1, true, null) are strings.
 
     Raises:
         ValueError: an argument has no "=".
@@ -88,10 +88,10 @@ def settings(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def recipe_arguments(path: str) -> list[str]:
-    """Read a recipe, a YAML file of options without their dashes, as a command line.
+    """Read a recipe, a YAML file of options without dashes, as a command line.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, or does not hold options.
     """
     import yaml
 

@@ -3,8 +3,8 @@ r"""Learn the vocabulary of a run and tokenise its training data ahead of time.
     vaswani prepare --train train.en train.de --vocab-size 37000 --data-cache prepared
 
 `vaswani train` with the same options on data and vocabulary then starts at once. On another
-machine, copy the folder `prepared` there and pass --data-cache prepared. The folder holds results
-by the content of the data, so a changed file or option is prepared again.
+machine, copy the folder `prepared` there and pass --data-cache prepared. Results are stored under a
+hash of the data and the options, so a changed file or option is prepared again.
 """
 
 import argparse
@@ -20,15 +20,13 @@ def make_parser() -> CommandParser:
     add_data_options(parser)
     add_vocabulary_options(parser)
     add = parser.add_argument_group("other options of the run").add_argument
-    add(
-        "--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune, whose tokenizer counts"
-    )
+    add("--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune; its tokenizer is used")
     add("--seed", type=int, default=42, help="chooses the lines of the vocabulary (default: 42)")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prepare, and print where the data are and what was left out."""
+    """Prepare the data, and print their folder and the pairs that were left out."""
     from transformers import AutoTokenizer
 
     from ..training.run_data import RunData

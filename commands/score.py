@@ -3,8 +3,8 @@
     vaswani score runs/en-de source.txt target.txt > scores.txt
     vaswani score runs/en-de source.txt target.txt --penalised --output scores.txt
 
-A line of the output is log P(target | source), the end of the sentence included. With --penalised
-it is divided by the length penalty (section 6.1), which is what beam search ranks by. The last line
+Each line of the output is log P(target | source), including the end of the sentence. --penalised
+divides it by the length penalty (section 6.1), as beam search does for its ranking. The last line
 on standard error is the perplexity of all target tokens.
 """
 
@@ -19,8 +19,8 @@ def make_parser() -> CommandParser:
     parser = CommandParser("score", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub id of a saved model with its tokenizer")
-    add("source", metavar="SOURCE", help="text file, one sentence a line, plain or .gz")
-    add("target", metavar="TARGET", help="as many lines")
+    add("source", metavar="SOURCE", help="text file, one sentence per line, plain or .gz")
+    add("target", metavar="TARGET", help="translations of the source, line by line")
     add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
     add("--penalised", action="store_true", help="divide by the length penalty")
     add(
@@ -28,7 +28,7 @@ def make_parser() -> CommandParser:
         type=positive,
         default=4096,
         metavar="N",
-        help="padded tokens of a batch, on either side (default: 4096)",
+        help="largest number of padded tokens per batch and side (default: 4096)",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Checks of `vaswani train` that need transformers: names and values of settings, and places."""
+"""Checks of `vaswani train` that need transformers: settings, models and tokenizers."""
 
 import argparse
 import dataclasses
@@ -15,16 +15,16 @@ from ..training.presets import PRESETS
 
 
 class SettingsError(ValueError):
-    """Settings that are unknown or have no meaning."""
+    """A setting is unknown or has an invalid value."""
 
 
 def check_settings(args: argparse.Namespace) -> None:
-    """Refuse what would fail later, before any data are read.
+    """Check, before data are read, what would fail later.
 
     Raises:
-        ObjectiveError: --objective has no such settings.
-        OSError: --model or --tokenizer is no place to load from.
-        SettingsError: a name or value is wrong; says what may be meant.
+        ObjectiveError: --objective-settings are wrong.
+        OSError: --model or --tokenizer cannot be loaded.
+        SettingsError: a name or value is wrong. The message suggests a name.
     """
     known = {
         "trainer": [

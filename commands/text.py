@@ -11,10 +11,10 @@ from .parser import CommandError
 
 
 def check_text(source: str, output: str) -> None:
-    """Refuse paths that cannot be read or written, before a model is loaded.
+    """Check, before a model is loaded, that the paths can be read and written.
 
     Raises:
-        CommandError: names the path.
+        CommandError: a path cannot be read or written. The message names it.
     """
     if source != "-" and not Path(source).is_file():
         raise CommandError(f"no such input file: {source}")
@@ -28,23 +28,23 @@ def load(model: str) -> tuple[Any, Any]:
     """Load a model with its tokenizer.
 
     Raises:
-        OSError: there is no such model, or it is another toolkit's.
+        OSError: the model does not exist, or belongs to another toolkit.
     """
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     from .. import VaswaniConfig
 
-    # The configuration comes first: it says what is wrong with a path or a foreign model.
+    # Load the configuration first, because its errors explain wrong paths and foreign models.
     VaswaniConfig.from_pretrained(model)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(model, dtype="auto")
     return loaded, AutoTokenizer.from_pretrained(model)
 
 
 def write_lines(lines: Iterable[str], output: str) -> None:
-    """Write lines to standard output ("-") or to a file, which appears when it is whole.
+    """Write lines to standard output ("-") or to a file, which is replaced when it is complete.
 
-    Where the lines end early by an error, those so far are kept beside the output, which stays as
-    it is. So the output may be the input, too.
+    After an error, the lines so far are kept in another file beside the output, and the output is
+    unchanged. The output may therefore be the input file.
     """
     if output == "-" or _is_standard_output(output):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -65,5 +65,5 @@ def write_lines(lines: Iterable[str], output: str) -> None:
 
 
 def _is_standard_output(path: str) -> bool:
-    """Tell whether a path such as /dev/stdout leads to where standard output goes."""
+    """Tell whether a path such as /dev/stdout is standard output."""
     return os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1))

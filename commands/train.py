@@ -6,18 +6,18 @@ Train on a CPU, or on little data:
         --preset tiny --output runs/en-de
 
 Without --preset the model is the paper's base, with its schedule, loss and decoding (sections 5.3,
-5.4, 6.1): work for a GPU. Fine-tune a saved model, whose sizes, tokenizer and settings are kept:
+5.4, 6.1), which needs a GPU. Fine-tune a saved model, and keep its sizes, tokenizer and settings:
 
     vaswani train --model runs/en-de --train more.tsv --learning-rate 1e-4 --output runs/more
 
-Repeat a published result. A recipe is a file of these options; the command line comes after it:
+Repeat a published result. A recipe is a file of these options, and the command line overrides it:
 
     vaswani train --recipe examples/recipes/multi30k-tiny.yaml --seed 2
 
 The same command with --resume auto continues a run that was killed, and ends with the same weights.
-Several processes or GPUs: accelerate launch -m vaswani train ... The output folder holds the model,
-its tokenizer, TensorBoard logs, learning_curve.png, results.json with the scores, recipe.yaml,
-which repeats the run, and README.md, the model card.
+For several processes or GPUs, use: accelerate launch -m vaswani train ... The output folder gets
+the model, its tokenizer, TensorBoard logs, learning_curve.png, results.json with the scores,
+recipe.yaml to repeat the run, and README.md, the model card.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _NOT_REPEATED = ("recipe", "resume", "results", "push_to_hub")
 
 
 class _Parser(CommandParser):
-    """The parser of a run: recipes and presets are defaults that come before the command line."""
+    """The parser of a run. The command line overrides recipes, and recipes override presets."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = self.with_recipe(args)
@@ -60,16 +60,16 @@ class _Parser(CommandParser):
         if args.model and (args.tokenizer or args.set != self.get_default("set")):
             self.error("--model keeps its own sizes and tokenizer: leave out --set and --tokenizer")
         if args.steps and args.epochs:
-            self.error("--steps and --epochs both say when to end: leave one out")
+            self.error("--steps and --epochs both set the length of the run: leave one out")
         for name, needed in (("max_target_tokens", "max_source_tokens"), ("patience", "valid")):
             if getattr(args, name) and not getattr(args, needed):
                 self.error(f"--{name} needs --{needed}".replace("_", "-"))
         if args.batching == "packed" and not args.max_source_tokens:
-            self.error("--batching packed needs --max-source-tokens, the tokens of a batch")
+            self.error("--batching packed needs --max-source-tokens, the size of a batch")
         if args.nbest > args.beams:
-            self.error(f"--nbest {args.nbest} needs as many --beams, got {args.beams}")
+            self.error(f"--nbest {args.nbest} needs at least as many --beams, got {args.beams}")
         if args.objective and args.r_drop:
-            self.error("--r-drop is an objective of its own: leave it or --objective out")
+            self.error("--r-drop is an objective too: leave out --r-drop or --objective")
         if args.objective_settings and not args.objective:
             self.error("--objective-settings needs --objective")
         self._check_stream(args)
@@ -87,7 +87,7 @@ class _Parser(CommandParser):
         needed["--tokenizer or --model"] = args.tokenizer or args.model
         for name, value in needed.items():
             if not value:
-                self.error(f"--stream needs {name}: nothing is counted before the run")
+                self.error(f"--stream needs {name}, because a stream is not read before the run")
         for name in ("bpe_dropout", "drop_duplicates", "temperature"):
             if getattr(args, name):
                 self.error(f"--{name} needs prepared data: leave out --stream".replace("_", "-"))
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> None:
         if training.processes.is_main_process:
             training.finish(results)
             _write_recipe_and_card(args)
-            _say_what_is_next(args, results)
+            _print_summary(args, results)
             if args.push_to_hub:
                 training.push(args.push_to_hub)
         training.trainer.accelerator.end_training()
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> str:
-    """Write a run as a recipe that repeats it, with every default: YAML."""
+    """Return a YAML recipe that repeats a run, including all defaults."""
     import yaml
 
     recipe = {
@@ -152,8 +152,8 @@ def _write_recipe_and_card(args: argparse.Namespace) -> None:
     write_model_card(args.output)
 
 
-def _say_what_is_next(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Print the scores, the folder, and two commands to go on with."""
+def _print_summary(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Print the scores, the folder, and the next two commands."""
     for name, scores in (("Validation", results.get("valid")), ("Test", results.get("test"))):
         if scores:
             line = f"{name}: BLEU {scores['bleu']}, chrF {scores['chrf']}"

@@ -1,4 +1,4 @@
-"""Warnings of `vaswani train`: options that are probably not meant as they stand."""
+"""Warnings of `vaswani train` about options that are probably mistakes."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _VOCABULARY = ("--vocab-size", "--tokenizer-kind", "--space-after", "--pattern")
 
 
 def swapped_sides(args: argparse.Namespace) -> list[str]:
-    """Say which data have the endings of the training data's two files the other way round."""
+    """Return a warning for data whose two files are in the other order than those of --train."""
 
     def endings(files: list[str]) -> list[str]:
         return [Path(file.removesuffix(".gz")).suffix for file in files]
@@ -25,7 +25,7 @@ def swapped_sides(args: argparse.Namespace) -> list[str]:
 
 
 def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Name the options that do nothing because a model or tokenizer brings its own."""
+    """Return a warning for options without effect, because --model or --tokenizer decides them."""
     given = {word.partition("=")[0] for word in words}
     idle = sorted(given.intersection(_VOCABULARY)) if args.model or args.tokenizer else []
     if args.model:

@@ -5,8 +5,8 @@
     vaswani translate runs/en-de source.txt --nbest 4 --scores
 
 Lines are read in windows and sorted by length inside a window, so batches hold little padding and
-memory does not grow with the file. An empty line stays empty. The output file appears when it is
-whole, so it may be the input file too.
+memory does not grow with the file. An empty line stays empty. The output file is replaced when it
+is complete, so it may be the input file.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def make_parser() -> CommandParser:
         nargs="?",
         default="-",
         metavar="INPUT",
-        help="text file, one sentence a line, plain or .gz (default: standard input)",
+        help="text file, one sentence per line, plain or .gz (default: standard input)",
     )
     add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
     add("--beams", type=positive, metavar="N", help="beam size (default: the model's own, else 4)")
@@ -35,19 +35,22 @@ def make_parser() -> CommandParser:
         type=positive,
         default=1,
         metavar="N",
-        help="translations of each line, best first; output lines become LINE ||| TEXT",
+        help="write N translations per line, best first; output lines become LINE ||| TEXT",
     )
     add("--scores", action="store_true", help="append ||| and the length-penalised log-probability")
-    add("--length-penalty", type=float, metavar="ALPHA", help="of section 6.1")
+    add("--length-penalty", type=float, metavar="ALPHA", help="exponent alpha of section 6.1")
     add(
-        "--max-new-tokens", type=positive, metavar="N", help="longest output (default: source + 50)"
+        "--max-new-tokens",
+        type=positive,
+        metavar="N",
+        help="largest number of output tokens (default: source tokens + 50)",
     )
     add(
         "--batch-tokens",
         type=positive,
         default=4096,
         metavar="N",
-        help="padded source tokens of a batch (default: 4096)",
+        help="largest number of padded source tokens per batch (default: 4096)",
     )
     add("--bf16", action="store_true", help="run in bfloat16, faster where the hardware has it")
     return parser
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     translator = _translator(args)
     beams = args.beams or translator.model.generation_config.num_beams or 4
     if args.nbest > beams:
-        raise CommandError(f"--nbest {args.nbest} needs as many --beams, got {beams}")
+        raise CommandError(f"--nbest {args.nbest} needs at least as many --beams, got {beams}")
     given = {"length_penalty": args.length_penalty, "max_new_tokens": args.max_new_tokens}
     settings = {name: value for name, value in given.items() if value is not None}
     settings |= {"num_beams": beams, "num_return_sequences": args.nbest}
@@ -81,7 +84,7 @@ def _translator(args: argparse.Namespace) -> Any:
     from .. import VaswaniConfig, VaswaniTranslationPipeline
 
     try:
-        # The configuration is loaded first: it says what is wrong with a path or a foreign model.
+        # Load the configuration first, because its errors explain wrong paths and foreign models.
         VaswaniConfig.from_pretrained(args.model)
         return pipeline(  # type: ignore[call-overload]
             "translation",
@@ -101,7 +104,7 @@ def _formatted(
     """Write each translation as a line, with the number of its source and its score on request."""
     for number, hypotheses in enumerate(translations):
         for hypothesis in hypotheses:
-            # A model may write a line break like any other character.
+            # A translation may contain line breaks. Replace them, so that it stays one line.
             text = " ".join(hypothesis["translation_text"].splitlines())
             fields = [str(number), text] if numbered else [text]
             if scored:

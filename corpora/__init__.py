@@ -1,1 +1,1 @@
-"""From files to batches: reading, tokenising, BPE-dropout, batches by tokens."""
+"""From files to batches: reading, filtering, mixing, tokenising, BPE-dropout and token batches."""

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-# Prefix of folders whose files will replace others. Trainers do not push such folders.
+# Prefix of temporary folders of an unfinished save. Trainers do not push such folders.
 _UNFINISHED = "_saving-"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def refuse_existing(output: Path) -> None:
-    """Refuse an output that exists already. An empty folder may exist.
+    """Refuse an output that exists already, unless it is an empty folder.
 
     Raises:
         FileExistsError: `output` exists, or is the current folder.
     """
     if not output.name:
-        raise FileExistsError(f"{output} is where you are: name a new folder.")
+        raise FileExistsError(f"{output} is the current folder: name a new folder.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise FileExistsError(
             f"{output} exists and is not an empty folder: choose another output folder, or remove "
@@ -39,8 +39,8 @@ def new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `output`. After an error it is removed.
 
     Raises:
-        FileExistsError: `output` exists already, as anything but an empty folder.
-        OSError: a file could not be written; the message tells how much room there is.
+        FileExistsError: `output` exists already and is not an empty folder.
+        OSError: a file could not be written. The message says how much space is free.
     """
     refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def replaced_files(folder: Path) -> Iterator[Path]:
     folder inside `folder`. The next call removes it.
 
     Raises:
-        OSError: a file could not be written; the message tells how much room there is.
+        OSError: a file could not be written. The message says how much space is free.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(f"{_UNFINISHED}*"):
@@ -93,7 +93,8 @@ def _move_files(source: Path, target: Path) -> None:
         (target / name.parent).mkdir(parents=True, exist_ok=True)
         (source / name).replace(target / name)
     if any(_WEIGHTS.fullmatch(str(name)) for name in names):
-        # Weights of an earlier save in more or fewer files would be loaded instead of the new ones.
+        # Remove the weight files of an earlier save that had more or fewer files. Otherwise they
+        # would be loaded instead of the new ones.
         for path in target.iterdir():
             if _WEIGHTS.fullmatch(path.name) and Path(path.name) not in names:
                 path.unlink()
@@ -104,10 +105,10 @@ def _move_files(source: Path, target: Path) -> None:
 def replaced_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path whose file then replaces the one at `path`.
 
-    A link stays a link. Devices and pipes cannot be replaced, so their own path is yielded.
+    A link stays a link. Devices and pipes cannot be replaced, so `path` itself is yielded for them.
 
     Raises:
-        OSError: the file could not be written; the message tells how much room there is.
+        OSError: the file could not be written. The message says how much space is free.
     """
     if path.exists() and not path.is_file():
         yield path
@@ -129,21 +130,21 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 def is_failed_write(error: Exception) -> bool:
     """Tell whether a full disk can have raised this error."""
-    # torch raises a RuntimeError for it, tokenizers the bare Exception.
+    # For a full disk, torch raises a RuntimeError and tokenizers a bare Exception.
     return isinstance(error, OSError | RuntimeError | SafetensorError) or type(error) is Exception
 
 
 def failed_save(output: Path, error: BaseException) -> OSError:
-    """Make an error that tells what could not be saved, why, and how much room there is."""
+    """Make an error that says what could not be saved, why, and how much space is free."""
     place = next(path for path in (output, *output.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free / 2**20
     return OSError(f"{output} could not be saved: {error} ({free:.0f} MiB are free there).")
 
 
 def flush(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the file names of a folder, are on the disk."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open folders. It writes their names in order.
+        return  # Windows cannot open a folder, but it writes file names in order.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

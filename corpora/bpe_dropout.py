@@ -13,28 +13,28 @@ from .encoding import special_ids
 
 Draw = Callable[[], float]
 
-# Splits of a word to choose from. Splitting a word takes longer than looking the split up.
+# Number of cached splits per word, because a lookup is faster than splitting the word again.
 _SPLITS = 64
 _CACHED_SPLITS = 500_000
 
 
 class BpeDropout:
-    """Encode texts by merges of which some are left out at random (Provilkov et al., 2020, 3.1).
+    """Encode texts with byte pair merges skipped at random (Provilkov et al., 2020, section 3.1).
 
     A word that is always one token teaches the model nothing about its parts. Use BPE-dropout for
-    training only: translate with the tokenizer itself. The tokenizers library has BPE-dropout too,
-    but its random numbers take no seed.
+    training only, and translate with the tokenizer itself. The tokenizers library has BPE-dropout
+    too, but its random numbers cannot be seeded.
 
     Args:
         tokenizer: a tokenizer whose model is BPE, such as VaswaniTokenizer's kind "bpe".
-        dropout: the probability of skipping a possible merge; the authors use 0.1. With 0 the
-            tokens are the tokenizer's.
-        seed: another seed gives other tokens.
+        dropout: the probability of skipping a possible merge. The authors use 0.1. With 0, the
+            tokens are those of the tokenizer.
+        seed: seed of the random numbers.
         target: add the special tokens of targets instead of those of sources.
 
     Raises:
-        ValueError: the tokenizer has another model, or one with a setting that this class does not
-            know; dropout is not between 0 and 1.
+        ValueError: the tokenizer's model is not BPE or has a setting that this class does not
+            support, or dropout is not between 0 and 1.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class BpeDropout:
         self._backend = tokenizer.backend_tokenizer
         model = json.loads(self._backend.to_str())["model"]
         if model["type"] != "BPE":
-            raise ValueError(f"BPE-dropout needs a tokenizer of BPE, not of {model['type']}.")
+            raise ValueError(f"BPE-dropout needs a BPE tokenizer, but this one is {model['type']}.")
         marks = ("continuing_subword_prefix", "end_of_word_suffix")
         for name in (*marks, "ignore_merges", "fuse_unk"):
             if model.get(name):
                 raise ValueError(
-                    f"BPE-dropout cannot cut words of a tokenizer with {name} {model[name]!r}."
+                    f"BPE-dropout does not support a tokenizer with {name}={model[name]!r}."
                 )
         self._dropout = dropout
         self._seed = seed
@@ -70,15 +70,15 @@ class BpeDropout:
         self._added = _AddedTokens(tokenizer)
 
     def __call__(self, texts: Iterable[str]) -> list[list[int]]:
-        """Encode texts, special tokens added. Successive calls continue the random numbers."""
+        """Encode texts with special tokens. Each call draws further random numbers."""
         return [self._with_special_tokens(text, self._draw) for text in texts]
 
     def at(self, text: str, *position: int) -> list[int]:
-        """Encode a text as a function of the seed and of these numbers alone.
+        """Encode a text with random numbers that depend only on the seed and `position`.
 
         Args:
             text: the text.
-            position: for example epoch and line.
+            position: any integers, for example epoch and line.
         """
         draw = random.Random(repr((self._seed, *position))).random
         return self._with_special_tokens(text, draw)
@@ -98,9 +98,10 @@ class BpeDropout:
         return [token for word in words for token in self._tokens(word, int(draw() * _SPLITS))]
 
     def _tokens(self, word: str, number: int) -> list[int]:
-        """Return one of the splits of a word, which depends on the seed, the word and its number.
+        """Return split `number` of a word.
 
-        The splits do not depend on what was encoded before, so that any process finds the same.
+        The split depends only on the seed, the word and the number. Texts encoded before do not
+        change it, so that all processes get the same split.
         """
         if len(self._splits) > _CACHED_SPLITS:
             self._splits.clear()
@@ -113,7 +114,7 @@ class BpeDropout:
         return split
 
     def _cut(self, word: str, draw: Draw) -> list[str]:
-        """Merge the characters of a word pair by pair: the first learned merge that is kept."""
+        """Merge the characters of a word pair by pair, in the order of the learned merges."""
         pieces = [piece for character in word for piece in self._pieces(character)]
         ranks, never = self._ranks, len(self._ranks)
         possible = [ranks.get(pair, never) for pair in pairwise(pieces)]
@@ -127,13 +128,15 @@ class BpeDropout:
         return pieces
 
     def _pieces(self, character: str) -> list[str]:
-        """Return what merging starts from: the character, or the bytes of an unknown character."""
+        """Return the initial pieces: the character, or the byte tokens of an unknown character."""
         if character not in self._ids and self._byte_fallback:
             return [f"<0x{byte:02X}>" for byte in character.encode()]
         return [character]
 
     def _chosen(self, possible: list[int], draw: Draw) -> int | None:
-        """Return where to merge next, given the rank of the merge at every place; None at the end.
+        """Return where to merge next, or None if no merge is left.
+
+        `possible` has the rank of the merge at every place.
 
         Draw once per merge, and stop at the first merge that is kept.
         """
@@ -147,10 +150,10 @@ class BpeDropout:
 
 
 class _AddedTokens:
-    """Added tokens that are not special, such as language tags: they stay whole.
+    """Added tokens that are not special, such as language tags. They are never split.
 
     Raises:
-        ValueError: a token is found by rules that this class does not know.
+        ValueError: a token has a matching rule that this class does not support.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run trains on: corpora of one or many files, with weights and language tags."""
+"""The training corpora of a run: one or many files each, with weights and language tags."""
 
 import glob
 import math
@@ -20,11 +20,11 @@ class Corpus:
     """Files or a data set that are read one after another and sampled together.
 
     Args:
-        shards: each is one file, two parallel files or the name of a data set.
-        columns: of records, the source's first.
-        default_split: of a data set.
-        weight: share of the pairs of an epoch, relative to other corpora; None is its size.
-        tag: language that is named before each source, such as "de" for `>>de<<`.
+        shards: one entry per shard: one file, two parallel files or the name of a data set.
+        columns: names of the source and the target column of a record.
+        default_split: split to read when the name of a data set has none.
+        weight: share of the pairs of an epoch, relative to other corpora. None means its size.
+        tag: language to name before each source, such as "de" for `>>de<<`.
     """
 
     shards: tuple[tuple[str, ...], ...]
@@ -35,25 +35,25 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """The first files, for messages."""
+        """The files of the first shard and the number of further shards, for messages."""
         more = f" and {len(self.shards) - 1} more" if len(self.shards) > 1 else ""
         return " ".join(self.shards[0]) + more
 
     def pairs(self) -> Iterator[Pair | DataError]:
-        """Yield all pairs in order, without the tag, and errors of single pairs.
+        """Yield all pairs in order, without the tag. An unreadable pair is yielded as a DataError.
 
         Raises:
-            DataError: a file cannot be read at all, or not to its end.
+            DataError: a file cannot be opened, or cannot be read to its end.
         """
         for shard in self.shards:
             yield from self.pairs_of(shard)
 
     def pairs_of(self, shard: tuple[str, ...]) -> Iterator[Pair | DataError]:
-        """Yield the pairs of one shard, without the tag, and errors of single pairs."""
+        """Yield the pairs of one shard, without the tag, as `pairs` does."""
         return iterate_pairs(shard, self.columns, self.default_split)
 
     def content(self) -> str:
-        """Return a key that changes with the content, but not with the names of the files."""
+        """Return a hash of the content. The names of the files do not change it."""
         digest = xxhash.xxh3_128(repr((self.tag, len(self.shards))).encode())
         for shard in self.shards:
             for name in shard:
@@ -65,19 +65,19 @@ class Corpus:
         return digest.hexdigest()
 
     def state(self) -> list[tuple[int, int]]:
-        """Return size and time of change of every file, to notice a change while it is read."""
+        """Return size and modification time of every file, to detect changes during reading."""
         files = [Path(name) for shard in self.shards for name in shard]
         found = [path.stat() for path in files if path.is_file()]
         return [(file.st_size, file.st_mtime_ns) for file in found]
 
 
 def tag_token(tag: str) -> str:
-    """Return the token of a target language, as in the models of OPUS-MT."""
+    """Return the token of a target language in the format of the OPUS-MT models."""
     return f">>{tag}<<"
 
 
 def tagged(pairs: Sequence[Pair], tag: str | None) -> Sequence[Pair]:
-    """Put the token of a target language before every source."""
+    """Put the token of the target language before every source."""
     if tag is None:
         return pairs
     return [(f"{tag_token(tag)} {source}", target) for source, target in pairs]
@@ -89,11 +89,11 @@ def parse_corpora(
     default_split: str = "train",
     tags: Sequence[str] = (),
 ) -> list[Corpus]:
-    """Read the words of --train: files, globs and data sets, each with an optional `=WEIGHT`.
+    """Parse the words of --train: files, globs and data sets, each with an optional `=WEIGHT`.
 
     Raises:
-        DataError: a weight is no number or negative, all weights are 0, a glob matches nothing or
-            a text file has no partner, or there are more tags than corpora.
+        DataError: a weight is negative or no number, all weights are 0, a glob matches no file, a
+            text file has no partner, or the number of tags does not fit the number of corpora.
     """
     found: list[tuple[tuple[tuple[str, ...], ...], float | None]] = []
     rest = [_weighted(word) for word in words]
@@ -119,8 +119,8 @@ def parse_corpora(
         found.append((tuple(zip(*sides, strict=True)), weight))
     if len(tags) > 1 and len(tags) != len(found):
         raise DataError(
-            f"{len(tags)} tags ({' '.join(tags)}) for {len(found)} corpora: give one for all, or "
-            "one for each."
+            f"{len(tags)} tags ({' '.join(tags)}) for {len(found)} corpora: give one tag for all "
+            "corpora, or one tag for each."
         )
     _require_a_weight([weight for _, weight in found])
     all_tags = list(tags) if len(tags) == len(found) else [*tags, None][:1] * len(found)
@@ -138,7 +138,9 @@ def _weighted(word: str) -> tuple[str, float | None]:
     try:
         weight = float(match[2])
     except ValueError as error:
-        raise DataError(f"{word}: {match[2]!r} is no weight: give a number, or no =.") from error
+        raise DataError(
+            f"{word}: {match[2]!r} is not a weight: give a number after the =, or leave out the =."
+        ) from error
     if not 0 <= weight < math.inf:
         raise DataError(f"{word}: a weight must be 0 or more, got {match[2]}.")
     return match[1], weight
@@ -150,7 +152,7 @@ def _require_a_weight(weights: list[float | None]) -> None:
 
 
 def _is_text(name: str) -> bool:
-    """Tell whether a name is a file of lines, which has a partner."""
+    """Tell whether a name is a text file, which needs a parallel file as its partner."""
     if form_of(name) or Path(name).is_dir():
         return False
     return Path(name).exists() or name == "-" or bool(_matches(name))

@@ -19,7 +19,7 @@ _BUCKETS = 64
 
 
 def hashes_of(pairs: Sequence[Pair], duplicates: str) -> np.ndarray:
-    """Return 128 bits for each pair, or side of it, of which equal ones are duplicates."""
+    """Return a 128-bit hash of each pair, or of one side of it. Duplicates have equal hashes."""
     match duplicates:
         case "source":
             texts = [source for source, _ in pairs]
@@ -32,9 +32,10 @@ def hashes_of(pairs: Sequence[Pair], duplicates: str) -> np.ndarray:
 
 
 def first_of_each(files: Sequence[Path], scratch: Path) -> np.ndarray:
-    """Tell of every 128-bit hash whether it is the first of its value, in little memory.
+    """Return a mask of the hashes whose value occurs for the first time.
 
-    Equal hashes fall into the same of many buckets on the disk, and one bucket at a time is sorted.
+    Little memory is needed: the hashes are distributed over buckets on the disk, and one bucket at
+    a time is sorted. Equal hashes share a bucket.
     """
     rows = 0
     paths = [scratch / f"bucket-{number}" for number in range(_BUCKETS)]
@@ -62,9 +63,9 @@ def first_of_each(files: Sequence[Path], scratch: Path) -> np.ndarray:
 
 
 def keep_rows(path: Path, kept: np.ndarray) -> None:
-    """Rewrite an Arrow file without the rows that are not kept.
+    """Rewrite an Arrow file with only the rows that the mask `kept` marks.
 
-    A file that an earlier, killed call has rewritten stays as it is.
+    A file that a killed call has already rewritten is not changed.
     """
     rewritten = path.with_suffix(".rewritten")
     with pyarrow.memory_map(str(path)) as source:

@@ -1,4 +1,4 @@
-"""Texts become token ids at the cost of a dictionary lookup per word."""
+"""Fast encoding of texts into token ids, with one dictionary lookup per word."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..tokenization.tokenization_vaswani import separates_words
 
-# Longer words are rare, and would fill the cache.
+# Longer words are not cached, because they are rare and would fill the cache.
 _LONGEST_CACHED = 64
 _CACHED_WORDS = 200_000
 
@@ -43,7 +43,7 @@ class TextEncoder:
             ]
 
     def __call__(self, texts: list[str]) -> list[bytes]:
-        """Return the ids of every text, special tokens included, as bytes of `dtype`."""
+        """Return the ids of every text with special tokens, as the bytes of a `dtype` array."""
         if not self._by_word:
             return [self._bytes(ids) for ids in self._ids(texts)] if texts else []
         words = self._words
@@ -68,7 +68,7 @@ class TextEncoder:
 
 
 class _WordIds(dict[str, bytes]):
-    """Ids of words, each encoded by the tokenizer at its first use."""
+    """Cache of the ids of words. A word is encoded at its first use."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype) -> None:
         super().__init__()
@@ -78,7 +78,8 @@ class _WordIds(dict[str, bytes]):
         self._unknown = tokenizer.unk_token_id
 
     def __missing__(self, word: str) -> bytes:
-        # Two empty words stand around the one space of this text.
+        # An empty word arises beside a space. A text of one space has two empty words, so half of
+        # its ids belong to one of them.
         ids = self._backend.encode(word or " ", add_special_tokens=False).ids
         if not word:
             ids = ids[: len(ids) // 2]
@@ -90,13 +91,13 @@ class _WordIds(dict[str, bytes]):
         return encoded
 
     def limit(self) -> None:
-        """Forget all words when there are too many, so that memory stays bounded."""
+        """Clear the cache when it has too many words, so that memory stays bounded."""
         if len(self) > _CACHED_WORDS:
             self.clear()
 
 
 def special_ids(tokenizer: Any, target: bool) -> tuple[list[int], list[int]]:
-    """Return the special tokens that a tokenizer puts before and after a text."""
+    """Return the ids of the special tokens that a tokenizer puts before and after a text."""
     text = {"text_target": "a"} if target else {"text": "a"}
     encoded = tokenizer(**text, return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
@@ -104,7 +105,7 @@ def special_ids(tokenizer: Any, target: bool) -> tuple[list[int], list[int]]:
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """Return all that decides a tokenizer's ids, as a text."""
+    """Return a text of all settings that determine the ids of a tokenizer."""
     settings = {name: tokenizer.init_kwargs.get(name) for name in ("source_eos", "unknown_from")}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

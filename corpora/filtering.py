@@ -18,16 +18,16 @@ class Rules:
     """Which pairs are left out of training.
 
     Args:
-        max_length: most tokens of either side.
-        max_ratio: most tokens of the longer side per token of the shorter side.
+        max_length: largest number of tokens of either side.
+        max_ratio: largest number of tokens of the longer side per token of the shorter side.
         drop_empty: leave out pairs with a blank side.
         drop_identical: leave out pairs with equal sides.
-        drop_duplicates: leave out later copies of equal "pairs", or of pairs with an equal
+        drop_duplicates: keep the first of several equal "pairs", or of pairs with the same
             "source" or "target".
         scripts: Unicode scripts of source and target, such as ("Latin", "Cyrillic"). Pairs with a
             letter of another script are left out.
-        function: "module:function", called with source and target; pairs for which it returns
-            something false are left out.
+        function: "module:function", called with source and target. Pairs for which it returns a
+            false value are left out.
         skip_unreadable: count pairs that cannot be read instead of raising their error.
     """
 
@@ -41,7 +41,7 @@ class Rules:
     skip_unreadable: bool = False
 
     def key(self) -> str:
-        """Return a text that changes with every rule, and with the code of the function."""
+        """Return a text that changes when a rule or the code of the function changes."""
         source = ""
         if self.function:
             module = inspect.getmodule(function_of(self.function))
@@ -60,10 +60,10 @@ def function_of(name: str) -> Callable[[str, str], Any]:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise DataError(
-            f"--filter {name}: {error}. Give MODULE:FUNCTION of a module that Python finds."
+            f"--filter {name}: {error}. Give MODULE:FUNCTION, with a module that Python can import."
         ) from error
     if not callable(found):
-        raise DataError(f"--filter {name} is {found!r}, which cannot be called.")
+        raise DataError(f"--filter {name} is {found!r}, which is not callable: name a function.")
     return found
 
 
@@ -89,7 +89,7 @@ class TextFilter:
             self._checks.append(("filter", function_of(rules.function)))
 
     def __call__(self, pairs: Sequence[Pair]) -> tuple[list[Pair], Counter[str]]:
-        """Return the pairs that stay, and how many each check left out."""
+        """Return the pairs that are kept, and how many pairs each check left out."""
         dropped: Counter[str] = Counter()
         kept = list(pairs)
         for name, keeps in self._checks:
@@ -113,7 +113,12 @@ def _letters_outside(script: str) -> Callable[[str], Any]:
 def length_filter(
     rules: Rules, source: np.ndarray, target: np.ndarray
 ) -> tuple[np.ndarray, Counter[str]]:
-    """Return which pairs of these token counts stay, and how many each rule left out."""
+    """Return a mask of the pairs to keep, and how many pairs each rule left out.
+
+    Args:
+        rules: the rules; only those about lengths count here.
+        source, target: token counts of the pairs.
+    """
     longer, shorter = np.maximum(source, target), np.minimum(source, target)
     kept = np.ones(len(source), dtype=bool)
     dropped: Counter[str] = Counter()

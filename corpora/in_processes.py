@@ -1,4 +1,4 @@
-"""A function is applied to batches by several processes, in order and with bounded memory."""
+"""Apply a function to batches in several processes, in order and with bounded memory."""
 
 import os
 from collections import deque
@@ -11,8 +11,8 @@ from typing import Any
 
 from .reading import DataError
 
-# Fewer batches are done sooner than processes start.
-_FEW = 10
+# Fewer batches are computed faster by one process than others take to start.
+_MIN_BATCHES = 10
 
 
 def cores() -> int:
@@ -23,18 +23,18 @@ def cores() -> int:
 def in_order(
     function: Callable[[Any], Any], batches: Iterator[Any], processes: int
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield every batch with its result. Processes are a few batches ahead of the reader.
+    """Yield every batch with its result. The processes work a few batches ahead of the reader.
 
     Raises:
         DataError: a process was killed.
     """
-    first = list(islice(batches, _FEW))
+    first = list(islice(batches, _MIN_BATCHES))
     batches = chain(first, batches)
-    if processes == 1 or len(first) < _FEW:
+    if processes == 1 or len(first) < _MIN_BATCHES:
         for batch in batches:
             yield batch, function(batch)
         return
-    # A forked process starts at once, and shares the memory of the tokenizers.
+    # Forked processes start at once and share the memory of the tokenizers.
     context = get_context("fork" if os.name == "posix" else "spawn")
     pool = ProcessPoolExecutor(processes, context, _set_function, (function,))
     ahead: deque[tuple[Any, Future]] = deque()
@@ -48,8 +48,8 @@ def in_order(
             yield batch, result.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "A process that tokenised was killed, perhaps because memory ran out. Start again: the "
-            "preparation continues."
+            "A tokenising process was killed, perhaps because memory ran out. Start the command "
+            "again: the preparation continues from where it was stopped."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

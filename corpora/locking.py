@@ -1,4 +1,4 @@
-"""One process of a machine works, and the others wait for it."""
+"""A lock that lets one process of a machine work while the others wait."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,14 +7,14 @@ from filelock import FileLock, Timeout
 
 
 class OnlyOne:
-    """Hold a lock of the machine while the block runs.
+    """Hold a lock on a file of this machine during a `with` block.
 
-    A process that has to wait says so, and waits without a time limit. The system takes the lock
-    from a process that is killed.
+    A process that has to wait prints a message, and waits without a time limit. The system releases
+    the lock of a process that is killed.
 
     Args:
         path: file of the lock.
-        say: receives the message.
+        say: function that receives the message.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

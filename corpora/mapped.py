@@ -1,4 +1,4 @@
-"""Prepared pairs that are read from mapped files, with bounded memory."""
+"""Prepared pairs, read from memory-mapped files with bounded memory."""
 
 import mmap
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ with needs("vaswani[train]"):
     import pyarrow.compute
     from datasets.table import MemoryMappedTable, concat_tables
 
-# Rows read before the pages of the files are released. Otherwise all of a corpus would count as the
-# memory of each process. The system maps 64 KiB for each row that is read at random.
+# Number of rows after which the pages of the files are released. Otherwise the whole corpus would
+# count as memory of each process: the system maps 64 KiB for each row that is read at random.
 _ROWS = 250
 
 
@@ -27,7 +27,7 @@ class MappedPairs(datasets.Dataset):
 
     @classmethod
     def from_files(cls, paths: Sequence[Path], fingerprint: str) -> "MappedPairs":
-        """Map Arrow stream files one after another."""
+        """Map Arrow stream files and concatenate their rows."""
         mappings = [_mapping(path) for path in paths]
         tables = [
             MemoryMappedTable(
@@ -63,7 +63,7 @@ class MappedPairs(datasets.Dataset):
 
 
 class _Mappings:
-    """Mapped files, shared by all copies of a data set."""
+    """Memory-mapped files that all copies of a data set share."""
 
     def __init__(self, mappings: list[mmap.mmap]) -> None:
         self._mappings = mappings
@@ -72,11 +72,11 @@ class _Mappings:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process maps the files itself, through the tables, and has no pages to release.
+        # Another process maps the files again through the tables, so it gets no mappings from here.
         return _Mappings, ([],)
 
     def release(self) -> None:
-        """Give the pages back. Those that are needed again come from the system's file cache."""
+        """Release the pages. Later reads get them from the system's file cache."""
         for mapping in self._mappings:
             if hasattr(mapping, "madvise"):
                 mapping.madvise(mmap.MADV_DONTNEED)

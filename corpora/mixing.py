@@ -1,4 +1,4 @@
-"""Several corpora in one training set: how many pairs of each an epoch has, and which."""
+"""Mixing of corpora: which pairs of each corpus an epoch contains."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,20 @@ import numpy as np
 
 
 class Mixture:
-    """Draws the pairs of an epoch from corpora that lie one after another.
+    """Draws the pairs of every epoch from several concatenated corpora.
 
-    An epoch has as many pairs as all corpora together. Each corpus is read from one shuffled pass
-    to the next, so that after any number of epochs its pairs have been seen equally often, give or
-    take one.
+    An epoch has as many pairs as all corpora together. Each corpus is read in shuffled passes, and
+    an epoch continues where the previous epoch stopped. After any number of epochs, the pairs of a
+    corpus have been seen equally often, give or take one.
 
     Args:
-        sizes: pairs of each corpus.
-        shares: relative number of pairs that an epoch takes of each corpus.
-        seed: another seed is another order.
+        sizes: number of pairs of each corpus.
+        shares: relative number of pairs that an epoch takes from each corpus.
+        seed: seed of the shuffled orders.
 
     Raises:
-        ValueError: a share is negative, all are 0, or there are more or fewer than corpora.
+        ValueError: a share is negative, all shares are 0, or the number of shares differs from the
+            number of corpora.
     """
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], seed: int = 0) -> None:
@@ -31,17 +32,17 @@ class Mixture:
         self.taken = [round(total * share / sum(shares)) for share in shares]
 
     def rows(self, fitting: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch, of those that fit into a batch."""
+        """Return the rows of an epoch, chosen from the `fitting` rows, which fit into a batch."""
         rows = []
         start = 0
         for corpus, (size, taken) in enumerate(zip(self.sizes, self.taken, strict=True)):
             first, last = np.searchsorted(fitting, [start, start + size])
             start += size
-            rows.append(self._of_corpus(corpus, fitting[first:last], taken, epoch))
+            rows.append(self._rows_of_epoch(corpus, fitting[first:last], taken, epoch))
         return np.concatenate(rows)
 
-    def _of_corpus(self, corpus: int, rows: np.ndarray, taken: int, epoch: int) -> np.ndarray:
-        """Return the window of an epoch in an endless row of shuffled passes over a corpus."""
+    def _rows_of_epoch(self, corpus: int, rows: np.ndarray, taken: int, epoch: int) -> np.ndarray:
+        """Return the window of an epoch in the endless shuffled passes over a corpus."""
         if not len(rows) or not taken:
             return rows[:0]
         begin, end = epoch * taken, (epoch + 1) * taken
@@ -57,20 +58,22 @@ class Mixture:
 def shares_of(
     sizes: Sequence[int], weights: Sequence[float | None], temperature: float | None
 ) -> list[float] | None:
-    """Return the share of each corpus in an epoch; None if every epoch has every pair once.
+    """Return the share of each corpus in an epoch, or None if an epoch has every pair once.
 
     Args:
-        sizes: pairs of each corpus.
-        weights: of the command line; where some are given, the others are 1.
-        temperature: shares are sizes to the power of 1 / temperature. 1 leaves the sizes as they
-            are, and large values make all corpora equally frequent.
+        sizes: number of pairs of each corpus.
+        weights: weights from the command line. If at least one is given, None means 1.
+        temperature: shares are sizes to the power of 1 / temperature. With 1 the shares are the
+            sizes, and large values make all corpora equally frequent.
 
     Raises:
         ValueError: both weights and a temperature are given.
     """
     weighted = any(weight is not None for weight in weights)
     if weighted and temperature:
-        raise ValueError("--temperature and weights both say how often a corpus is seen: drop one.")
+        raise ValueError(
+            "--temperature and weights (=WEIGHT) both set how often a corpus is seen: drop one."
+        )
     if temperature:
         return [float(size) ** (1 / temperature) for size in sizes]
     return [1.0 if weight is None else weight for weight in weights] if weighted else None

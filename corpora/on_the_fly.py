@@ -1,4 +1,4 @@
-"""Pairs that become other tokens at every look, by BPE-dropout."""
+"""Pairs that get different tokens in every epoch, by BPE-dropout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,27 +11,27 @@ from .bpe_dropout import BpeDropout
 from .encoding import TextEncoder
 from .mapped import MappedPairs
 
-# Draws of a pair before it keeps the tokenizer's own tokens.
+# Number of random splits tried before a text gets the tokenizer's own tokens.
 _DRAWS = 4
-# Room beyond the average growth: in proportion, and for short texts.
-_ROOM, _MORE = 1.1, 3
+# Limit of a text's tokens beyond the average growth: a factor, and tokens added for short texts.
+_GROWTH_MARGIN, _EXTRA_TOKENS = 1.1, 3
 _SAMPLE = 300
 
 
 class OnTheFlyPairs(Dataset):
     """Pairs that are tokenised when a batch is made, differently in every epoch.
 
-    The tokens of a pair depend on seed, epoch and line alone, so that any number of processes and
-    loader workers, and a resumed run, get the same.
+    The tokens of a pair depend only on the seed, the epoch and the line. Any number of processes
+    and loader workers, and a resumed run, get the same tokens.
 
-    A batch is planned before its pairs are tokenised. `lengths` is what each pair is allowed: a
-    split with more tokens is drawn again, so that batches keep their budgets.
+    Batches are planned before their pairs are tokenised. `lengths` holds the limits of each pair.
+    A split with more tokens is drawn again, so that batches stay within their budgets.
 
     Args:
         pairs: columns `source`, `target`, `source_length` and `target_length`.
-        encoders: of sources and targets, as the tokenizers encode.
-        dropouts: of sources and targets.
-        looks: how many times an epoch has each pair.
+        encoders: encoders of sources and targets, without BPE-dropout.
+        dropouts: encoders of sources and targets with BPE-dropout.
+        looks: number of times that an epoch has each pair.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class OnTheFlyPairs(Dataset):
     ) -> None:
         self._pairs, self._encoders, self._dropouts = pairs, encoders, dropouts
         self._looks = looks
-        # Workers of a loader see a change of the epoch.
+        # The epoch is in shared memory, so that the workers of a loader see its changes.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.lengths = np.tile(self._allowed(), (looks, 1))
 
@@ -59,7 +59,7 @@ class OnTheFlyPairs(Dataset):
         return [self._tokens(row, index) for row, index in zip(rows, indices, strict=True)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose tokens the next batches have."""
+        """Set the epoch that decides the tokens of the next batches."""
         self._epoch.fill_(epoch)
 
     def _tokens(self, row: dict[str, Any], index: int) -> dict[str, list[int]]:
@@ -77,14 +77,14 @@ class OnTheFlyPairs(Dataset):
         return np.frombuffer(encoder([text])[0], encoder.dtype).tolist()
 
     def _allowed(self) -> np.ndarray:
-        """Return the most tokens that a pair may become: nearly all splits have fewer."""
+        """Return the largest allowed token counts of each pair. Nearly all splits have fewer."""
         lengths = self._pairs.select_columns(["source_length", "target_length"])
         own = np.stack([np.asarray(lengths.data[name]) for name in lengths.column_names], axis=1)
         growth = [self._growth(side) for side in (0, 1)]
-        return np.ceil(own * np.array(growth) * _ROOM).astype(np.int32) + _MORE
+        return np.ceil(own * np.array(growth) * _GROWTH_MARGIN).astype(np.int32) + _EXTRA_TOKENS
 
     def _growth(self, side: int) -> float:
-        """Return how many times as many tokens the splits have on average, from a sample."""
+        """Return the average ratio of tokens with and without BPE-dropout, from a sample."""
         name = ("source", "target")[side]
         rows = np.linspace(0, len(self._pairs) - 1, min(_SAMPLE, len(self._pairs)), dtype=int)
         sample = self._pairs.select_columns([name, f"{name}_length"]).select(rows)[:]

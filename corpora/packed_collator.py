@@ -1,4 +1,4 @@
-"""Batches without padding: the sentences of a batch one behind the other."""
+"""Batches without padding: the sentences of a batch are concatenated."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,17 +10,17 @@ from transformers import DataCollatorForSeq2Seq
 class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     """DataCollatorForSeq2Seq without padding: every tensor of tokens is (1, N).
 
-    The arguments are those of DataCollatorForSeq2Seq. `packed` describes the result, which a model
-    of this package takes as it takes a padded batch. Loss and gradients are the same.
+    The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result. Models of
+    this package take packed and padded batches alike, with the same loss and gradients.
     """
 
     def __call__(self, features: Any, return_tensors: str | None = None) -> dict[str, Any]:
-        """Make a batch of `features`; PyTorch tensors are the only kind."""
+        """Make a batch of PyTorch tensors from `features`."""
         return packed(super().__call__(features, return_tensors))
 
 
 class PackedCollator:
-    """Any collator of padded batches, whose padding is taken out again."""
+    """Wraps a collator of padded batches and removes their padding."""
 
     def __init__(self, collate: Callable[[Any], dict[str, Any]]) -> None:
         self.collate = collate
@@ -31,15 +31,15 @@ class PackedCollator:
 
 
 def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the padding out of a padded batch with `input_ids`, `attention_mask` and `labels`.
+    """Remove the padding of a batch with `input_ids`, `attention_mask` and `labels`.
+
+    A batch that is already packed is returned unchanged.
 
     Returns:
         `input_ids` and `labels` (1, N), and their boundaries under the names of transformers'
         DataCollatorWithFlattening: `position_ids` (1, N), `cu_seq_lens_q` and `cu_seq_lens_k`
-        (B + 1,), `max_length_q` and `max_length_k`. Those of the target have the prefix
-        `decoder_`. `decoder_input_ids` are (1, N) where the batch has them.
-
-    A batch that is packed comes back as it is.
+        (B + 1,), `max_length_q` and `max_length_k`. The boundaries of the target have the prefix
+        `decoder_`. `decoder_input_ids` are (1, N) if the batch has them.
 
     Raises:
         ValueError: the batch has no labels, a sentence has no source tokens, or its padding is not
@@ -48,9 +48,13 @@ def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
     if "cu_seq_lens_q" in batch:
         return dict(batch)
     if "labels" not in batch:
-        raise ValueError("A packed batch needs labels, which bound the target sentences.")
+        raise ValueError(
+            "The batch has no labels. Packing needs labels, because they mark where target "
+            "sentences end."
+        )
     source = _real_source(batch)
-    # -100 inside a target is a position without a loss. A target of such positions keeps one.
+    # A -100 before the end of a target is a position without loss, not padding. A target of -100
+    # alone keeps its first position.
     target = batch["labels"] != -100
     target = target.flip(1).cumsum(1).flip(1) > 0
     target[:, 0] = True
@@ -62,7 +66,7 @@ def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _real_source(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Mark the real source tokens: (B, S)."""
+    """Return a mask of the real source tokens: (B, S)."""
     given = batch.get("attention_mask")
     real = torch.ones_like(batch["input_ids"]) if given is None else given
     real = real.bool()
@@ -73,7 +77,10 @@ def _real_source(batch: Mapping[str, Any]) -> torch.Tensor:
             "(tokenizer.padding_side), and give each sentence at least its end token."
         )
     if (real[:, 1:] > real[:, :-1]).any():
-        raise ValueError("An attention_mask has gaps: packed sentences are padded on the right.")
+        raise ValueError(
+            "attention_mask has gaps: pad on the right (tokenizer.padding_side), with zeros only "
+            "after the last token."
+        )
     return real
 
 

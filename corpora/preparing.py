@@ -1,9 +1,9 @@
-"""Corpora are tokenised once, by all cores, into files that every process maps.
+"""Tokenise corpora once, on all cores, into files that every process maps.
 
-A prepared corpus is a folder of Arrow files and `preparation.json`, which is written last. Its name
-is a key of the content of the data, the tokenizers and the rules, so that a changed file or setting
-is another folder. While a folder is prepared it is called `KEY.unfinished`: a preparation that was
-killed goes on from the parts that are whole.
+A prepared corpus is a folder of Arrow files and `preparation.json`, which is written last. The name
+of the folder is a hash of the data, the tokenizers and the rules, so that a changed file or setting
+gives another folder. During preparation the folder is called `KEY.unfinished`. A preparation that
+was killed continues after its last complete part.
 """
 
 import json
@@ -33,7 +33,7 @@ with needs("vaswani[train]"):
     import pyarrow
     from datasets.utils import tqdm
 
-# A change of the files' layout, or of what the same settings give.
+# Version of the prepared folders. Raise it when their layout or content changes.
 _VERSION = 1
 _REPORT = "preparation.json"
 _BATCH = 2000
@@ -42,7 +42,7 @@ _PART = 250 * _BATCH
 
 @dataclass
 class Prepared:
-    """A prepared corpus: its folder, the pairs in it, and how many were read and left out."""
+    """A prepared corpus: its folder, and the numbers of pairs read, kept and left out."""
 
     folder: Path
     read: int
@@ -51,7 +51,7 @@ class Prepared:
 
     @property
     def files(self) -> list[Path]:
-        """The Arrow files, with columns `input_ids`, `labels` and `length` of the longer side."""
+        """The Arrow files. `length` is the number of tokens of the longer side."""
         return sorted(self.folder.glob("*.arrow"))
 
 
@@ -72,20 +72,21 @@ def prepare(
 ) -> Prepared:
     """Tokenise a corpus, unless its prepared folder is in the cache.
 
-    Any number of processes may call this at the same moment: one prepares, the others wait.
+    Several processes may call this function at the same time. One process prepares the corpus, and
+    the others wait for it.
 
     Args:
-        corpus: what to read.
-        tokenizer, target_tokenizer: of sources and targets.
-        rules: which pairs to leave out.
+        corpus: the corpus.
+        tokenizer, target_tokenizer: tokenizers of sources and targets.
+        rules: rules that choose the pairs to leave out.
         cache: folder of prepared corpora.
-        keep_texts: store the texts and the lengths instead of the ids.
-        processes: processes that tokenise; None is the number of cores.
-        say: receives messages.
+        keep_texts: store the texts and their token counts instead of the ids.
+        processes: number of tokenising processes. None means the number of cores.
+        say: function that receives messages.
 
     Raises:
-        DataError: the corpus cannot be read, changes while it is read, or no pair is left.
-        OSError: a file could not be written; the message tells how much room there is.
+        DataError: the corpus cannot be read, changes during reading, or has no pair left.
+        OSError: a file could not be written. The message says how much space is free.
     """
     before = corpus.state()
     vocabularies = tuple(map(fingerprint_of, (tokenizer, target_tokenizer)))
@@ -107,12 +108,12 @@ def prepare(
             raise failed_save(folder, error) from error
         if corpus.state() != before:
             shutil.rmtree(folder)
-            raise DataError(f"{corpus.name} changed while it was read: start again.")
+            raise DataError(f"{corpus.name} changed while it was read: start the command again.")
         return _opened(folder)
 
 
 def _flaw_of(folder: Path) -> str | None:
-    """Say what is wrong with a prepared folder; None if nothing is."""
+    """Return the flaw of a prepared folder, or None if the folder is complete."""
     try:
         report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))
         if report["version"] != _VERSION:
@@ -131,7 +132,7 @@ def _opened(folder: Path) -> Prepared:
 
 
 class Tokenise:
-    """Filter and tokenise a batch of pairs: an Arrow batch, counts by reason, and hashes."""
+    """Filter and tokenise batches of pairs."""
 
     def __init__(
         self,
@@ -146,7 +147,10 @@ class Tokenise:
     def __call__(
         self, batch: Sequence[Pair | DataError]
     ) -> tuple[pyarrow.RecordBatch, Counter[str], np.ndarray | None]:
-        """Tokenise the pairs that the rules keep."""
+        """Return the kept pairs as an Arrow batch, dropped counts by reason, and hashes of pairs.
+
+        The hashes are None if duplicates are not removed.
+        """
         readable = [pair for pair in batch if not isinstance(pair, DataError)]
         kept, dropped = self.text_filter(readable)
         dropped["unreadable"] = len(batch) - len(readable)
@@ -184,21 +188,21 @@ class Tokenise:
 
 
 def _lists(rows: list[bytes], lengths: np.ndarray, dtype: np.dtype) -> pyarrow.ListArray:
-    """Make one Arrow array of the ids of many texts, without a Python object per id."""
+    """Return one Arrow array of the ids of many texts, without a Python object per id."""
     values = np.frombuffer(b"".join(rows), dtype)
     offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
 
 
 class _Preparation:
-    """Write the parts of a prepared folder, from where an earlier preparation was killed."""
+    """Write the parts of a prepared folder, continuing after the parts of a killed preparation."""
 
     def __init__(self, folder: Path, corpus: Corpus, rules: Rules, tokenise: Tokenise) -> None:
         self.folder, self.corpus, self.rules, self.tokenise = folder, corpus, rules, tokenise
         self.partial = folder.with_name(f"{folder.name}.unfinished")
 
     def run(self, processes: int) -> None:
-        """Write all parts, then the folder under its name."""
+        """Write all parts, then rename the folder to its final name."""
         self.partial.mkdir(exist_ok=True)
         parts = self._whole_parts()
         done = sum(part["read"] for part in parts)
@@ -220,7 +224,7 @@ class _Preparation:
         return parts
 
     def _batches(self, done: int) -> Iterator[list[Pair | DataError]]:
-        """Yield batches of pairs after the `done` first, and errors of single pairs."""
+        """Yield batches of pairs after the first `done`. Unreadable pairs are DataErrors."""
         pairs: Iterator[Pair | DataError] = islice(self.corpus.pairs(), done, None)
         if not self.rules.skip_unreadable:
             pairs = strictly(pairs)
@@ -228,7 +232,7 @@ class _Preparation:
             yield batch
 
     def _write_part(self, number: int, results: Iterator[Any], bar: Any) -> dict[str, Any] | None:
-        """Write the next part and its report; None at the end of the corpus."""
+        """Write the next part and return its report, or None at the end of the corpus."""
         read = kept = 0
         dropped: Counter[str] = Counter()
         name = f"{number:05d}"
@@ -256,7 +260,7 @@ class _Preparation:
         return report
 
     def _write_report(self, name: str, report: dict[str, Any], *stems: str) -> None:
-        """Write a report whose presence says that the files before it are whole."""
+        """Write a report after its files are on the disk. Its presence marks them as complete."""
         for stem in stems:
             for path in self.partial.glob(f"{stem}.*"):
                 flush(path)
@@ -294,7 +298,7 @@ class _Preparation:
                 path.unlink()
 
     def _drop_duplicates(self, sizes: list[int]) -> int:
-        """Rewrite the parts that have duplicates of earlier pairs; return how many were removed."""
+        """Rewrite the parts that repeat earlier pairs, and return the number of removed pairs."""
         stems = [f"{number:05d}" for number in range(len(sizes))]
         first = first_of_each([self.partial / f"{stem}.hashes" for stem in stems], self.partial)
         starts = np.cumsum([0, *sizes])
@@ -313,7 +317,7 @@ def _nothing_left(corpus: Corpus, rules: Rules, read: int, dropped: Counter[str]
 
 
 def describe_dropped(dropped: dict[str, int]) -> str:
-    """Return the counts of pairs that were left out, as words."""
+    """Return the counts of pairs that were left out by reason, for messages."""
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.items() if count)
 
 

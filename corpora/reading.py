@@ -17,7 +17,7 @@ from ..tokenization.tokenization_vaswani import half_character
 Pair = tuple[str, str]
 
 _COMPRESSED = (".gz", ".zst")
-# Rows of a data set or Parquet file that are read at once.
+# Number of rows of a data set or Parquet file read at once.
 _ROWS = 1000
 
 
@@ -26,10 +26,12 @@ class DataError(ValueError):
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """Yield the lines of a utf-8 file, plain, .gz or .zst, without their ends; "-" is stdin.
+    """Yield the lines of a utf-8 file without their line ends.
+
+    The file may be plain, .gz or .zst. The name "-" reads stdin.
 
     Raises:
-        DataError: there is no such file, it is damaged, or a line is not utf-8.
+        DataError: the file is missing or damaged, or a line is not utf-8.
     """
     return strictly(_lines(path))
 
@@ -38,7 +40,7 @@ def read_parallel(source: str, target: str) -> tuple[list[str], list[str]]:
     """Read two files whose lines correspond.
 
     Raises:
-        DataError: a file cannot be read, or they differ in length.
+        DataError: a file cannot be read, or the files differ in length.
     """
     pairs = list(strictly(_parallel_pairs(source, target)))
     return [source for source, _ in pairs], [target for _, target in pairs]
@@ -49,11 +51,11 @@ def read_pairs(data: Sequence[str], columns: Sequence[str], default_split: str) 
 
     Args:
         data: two parallel files, one file, or a data set ID[@CONFIG][:SPLIT].
-        columns: of JSONL records, Parquet files and data sets, the source's first.
-        default_split: of a data set.
+        columns: names of the source and the target column in JSONL, Parquet files and data sets.
+        default_split: split to read when the name of a data set has none.
 
     Raises:
-        DataError: data are missing, empty or malformed; names file and line.
+        DataError: the data are missing, empty or malformed. The message names file and line.
     """
     pairs = list(strictly(iterate_pairs(data, columns, default_split)))
     if not pairs:
@@ -64,10 +66,12 @@ def read_pairs(data: Sequence[str], columns: Sequence[str], default_split: str) 
 def iterate_pairs(
     data: Sequence[str], columns: Sequence[str], default_split: str
 ) -> Iterator[Pair | DataError]:
-    """Yield the pairs of one file, two parallel files or a data set, and errors of single pairs.
+    """Yield the pairs of one file, two parallel files or a data set.
+
+    A pair that cannot be read is yielded as a DataError.
 
     Raises:
-        DataError: the data cannot be read at all, or not to their end.
+        DataError: the data cannot be opened, or cannot be read to the end.
     """
     name = data[0]
     if len(data) == 2:
@@ -90,7 +94,7 @@ def iterate_pairs(
 
 
 def form_of(name: str) -> str | None:
-    """Return the form of a file that holds pairs by itself: tsv, jsonl or parquet."""
+    """Return the form of a file of pairs: tsv, jsonl or parquet. Return None for other files."""
     for ending in _COMPRESSED:
         name = name.removesuffix(ending)
     endings = {".tsv": "tsv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -98,7 +102,7 @@ def form_of(name: str) -> str | None:
 
 
 def strictly(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield items, and raise the first that is an error."""
+    """Yield the items, and raise the first DataError among them."""
     for item in items:
         if isinstance(item, DataError):
             raise item
@@ -106,14 +110,14 @@ def strictly(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _lines(path: str) -> Iterator[str | DataError]:
-    """Yield the lines of a file; a line that is not utf-8 is an error in its place."""
+    """Yield the lines of a file. A line that is not utf-8 is yielded as a DataError."""
     number = 0
     try:
         with contextlib.ExitStack() as stack:
             file = _opened(path, stack)
             for number, line in enumerate(file, start=1):
                 try:
-                    # Some editors write a byte order mark first. It is no part of the text.
+                    # Some editors start a file with a byte order mark, which "utf-8-sig" removes.
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     yield DataError(f"{path}, line {number}: not utf-8 ({error})")
@@ -144,18 +148,19 @@ def _parallel_pairs(source: str, target: str) -> Iterator[Pair | DataError]:
     sources, targets = _lines(source), _lines(target)
     number = 0
     while True:
-        one, other = next(sources, None), next(targets, None)
-        if one is None or other is None:
+        source_line, target_line = next(sources, None), next(targets, None)
+        if source_line is None or target_line is None:
             break
         number += 1
-        if isinstance(one, str) and isinstance(other, str):
-            yield one, other
+        if isinstance(source_line, str) and isinstance(target_line, str):
+            yield source_line, target_line
         else:
-            yield one if isinstance(one, DataError) else other  # type: ignore[misc]
-    if one is not None or other is not None:
+            error = source_line if isinstance(source_line, DataError) else target_line
+            yield error  # type: ignore[misc]
+    if source_line is not None or target_line is not None:
         lines = [
-            number + (first is not None) + sum(1 for _ in rest)
-            for first, rest in ((one, sources), (other, targets))
+            number + (line is not None) + sum(1 for _ in rest)
+            for line, rest in ((source_line, sources), (target_line, targets))
         ]
         raise DataError(
             f"{source} has {lines[0]} lines, {target} has {lines[1]}: parallel files must match; "
@@ -164,7 +169,7 @@ def _parallel_pairs(source: str, target: str) -> Iterator[Pair | DataError]:
 
 
 def _filled_lines(path: str) -> Iterator[tuple[str | DataError, str]]:
-    """Yield the lines that are not blank, and where they stand."""
+    """Yield every line that is not blank, with its file and line number."""
     for number, line in enumerate(_lines(path), start=1):
         if isinstance(line, DataError) or line.strip():
             yield line, f"{path}, line {number}"
@@ -195,7 +200,7 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
         check_path(place)
     except FileNotFoundError as error:
         raise DataError(str(error)) from error
-    with needs("vaswani[train]"):  # only here: text is translated without it
+    with needs("vaswani[train]"):  # imported here because translating text does not need it
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
     try:
@@ -219,7 +224,7 @@ def _record_pairs(
 
 
 def _tsv_pair(line: str | DataError, place: str) -> Pair | DataError:
-    """Split a TSV line; further columns are ignored."""
+    """Split a TSV line into source and target, and ignore further columns."""
     if isinstance(line, DataError):
         return line
     fields = line.split("\t", 2)
@@ -229,12 +234,12 @@ def _tsv_pair(line: str | DataError, place: str) -> Pair | DataError:
 
 
 def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pair | DataError:
-    """Read a JSON line."""
+    """Read the pair of a JSON line."""
     if isinstance(line, DataError):
         return line
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also endless numbers and nesting
+    except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
         return DataError(f"{place}: not JSON ({error})")
     if not isinstance(row, dict):
         return DataError(f"{place}: {line.strip()} is no JSON object with two columns.")
@@ -242,7 +247,7 @@ def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pai
 
 
 def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | DataError:
-    """Pick the two columns of a record, or of its "translation" as many data sets have it."""
+    """Return two columns of a record, or of its "translation" column if that is a dictionary."""
     if isinstance(row.get("translation"), dict):
         row = row["translation"]
     missing = [column for column in columns if column not in row]
@@ -254,7 +259,7 @@ def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | 
     for column in columns:
         if not isinstance(row[column], str):
             return DataError(f"{place}: {column!r} is {row[column]!r}, not text.")
-        if flaw := half_character(row[column]):  # only JSON can hold one
+        if flaw := half_character(row[column]):  # JSON alone can contain half a character
             return DataError(f"{place}: {column!r} {flaw}.")
     return row[columns[0]], row[columns[1]]
 

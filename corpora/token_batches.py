@@ -12,36 +12,39 @@ from .mixing import Mixture
 
 logger = logging.get_logger(__name__)
 
-# Random cuts tried for the number of batches that every epoch has, before the one that has it.
+# Random cuts tried per epoch. If none has few enough batches, the reference cut is used.
 _DRAWS = 8
 
 
 class TokenBatchSampler(Sampler[list[int]]):
-    """Sentence pairs of about the same length, up to a number of tokens per batch (section 5.1).
+    """Batches of sentence pairs of similar length, limited by a number of tokens (section 5.1).
 
-    The budget is of padded tokens: in every batch, the number of sentences times the longest of
-    them is at most `max_source_tokens`, and likewise for the target. Every epoch has each pair once
-    and the same number of batches, in another composition and order; the plan depends on the
-    arguments and the epoch alone, so that all processes, and a resumed run, have the same.
+    The budget counts padded tokens. In every batch, the number of sentences times the length of the
+    longest source is at most `max_source_tokens`, and likewise for the target.
 
-    The fewer batches fill an epoch, the more lengths each must mix: where padding is too much, take
+    Every epoch has each pair once and the same number of batches, but it combines and orders the
+    pairs differently. The plan depends only on the arguments and the epoch, so that all processes
+    and a resumed run have the same batches.
+
+    Larger budgets mix more lengths in a batch and thus need more padding. To reduce padding, choose
     a smaller budget and accumulate gradients.
 
-    Pass it to a DataLoader as `batch_sampler`, and the DataLoader to `accelerator.prepare`, which
-    deals the batches out to the processes in turn. Then call `set_epoch` on the prepared loader,
-    before `skip_first_batches`. VaswaniTrainer does all of this.
+    Pass the sampler to a DataLoader as `batch_sampler`, and the DataLoader to
+    `accelerator.prepare`, which distributes the batches over the processes in turn. Then call
+    `set_epoch` on the prepared loader, before `skip_first_batches`. VaswaniTrainer does all of
+    this.
 
     Args:
-        lengths: tokens of every pair as (source, target), of shape (N, 2).
-        max_source_tokens: the paper has about 25000.
-        max_target_tokens: None is `max_source_tokens`.
-        seed: another seed is another order.
-        drop_oversize: leave out pairs that exceed a budget alone; they have a batch of their own
-            otherwise. Either way they are counted in a warning and listed in `oversize`.
+        lengths: numbers of tokens of every pair as (source, target), of shape (N, 2).
+        max_source_tokens: budget of source tokens per batch. The paper has about 25000.
+        max_target_tokens: budget of target tokens per batch. None means `max_source_tokens`.
+        seed: seed of the order.
+        drop_oversize: leave out single pairs that exceed a budget. By default, each of them has a
+            batch of its own. In both cases a warning counts them, and `oversize` lists them.
         batches_per_update: processes times accumulated batches. The largest batches are split until
-            every epoch is a multiple of it, if there are pairs enough: otherwise the last update
-            is small, and Accelerate repeats batches to give each process as many. An update has the
-            same sentences however this number is divided between processes and accumulation.
+            the number of batches is a multiple of it. With too few pairs for that, the last update
+            is small, and Accelerate repeats batches so that all processes have the same number. An
+            update has the same sentences for every split into processes and accumulated batches.
         mixture: draws the pairs of every epoch from several corpora. None takes each pair once.
 
     Raises:
@@ -84,12 +87,12 @@ class TokenBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"All {len(self._source)} sentence pairs exceed max_source_tokens "
                 f"({self.max_source_tokens}) or max_target_tokens ({self.max_target_tokens}) and "
-                "drop_oversize=True leaves none: raise the budgets."
+                "drop_oversize=True drops them all: raise the budgets."
             )
         self._num_batches = self._count_batches()
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same in all."""
+        """Return the number of batches of an epoch, which is the same in all epochs."""
         return self._num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -100,12 +103,12 @@ class TokenBatchSampler(Sampler[list[int]]):
             yield order[starts[batch] : ends[batch]].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of which the next iteration yields the batches."""
+        """Set the epoch whose batches the next iteration yields."""
         self.epoch = epoch
 
     @property
     def sampler(self) -> "TokenBatchSampler":
-        """Itself: with several processes, Accelerate looks for `set_epoch` under this name."""
+        """The sampler itself: with several processes, Accelerate calls `sampler.set_epoch`."""
         return self
 
     def _report_oversize(self, drop: bool) -> None:
@@ -115,27 +118,28 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"{len(self.oversize)} of {len(self._source)} sentence pairs exceed "
                 f"max_source_tokens ({self.max_source_tokens}) or max_target_tokens "
                 f"({self.max_target_tokens}) and are "
-                f"{'dropped' if drop else 'alone in a batch'}; their numbers, from 0: "
+                f"{'dropped' if drop else 'alone in a batch'}. Their numbers, counted from 0: "
                 f"{', '.join(map(str, self.oversize[:5]))}{more}"
             )
 
     def _rows(self) -> np.ndarray:
-        """Return the pairs of the epoch that fit into a batch."""
+        """Return the rows of the epoch's pairs, without oversize pairs."""
         if self.mixture is None:
             return self._fitting
         return self.mixture.rows(self._fitting, self.epoch)
 
     def _order(self, rng: np.random.Generator) -> np.ndarray:
-        """Order the pairs so that neighbours have about the same lengths; equals are shuffled.
+        """Order the pairs so that neighbours have similar lengths. Equal lengths are shuffled.
 
-        By the longer side first, which is the one that fills the budget, then by the difference of
-        both: rising for one length and falling for the next, so that batches may span several.
+        Pairs are sorted by their longer side, which fills the budget, then by the difference of the
+        two sides. The difference rises for one length and falls for the next, so that neighbours
+        of different lengths are similar too.
         """
         rows = self._rows()
         source, target = self._source[rows], self._target[rows]
         longer = np.maximum(source, target)
         longest = int(longer.max(initial=0))
-        # A key of half the size halves the memory of a plan.
+        # int32 keys halve the memory of a plan.
         longer = longer.astype(np.int32 if longest < 2**15 else np.int64, copy=False)
         rank = np.cumsum(np.bincount(longer) > 0, dtype=longer.dtype)[longer]
         key = np.where((rank + rng.integers(2)) % 2 == 0, source - target, target - source)
@@ -144,24 +148,24 @@ class TokenBatchSampler(Sampler[list[int]]):
         return rows[shuffled[np.argsort(key[shuffled], kind="stable")]]
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
-        """Cut an order into batches as full as the budgets allow; return where each ends.
+        """Cut an order into batches as full as the budgets allow, and return where each ends.
 
-        The first batch is cut short to the share `first`, which moves all that follow.
+        The first batch is shortened to the share `first`, which shifts all later batches.
         """
         source, target = np.maximum(self._source[order], 1), np.maximum(self._target[order], 1)
         sizes = np.arange(1, len(order) + 1)
         ends = []
         start = 0
         while start < len(order):
-            # The first sentence alone bounds how many fit, so this is all that must be looked at.
-            most = min(
+            # The first sentence alone gives an upper bound of the size of the batch.
+            limit = min(
                 self.max_source_tokens // int(source[start]),
                 self.max_target_tokens // int(target[start]),
                 len(order) - start,
             )
-            window = slice(start, start + most)
-            padded_source = np.maximum.accumulate(source[window]) * sizes[:most]
-            padded_target = np.maximum.accumulate(target[window]) * sizes[:most]
+            window = slice(start, start + limit)
+            padded_source = np.maximum.accumulate(source[window]) * sizes[:limit]
+            padded_target = np.maximum.accumulate(target[window]) * sizes[:limit]
             fits = padded_source <= self.max_source_tokens
             fits &= padded_target <= self.max_target_tokens
             size = int(np.count_nonzero(fits))
@@ -170,12 +174,15 @@ class TokenBatchSampler(Sampler[list[int]]):
         return np.array(ends, dtype=np.int64)
 
     def _reference(self) -> tuple[np.ndarray, np.ndarray]:
-        """Order and cut in the one way that the number of batches is derived from."""
+        """Return the order and cut from which the number of batches is derived."""
         order = self._order(np.random.default_rng([self.seed]))
         return order, self._cut(order)
 
     def _count_batches(self) -> int:
-        """Batches of every epoch: some more than needed once, as cutting elsewhere may cost."""
+        """Return the number of batches of every epoch.
+
+        The reference cut gives the number. About 1% is added, because random cuts can need more.
+        """
         needed = len(self._reference()[1])
         if needed > 1:
             needed += 1 + needed // 100
@@ -184,7 +191,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return min(total, self.num_sentences)
 
     def _plan(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Order and cut for one epoch, with exactly as many batches as every other."""
+        """Return order and cut of one epoch, with the same number of batches as all epochs."""
         count = self._num_batches - len(self._alone)
         for _ in range(_DRAWS):
             order = self._order(rng)
@@ -193,18 +200,19 @@ class TokenBatchSampler(Sampler[list[int]]):
                 break
         else:
             order, ends = self._reference()
-            # Epochs of a mixture differ in their lengths, and may need more batches than the first.
-            order, ends = _some_batches(order, ends, count, rng)
+            # The sentences of a mixture differ between epochs, so an epoch may need more batches
+            # than the first.
+            order, ends = _limit_batches(order, ends, count, rng)
         ends = _split_largest(ends, count)
         alone = np.arange(1, len(self._alone) + 1) + len(order)
         return np.concatenate((order, self._alone)), np.concatenate((ends, alone))
 
 
 class PackedBatchSampler(TokenBatchSampler):
-    """Random sentence pairs up to a number of real tokens per batch, for padding-free training.
+    """Batches of random sentence pairs for padding-free training, limited by their real tokens.
 
     In every batch, the sum of the source lengths is at most `max_source_tokens`, and likewise for
-    the target. Arguments, epochs, processes and resumed runs are those of TokenBatchSampler.
+    the target. Arguments, epochs, processes and resumed runs work as in TokenBatchSampler.
     """
 
     def _order(self, rng: np.random.Generator) -> np.ndarray:
@@ -212,7 +220,7 @@ class PackedBatchSampler(TokenBatchSampler):
         return rng.permutation(self._rows())
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
-        """Cut an order into batches as full as the budgets allow; return where each ends."""
+        """Cut an order into batches as full as the budgets allow, and return where each ends."""
         budgets = (self.max_source_tokens, self.max_target_tokens)
         totals = [np.cumsum(side[order], dtype=np.int64) for side in (self._source, self._target)]
         ends: list[int] = []
@@ -228,10 +236,10 @@ class PackedBatchSampler(TokenBatchSampler):
 
 
 def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source and the target lengths.
+    """Return the source and the target lengths as two arrays.
 
     Raises:
-        ValueError: there are none, one is negative, or they are not pairs of integers.
+        ValueError: lengths are missing, negative, or not pairs of integers.
     """
     try:
         pairs = np.asarray(lengths)
@@ -253,10 +261,10 @@ def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
 
 
-def _some_batches(
+def _limit_batches(
     order: np.ndarray, ends: np.ndarray, count: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Leave out batches at random until there are at most `count`."""
+    """Drop batches at random until there are at most `count`."""
     if len(ends) <= count:
         return order, ends
     batches = np.split(order, ends[:-1])
@@ -265,7 +273,7 @@ def _some_batches(
 
 
 def _split_largest(ends: np.ndarray, count: int) -> np.ndarray:
-    """Halve the batches of most sentences until there are `count`."""
+    """Halve the batches with the most sentences until there are `count` batches."""
     while len(ends) < count:
         sizes = np.diff(ends, prepend=0)
         largest = np.argsort(-sizes, kind="stable")[: count - len(ends)]

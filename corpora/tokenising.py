@@ -1,4 +1,4 @@
-"""Pairs of a small set, such as a validation set, become token ids."""
+"""Tokenise a small set of pairs in memory, such as a validation set."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def tokenised(
     tokenizer: PreTrainedTokenizerBase,
     target_tokenizer: PreTrainedTokenizerBase,
 ) -> Dataset:
-    """Encode pairs into columns `input_ids`, `labels` and `length`, that of the longer side."""
+    """Encode pairs into `input_ids`, `labels` and `length`, the length of the longer side."""
     sources, targets = map(list, zip(*pairs, strict=True))
     ids = tokenizer(sources)["input_ids"]
     labels = target_tokenizer(text_target=targets)["input_ids"]

@@ -1,4 +1,4 @@
-"""A vocabulary is learned once, from a sample of the corpora."""
+"""Learn a vocabulary once, from a sample of the corpora, and cache it."""
 
 import random
 import shutil
@@ -30,20 +30,21 @@ def train_vocabulary(
 ) -> VaswaniTokenizer:
     """Learn a vocabulary that both sides of all corpora share, unless the cache has it.
 
-    Any number of processes may call this at the same moment: one learns, the others wait.
+    Several processes may call this function at the same time. One process learns the vocabulary,
+    and the others wait for it.
 
     Args:
-        corpora: what to learn from; language tags become tokens.
+        corpora: corpora to learn from. Their language tags become tokens.
         settings: arguments of `VaswaniTokenizer.train_from_iterator`.
-        cache: folder of vocabularies.
-        lines: most lines to learn from. If there are more, pairs are chosen at random.
-        seed: another seed chooses other pairs.
-        skip_unreadable: pass over pairs that cannot be read.
-        say: receives messages.
+        cache: folder of cached vocabularies.
+        lines: largest number of lines to learn from. Larger corpora are sampled at random.
+        seed: seed of the sample.
+        skip_unreadable: skip pairs that cannot be read.
+        say: function that receives messages.
 
     Raises:
         DataError: a corpus cannot be read.
-        ValueError: a setting is wrong.
+        ValueError: a setting is invalid.
     """
     contents = [corpus.content() for corpus in corpora]
     key = xxhash.xxh3_128_hexdigest(
@@ -74,7 +75,7 @@ def train_vocabulary(
 def _chosen_pairs(
     corpora: Sequence[Corpus], limit: int, seed: int, skip_unreadable: bool
 ) -> Iterator[Pair]:
-    """Yield all pairs, or about `limit` at random if there are more."""
+    """Return all pairs, or a random sample of about `limit` pairs if there are more."""
 
     def pairs() -> Iterator[Pair]:
         for corpus in corpora:

@@ -97,7 +97,7 @@ class TokenRules:
         ends: tokens that end a sentence.
         min_length: tokens that a sentence has before an end token is allowed.
         forced_last: the token at the length limit; None leaves it free.
-        renormalize: spread the probability of banned tokens over the others (renormalize_logits).
+        renormalize: redistribute the probability of banned tokens (renormalize_logits).
         warpers: processors of the logits that tokens are sampled from, such as temperature.
     """
 

@@ -1,4 +1,4 @@
-"""The decoder alone: a language model, or the decoder of another library's encoder-decoder.
+"""The decoder alone: a language model, or the decoder for another library's encoder.
 
 Shapes: B texts, T tokens, S source tokens, D = d_model, V entries of the vocabulary.
 """
@@ -28,7 +28,7 @@ from .modeling_vaswani import (
 
 
 class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
-    """A model whose configuration is the decoder's."""
+    """The base of models with a VaswaniDecoderConfig."""
 
     config: VaswaniDecoderConfig
     config_class = VaswaniDecoderConfig
@@ -37,7 +37,7 @@ class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
 class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
     """The decoder alone (3.1), without the map to the vocabulary."""
 
-    # A language model has a map to the vocabulary, too.
+    # Checkpoints of language models also have a map to the vocabulary.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^lm_head\."]
 
     def __init__(self, config: VaswaniDecoderConfig) -> None:
@@ -59,12 +59,12 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         prefix_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Map tokens (B, T) to states (B, T, D); arguments are those of `VaswaniForCausalLM`."""
+        """Map tokens (B, T) to states (B, T, D). Arguments are as in `VaswaniForCausalLM`."""
         if prefix_mask is not None and attention_mask is not None and attention_mask.dim() == 4:
             raise ValueError(
                 "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
-                f"{tuple(attention_mask.shape)}: leave prefix_mask out, and let the attention_mask "
-                "say which tokens see each other."
+                f"{tuple(attention_mask.shape)}: leave prefix_mask out, and give the tokens that see "
+                "each other in attention_mask."
             )
         return self.decoder(
             input_ids,
@@ -137,7 +137,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             skip_logits: with `labels`, return no logits, as in `VaswaniForConditionalGeneration`.
             **kwargs: for the attention backend; `shift_labels` (B, T) are `labels` already shifted.
         """
-        # In the signature, the Trainer would expect this argument in every batch.
+        # This argument is not in the signature, because the Trainer would expect it in every batch.
         shift_labels: Any = kwargs.pop("shift_labels", None)  # type: ignore[typeddict-item]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)

@@ -1,4 +1,4 @@
-"""Embeddings (section 3.4): where they are, which of them share a matrix, and their sizes."""
+"""Embeddings (section 3.4): access, tying and resizing."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ class SharedEmbeddings(DividedModel):
 
 
 def _first_stack(base: Any) -> Any:
-    """Return the encoder; the decoder where it is alone; a model that is a stack itself."""
+    """Return the encoder, the decoder of a model without encoder, or the model if it is a stack."""
     return getattr(base, "encoder", getattr(base, "decoder", base))
 
 

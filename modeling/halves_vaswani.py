@@ -1,6 +1,6 @@
-"""Weights that move: a translation model into its two halves, and two halves into a whole.
+"""Split a translation model into encoder and decoder, and join two halves into a model.
 
-The halves have the whole's names for their parameters, so that weights move by name.
+The halves have the same parameter names as the translation model, so weights are copied by name.
 """
 
 import os
@@ -33,8 +33,8 @@ def split_halves(
 ) -> tuple[VaswaniEncoderModel, VaswaniForCausalLM]:
     """Copy a translation model's weights into its two halves.
 
-    The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves` puts
-    the two together again, bit for bit.
+    The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves`
+    restores the translation model, bit for bit.
     """
     encoder = VaswaniEncoderModel(VaswaniEncoderConfig.of(model.config))
     decoder = VaswaniForCausalLM(VaswaniDecoderConfig.of(model.config))
@@ -52,20 +52,20 @@ def join_halves(
 ) -> tuple[VaswaniForConditionalGeneration, list[str]]:
     """Copy the weights of two halves into a translation model.
 
-    Both halves may lie under any head, such as that of a masked language model.
+    Each half may have any head, such as that of a masked language model.
 
     Args:
-        encoder: a model with an encoder alone.
-        decoder: a model with a decoder alone; None leaves the decoder new. A new decoder has the
-            encoder's embedding, for a vocabulary that both sides share.
+        encoder: a model with only an encoder.
+        decoder: a model with only a decoder. None makes a new decoder, which shares the encoder's
+            embedding and vocabulary.
         **overrides: fields of the translation model's configuration, such as dropout. They override
-            those of the halves.
+            the fields of the halves.
 
     Returns:
         The model in evaluation mode, and the names of its weights that come from neither half.
 
     Raises:
-        ValueError: the halves do not fit each other, with the field in which they differ.
+        ValueError: the halves do not fit each other. The message names the field that differs.
     """
     source = encoder.base_model.encoder
     target = None if decoder is None else decoder.base_model.decoder
@@ -77,7 +77,7 @@ def join_halves(
         head = getattr(decoder, "lm_head", None)
         if head is not None:
             copied |= _copy_weights(head, model.lm_head, "lm_head.")
-    own = {id(weight): name for name, weight in model.named_parameters()}  # a tied one once
+    own = {id(weight): name for name, weight in model.named_parameters()}  # tied weights once
     filled = {id(model.get_parameter(name)) for name in copied}
     return model, sorted(name for number, name in own.items() if number not in filled)
 
@@ -85,10 +85,11 @@ def join_halves(
 def load_halves(
     encoder: str | os.PathLike, decoder: str | os.PathLike | None = None, **overrides: Any
 ) -> VaswaniForConditionalGeneration:
-    """Load a folder or repository for each half and put them together, for a warm start.
+    """Load each half from a folder or repository and join them, for a warm start.
 
-    Arguments are those of `join_halves`, with places instead of models. A warning names the weights
-    that come from neither place, such as the attention of the decoder to the encoder.
+    The arguments are those of `join_halves`, with paths or repositories instead of models. A
+    warning names the weights that come from neither half, such as the decoder's attention to the
+    encoder.
     """
     first = AutoModel.from_pretrained(encoder)
     second = None if decoder is None else AutoModelForCausalLM.from_pretrained(decoder)
@@ -105,7 +106,7 @@ def load_halves(
 def _config_of_both(
     source: nn.Module, target: nn.Module | None, decoder: Any, overrides: dict[str, Any]
 ) -> VaswaniConfig:
-    """Combine the configurations of two stacks; without a target, the decoder has equal sizes."""
+    """Combine the configurations of two stacks. A new decoder has the sizes of the encoder."""
     ours: Any = source.config
     fields = {name: value for name, value in ours.to_dict().items() if _is_field_of_whole(name)}
     fields |= {"label_smoothing": VaswaniConfig.label_smoothing, "architectures": None}
@@ -117,7 +118,8 @@ def _config_of_both(
         if getattr(ours, name) != getattr(theirs, name):
             raise ValueError(
                 f"The two halves differ in {name}: {getattr(ours, name)!r} in the encoder and "
-                f"{getattr(theirs, name)!r} in the decoder; a translation model has one for both."
+                f"{getattr(theirs, name)!r} in the decoder, but a translation model has one value "
+                "for both: choose halves that agree."
             )
     fields |= {f"decoder_{size}": getattr(theirs, f"decoder_{size}") for size in _SIZES}
     fields["decoder_vocab_size"] = theirs.vocab_size
@@ -125,8 +127,9 @@ def _config_of_both(
     shared = _equal(*(table.weight for table in tables))
     if overrides.get("share_encoder_decoder_embeddings") and not shared:
         raise ValueError(
-            "share_encoder_decoder_embeddings=True needs halves with the same embedding, but those "
-            "of the two differ: leave the field out, and each side keeps its own."
+            "share_encoder_decoder_embeddings=True needs halves with the same embedding, but these "
+            "halves have different embeddings: leave the field out, so that each side keeps its "
+            "own."
         )
     fields["share_encoder_decoder_embeddings"] = shared
     head = getattr(decoder, "lm_head", None)
@@ -142,13 +145,13 @@ def _is_field_of_whole(name: str) -> bool:
     return name in VaswaniConfig._own_fields() and name not in ("is_encoder_decoder", "use_cache")
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first, second)
 
 
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module, prefix: str = "") -> set[str]:
-    """Copy the parameters that both have by the same name; return those, after a prefix."""
+    """Copy the parameters that both modules have. Return their names with a prefix."""
     own = dict(target.named_parameters())
     found = {name: weight for name, weight in source.named_parameters() if name in own}
     for name, weight in found.items():

@@ -1,4 +1,4 @@
-"""The encoder alone (section 3.1) under three heads: masked words, sequences, tokens.
+"""The encoder alone (section 3.1) with three heads: masked words, sequences, tokens.
 
 Shapes: B sequences, S tokens, D = d_model, V entries of the vocabulary, C classes.
 """
@@ -22,11 +22,11 @@ from .modeling_vaswani import VaswaniEncoderModel, VaswaniPreTrainedModel
 
 
 class VaswaniEncoderPreTrainedModel(VaswaniPreTrainedModel):
-    """An encoder under a head."""
+    """An encoder with a head."""
 
     config: VaswaniEncoderConfig
     config_class = VaswaniEncoderConfig
-    # A translation model, and an encoder under another head, have weights beside the encoder's.
+    # Checkpoints of translation models or other heads have weights besides the encoder's.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
         r"^(model\.)?decoder\.",
         r"^lm_head\.",
@@ -41,7 +41,7 @@ class VaswaniEncoderPreTrainedModel(VaswaniPreTrainedModel):
 
 
 class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
-    """The encoder with a pre-softmax map (3.4), which says what stands at masked positions."""
+    """The encoder with a pre-softmax map (3.4), which predicts masked tokens."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
         r"^(model\.)?decoder\.",
@@ -72,13 +72,13 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
 
         Args:
             input_ids: (B, S) tokens, some of them masked.
-            attention_mask: (B, S), 1 at real tokens; without it there is no padding.
-            inputs_embeds: (B, S, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
-            labels: (B, S) the tokens that were masked, -100 elsewhere.
+            attention_mask: (B, S), 1 at real tokens; None means no padding.
+            inputs_embeds: (B, S, D) in place of `input_ids`, before scaling by sqrt(d_model).
+            labels: (B, S) original tokens at masked positions, -100 at other positions.
             num_items_in_batch: masked tokens of the whole update, from the Trainer.
-            skip_logits: with `labels`, return no logits and never hold those of a whole batch; None
-                does so in training mode.
-            **kwargs: passed on to the attention backend.
+            skip_logits: with `labels`, return no logits and save their memory; None does so in
+                training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+            **kwargs: for the attention backend.
         """
         outputs = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
         logits, loss = self.predict(
@@ -111,7 +111,7 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
         return self.classifier(drop_out(states, self.dropout, self.training))
 
     def check_classes(self, labels: torch.Tensor) -> None:
-        """Refuse labels of no class; -100 marks what is ignored.
+        """Check that every label is the number of a class or -100, which is ignored.
 
         Raises:
             ValueError: a label is neither -100 nor the number of a class.
@@ -122,13 +122,13 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
         if wrong.numel():
             raise ValueError(
-                f"Label {wrong[0].item()} is outside the {classes} classes: set num_labels to "
-                "their number when the model is made or loaded."
+                f"Label {wrong[0].item()} is outside the {classes} classes: set num_labels to the "
+                "number of classes when the model is made or loaded."
             )
 
 
 class VaswaniForSequenceClassification(VaswaniClassifier):
-    """The encoder with a classifier of whole sequences, or a regression of them."""
+    """The encoder with a classifier or a regression of whole sequences."""
 
     @can_return_tuple
     def forward(
@@ -144,13 +144,13 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
 
         Args:
             input_ids: (B, S) tokens.
-            attention_mask: (B, S), 1 at real tokens; without it there is no padding.
-            inputs_embeds: (B, S, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
-            labels: (B,) classes, (B, C) zeros and ones where a sequence has several classes, or
-                (B,) or (B, C) numbers for a regression; `config.problem_type` says which, and
-                is decided by the labels where it is None.
+            attention_mask: (B, S), 1 at real tokens; None means no padding.
+            inputs_embeds: (B, S, D) in place of `input_ids`, before scaling by sqrt(d_model).
+            labels: (B,) classes; (B, C) zeros and ones for several classes per sequence; (B,) or
+                (B, C) numbers for a regression. `config.problem_type` decides among them. If it is
+                None, the labels decide.
             num_items_in_batch: labels of the whole update, from the Trainer.
-            **kwargs: passed on to the attention backend.
+            **kwargs: for the attention backend.
         """
         outputs = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classify(self.pool(outputs.last_hidden_state, attention_mask))
@@ -170,17 +170,17 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
         labels: torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Compute the loss that `config.problem_type` names, as transformers decides it."""
+        """Compute transformers' loss for `config.problem_type`."""
         if labels.dim() == 1 and _number_of_classes(self.config) > 1:
             self.check_classes(labels)
         loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         if num_items_in_batch is None:
             return loss
-        # transformers' losses are means; the Trainer wants this batch's share of its update.
+        # transformers' loss is a mean. The Trainer needs the batch's share of the update.
         return loss * (labels != -100).sum() / torch.as_tensor(num_items_in_batch).to(loss)
 
     def pool(self, states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Represent sequences (B, S, D) by their mean or their first position: (B, D)."""
+        """Return the mean or the first position of sequences: (B, S, D) to (B, D)."""
         if self.config.pooling == "first":
             return states[:, 0]
         if attention_mask is None or attention_mask.dim() != 2:
@@ -206,11 +206,11 @@ class VaswaniForTokenClassification(VaswaniClassifier):
 
         Args:
             input_ids: (B, S) tokens.
-            attention_mask: (B, S), 1 at real tokens; without it there is no padding.
-            inputs_embeds: (B, S, D) in place of `input_ids`, not yet scaled by sqrt(d_model).
+            attention_mask: (B, S), 1 at real tokens; None means no padding.
+            inputs_embeds: (B, S, D) in place of `input_ids`, before scaling by sqrt(d_model).
             labels: (B, S) classes, -100 at tokens to ignore.
             num_items_in_batch: labels of the whole update, from the Trainer.
-            **kwargs: passed on to the attention backend.
+            **kwargs: for the attention backend.
         """
         outputs = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classify(outputs.last_hidden_state)

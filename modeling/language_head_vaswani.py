@@ -27,7 +27,7 @@ class LanguageHead:
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return logits and loss; None for logits that are skipped, and for a loss without labels.
+        """Return logits and loss. Skipped logits are None, and so is the loss without labels.
 
         Args:
             hidden_states: (B, T, D).
@@ -44,7 +44,7 @@ class LanguageHead:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             )
-            logits = self.lm_head(hidden_states[:, kept])  # (B, T or those kept, V)
+            logits = self.lm_head(hidden_states[:, kept])  # (B, T or number of kept positions, V)
         if labels is not None:
             loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch)
         return logits, loss

@@ -1,4 +1,4 @@
-"""Strict loading and saving: a model is loaded whole or not at all, and pushed with a card."""
+"""Strict loading and saving: a model is loaded completely or not at all, and pushed with a card."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def place_tied_weights_together(model: PreTrainedModel, device_map: dict[str, An
     )
     entries = {name: _entries_above(name, device_map) for name in tied}
     if not all(entries.values()):
-        return  # Accelerate refuses modules without a place, and names them
+        return  # Accelerate refuses modules without a device, and names them
     places = {name: device_map[above[-1]] for name, above in entries.items()}
     devices = [place for place in places.values() if place != "disk"]
     if not devices:
@@ -59,7 +59,7 @@ def _are_copies(first: Any, second: Any) -> bool:
 
 
 class StrictlyLoadedModel(PreTrainedModel):
-    """A model that is loaded whole or not at all, and never pushed with an empty card."""
+    """A model that is loaded completely or not at all, and never pushed with an empty card."""
 
     # The package sets both. Remote code has neither, because hub_cards does not travel.
     write_card: ClassVar[Callable[..., Path] | None] = None
@@ -77,8 +77,8 @@ class StrictlyLoadedModel(PreTrainedModel):
     ) -> Any:
         """Load a model as in transformers, but refuse incomplete weights.
 
-        A checkpoint of the same class is refused if weights are missing or left over. So are
-        weights with NaN or infinity. `output_loading_info=True` loads the model all the same, and
+        A checkpoint of the same class is refused if weights are missing or left over. Weights with
+        NaN or infinity are refused too. `output_loading_info=True` loads the model anyway, and also
         returns a report.
 
         Raises:
@@ -111,8 +111,8 @@ class StrictlyLoadedModel(PreTrainedModel):
                 others = f" and {len(names) - 1} others" if len(names) > 1 else ""
                 raise OSError(
                     f"{place} {verb} {names[0]}{others}: its weights do not fit its configuration. "
-                    "Download both again, or pass output_loading_info=True to load the model all "
-                    "the same, with a list of these weights."
+                    "Download both again, or pass output_loading_info=True to load the model "
+                    "anyway, with a list of these weights."
                 )
         if "state_dict" not in kwargs:
             model.refuse_half_loaded(place, info["missing_keys"])
@@ -120,31 +120,31 @@ class StrictlyLoadedModel(PreTrainedModel):
             raise OSError(
                 f"{name} of {place} holds NaN or infinity: training failed before it was saved, or "
                 "the numbers are too large for the dtype. Load an earlier checkpoint or another "
-                "dtype, or pass output_loading_info=True to load the model all the same."
+                "dtype, or pass output_loading_info=True to load the model anyway."
             )
         return model
 
     @classmethod
     def _loadable_types(cls) -> tuple[str, ...]:
-        """List the model types of configurations that a caller may pass, this class' own first."""
+        """List the model types of configurations that a caller may pass, starting with its own."""
         config_class: Any = cls.config_class
         return (config_class.model_type,)
 
     def may_be_new(self, name: str, missing: Collection[str]) -> bool:
-        """Tell whether a missing weight belongs to a part that a checkpoint may lack as a whole.
+        """Tell whether a missing weight belongs to a part that a checkpoint may lack completely.
 
-        A decoder gets its attention to an encoder when it becomes a part of an encoder-decoder.
+        A decoder gets new attention to an encoder when it becomes part of an encoder-decoder.
         """
         if ".encoder_attn" not in name or self.config.is_encoder_decoder:
             return False
-        parts = {other for other, _ in self.named_parameters() if ".encoder_attn" in other}
-        return parts <= set(missing)
+        attention = {weight for weight, _ in self.named_parameters() if ".encoder_attn" in weight}
+        return attention <= set(missing)
 
     def refuse_half_loaded(self, place: Any, missing: Collection[str]) -> None:
         """Refuse a model whose encoder or decoder would have random weights.
 
         Raises:
-            OSError: names the stack that the checkpoint lacks.
+            OSError: the checkpoint lacks weights of a stack. The message names the stack.
         """
         for stack in ("encoder", "decoder"):
             lacking = [name for name in missing if re.match(rf"(model\.)?{stack}\.", name)]
@@ -152,7 +152,7 @@ class StrictlyLoadedModel(PreTrainedModel):
                 raise OSError(
                     f"{place} has no {stack} for {type(self).__name__}, whose {stack} would be "
                     f"random ({sorted(lacking)[0]} is missing): load the folder with the class "
-                    "that saved it, or pass output_loading_info=True to get the model all the same."
+                    "that saved it, or pass output_loading_info=True to load the model anyway."
                 )
 
     def save_pretrained(
@@ -163,11 +163,11 @@ class StrictlyLoadedModel(PreTrainedModel):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Save as transformers does; from a given `state_dict`, save tied weights once.
+        """Save as transformers does, but save tied weights of a given `state_dict` once.
 
         Weights that were gathered from several processes have a copy of a tied matrix under each
-        name. The saved dtype is that of `state_dict`: DeepSpeed's master weights are wider than the
-        model's.
+        name. The saved dtype is that of `state_dict`, because DeepSpeed's master weights have more
+        bits than the model's weights.
 
         Raises:
             ValueError: `quantize_dynamic` has replaced a layer.
@@ -189,11 +189,11 @@ class StrictlyLoadedModel(PreTrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights; while a given `state_dict` is saved, the dtype of that."""
+        """The dtype of the weights, or of a given `state_dict` while it is saved."""
         return self._dtype_to_save or super().dtype
 
     def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Gather the weights to save, and tie weights again that gathering has copied."""
+        """Gather the weights to save, and tie the weights again that gathering has copied."""
         weights = super().gather_sharded_state_dict_for_save(*args, **kwargs)
         # An adapter may untie the matrices, but it leaves the keys.
         tied = self.all_tied_weights_keys if self.config.tie_word_embeddings else {}
@@ -228,7 +228,7 @@ class StrictlyLoadedModel(PreTrainedModel):
 
 
 def first_not_finite(model: nn.Module) -> str | None:
-    """Name the first parameter with NaN or infinity; None if all are finite."""
+    """Return the name of the first parameter with NaN or infinity, or None if all are finite."""
     for name, tensor in model.named_parameters():
         readable = type(tensor) is nn.Parameter and not tensor.is_meta and tensor.dtype in _DTYPES
         if readable and not is_finite(tensor.detach()):
@@ -238,7 +238,7 @@ def first_not_finite(model: nn.Module) -> str | None:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Tell whether all numbers of a floating-point tensor are finite."""
-    # With NaN in a tensor, its extremes are NaN. Computing them takes no further memory.
+    # The extremes of a tensor with NaN are NaN. Computing them needs no further memory.
     return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 

@@ -52,8 +52,8 @@ from .packing_vaswani import (
 from .pickling_vaswani import PicklableModule
 
 if TYPE_CHECKING:
-    # When this file is remote code, transformers copies the files that it imports. This line makes
-    # transformers copy the classifiers too, which a saved configuration names.
+    # transformers copies the files that remote code imports. This line makes transformers copy the
+    # classifiers too, because a saved configuration names them.
     from .heads_vaswani import VaswaniForMaskedLM  # noqa: F401
 
 
@@ -333,7 +333,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
 
 
 class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
-    """The base of all models: what transformers reads of a model class, and initialisation."""
+    """The base of all models: attributes that transformers reads, and initialisation."""
 
     config: VaswaniConfig
     config_class = VaswaniConfig
@@ -662,13 +662,13 @@ class VaswaniForConditionalGeneration(
     def from_encoder_decoder_pretrained(
         cls, encoder: Any, decoder: Any = None, **overrides: Any
     ) -> "VaswaniForConditionalGeneration":
-        """Put the encoder of one folder and the decoder of another together, for a warm start.
+        """Join the encoder of one folder and the decoder of another, for a warm start.
 
-        A warning names the weights that neither has, such as the attention to the encoder.
+        A warning names the weights that neither folder has, such as the attention to the encoder.
 
         Args:
-            encoder: folder or repository of an encoder, under any head.
-            decoder: folder or repository of a language model; None leaves the decoder new.
+            encoder: folder or repository of an encoder with any head.
+            decoder: folder or repository of a language model. None makes a new decoder.
             **overrides: fields of the configuration.
         """
         from .halves_vaswani import load_halves
@@ -805,10 +805,10 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         return VaswaniEncoderConfig.readable_types
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: an encoder writes nothing."""
+        """Raise an error, because an encoder cannot generate."""
         raise TypeError(
             f"{type(self).__name__} cannot generate, because it has no decoder: "
-            "VaswaniForConditionalGeneration translates, and VaswaniForCausalLM goes on writing."
+            "VaswaniForConditionalGeneration translates, and VaswaniForCausalLM continues texts."
         )
 
     @can_return_tuple
@@ -825,10 +825,10 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
 
 
 class EncoderOfTranslationModel(VaswaniEncoderModel):
-    """The class that loads the encoder out of a translation model's folder, by its own code.
+    """A class for the Auto classes that loads the encoder of a translation model's folder.
 
-    transformers' Auto classes accept no class with another configuration than the folder's. The
-    model that is loaded is a VaswaniEncoderModel.
+    The Auto classes of transformers accept only a class with the configuration of the folder. The
+    loaded model is a VaswaniEncoderModel.
     """
 
     config_class = VaswaniConfig  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""Packed batches: the sentences of a batch stand one behind the other, without padding.
+"""Packed batches: the sentences of a batch are concatenated, without padding.
 
-All position-wise parts of the network compute (1, N, D), the states of N real tokens. Attention
-alone needs sentences. Where a padded batch has a mask, a packed batch has a `Packing`, which knows
-the boundaries of its sentences. The names of a packed batch are those of transformers'
+All position-wise parts of the network compute (1, N, D), the states of N real tokens. Only
+attention needs the boundaries of sentences. It gets them from a `Packing`, which takes the place of
+the mask of a padded batch. The inputs of a packed batch have the names of transformers'
 DataCollatorWithFlattening, with the prefix `decoder_` on the target side.
 
 Shapes: B sentences, N tokens of one side, G sentences of a group, Q queries, K keys, H heads,
@@ -21,8 +21,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Sentences are padded together up to this multiple of the shortest one, or this many tokens more.
-_LONGER, _MORE_TOKENS = 1.25, 3
+# Sentences share a group if the longest has at most this multiple of the shortest one's tokens, or
+# at most this number of tokens more.
+_LENGTH_RATIO, _EXTRA_TOKENS = 1.25, 3
 _KEYS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -30,9 +31,9 @@ class Packing:
     """Boundaries of the sentences of one side of a packed batch.
 
     Args:
-        cu_seq_lens: (B + 1,) where each sentence begins, and N: 0, 5, 12, ...
-        max_length: tokens of the longest sentence; None counts them.
-        position_ids: (1, N) the position of each token in its sentence; None counts from 0.
+        cu_seq_lens: (B + 1,) start of each sentence, then N, for example 0, 5, 12, ...
+        max_length: number of tokens of the longest sentence. None computes it.
+        position_ids: (1, N) position of each token in its sentence. None counts from 0.
     """
 
     def __init__(
@@ -47,11 +48,15 @@ class Packing:
 
     @functools.cached_property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each sentence, (B,), on the CPU."""
+        """The number of tokens of each sentence: (B,), on the CPU."""
         return self.cu_seq_lens.diff().cpu().long()
 
     def number_of_tokens(self, states: torch.Tensor) -> int:
-        """Return N, which the shape of the states or ids (1, N, ...) tells without a wait."""
+        """Return N from the shape of the states or ids (1, N, ...), without waiting for a GPU.
+
+        Raises:
+            ValueError: the shape is not (1, N, ...), or N differs from the end of `cu_seq_lens`.
+        """
         if states.shape[0] != 1:
             raise ValueError(
                 f"A packed batch has the shape (1, N), got {tuple(states.shape[:2])}: leave out "
@@ -61,12 +66,12 @@ class Packing:
         if self.cu_seq_lens.is_cpu and int(self.cu_seq_lens[-1]) != tokens:
             raise ValueError(
                 f"cu_seq_lens end at {int(self.cu_seq_lens[-1])}, but the packed batch has "
-                f"{tokens} tokens."
+                f"{tokens} tokens: its last entry must be the number of tokens."
             )
         return tokens
 
     def position_ids(self, tokens: int) -> torch.Tensor:
-        """Count the positions anew in each sentence: (N,)."""
+        """Return the position of each token in its sentence: (N,)."""
         if self.given_positions is not None:
             return self.given_positions.flatten()
         starts = self._repeated(self.cu_seq_lens[:-1], tokens)
@@ -84,7 +89,7 @@ class Packing:
         return padded.unflatten(0, (sentences, self.max_length))
 
     def flat(self, states: torch.Tensor) -> torch.Tensor:
-        """Take the real tokens of a padded batch: (B, T, ...) to (1, N, ...)."""
+        """Remove the padding of a padded batch: (B, T, ...) to (1, N, ...)."""
         columns = torch.arange(states.shape[1], device=states.device)
         return states[columns < self.cu_seq_lens.diff()[:, None]][None]
 
@@ -98,10 +103,10 @@ class _Group:
     """Sentences of similar length, which are padded together inside attention.
 
     Args:
-        sentences: (G,) their numbers in the batch.
+        sentences: (G,) numbers of the sentences in the batch.
         queries, keys: rows of the group among all padded rows.
         sizes: Q and K.
-        real_keys: (G, 1, 1, K) marks the keys that are no padding; None where there is no padding.
+        real_keys: (G, 1, 1, K) mask of the real keys, or None if the group has no padded keys.
     """
 
     sentences: torch.Tensor
@@ -111,7 +116,7 @@ class _Group:
     real_keys: torch.Tensor | None
 
     def additive_mask(self, causal: bool, like: torch.Tensor) -> torch.Tensor:
-        """Return 0 where a query may look, and the lowest number elsewhere: (G or 1, 1, Q, K)."""
+        """Return a mask to add to scores, (G or 1, 1, Q, K): 0 at visible keys, else a minimum."""
         seen = torch.ones(self.sizes, dtype=torch.bool, device=like.device)
         seen = (seen.tril() if causal else seen)[None, None]
         if self.real_keys is not None:
@@ -121,7 +126,7 @@ class _Group:
 
 
 class PackedMask:
-    """Which tokens attention may look at in a packed batch: those of the query's own sentence."""
+    """The attention mask of a packed batch: a query sees only keys of its own sentence."""
 
     def __init__(self, queries: Packing, keys: Packing) -> None:
         self.queries = queries
@@ -129,12 +134,12 @@ class PackedMask:
 
     @functools.cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor, list[_Group]]:
-        """The padded row of each query (N,), that of each key, and the groups of sentences."""
+        """The padded row of each query (N,), the padded row of each key, and the groups."""
         device = self.queries.cu_seq_lens.device
         lengths = torch.stack((self.queries.lengths, self.keys.lengths), dim=1)  # (B, 2)
         starts, groups = torch.zeros_like(lengths), []
         first_query = first_key = 0
-        for members in _similar(lengths):
+        for members in _similar_sentences(lengths):
             number, longest = len(members), lengths[members].amax(dim=0)
             rows = torch.arange(number)[:, None] * longest
             starts[members] = rows + torch.tensor([first_query, first_key])
@@ -150,34 +155,34 @@ class PackedMask:
             first_query, first_key = group.queries.stop, group.keys.stop
             groups.append(group)
         query_rows, key_rows = (
-            (start.repeat_interleave(length) + _counted(length)).to(device)
+            (start.repeat_interleave(length) + _positions(length)).to(device)
             for start, length in zip(starts.T, lengths.T, strict=True)
         )
         return query_rows, key_rows, groups
 
 
-def _similar(lengths: torch.Tensor) -> list[torch.Tensor]:
-    """Part sentences with lengths (B, 2) into groups with little padding."""
+def _similar_sentences(lengths: torch.Tensor) -> list[torch.Tensor]:
+    """Divide sentences with lengths (B, 2) into groups that need little padding."""
     total = lengths.sum(dim=1)
     order = total.argsort(stable=True)
     groups, start = [], 0
     ordered = total[order].tolist()
     for index, length in enumerate(ordered):
         shortest = ordered[start]
-        if length > max(_LONGER * shortest, shortest + _MORE_TOKENS):
+        if length > max(_LENGTH_RATIO * shortest, shortest + _EXTRA_TOKENS):
             groups.append(order[start:index])
             start = index
     return [*groups, order[start:]]
 
 
-def _counted(lengths: torch.Tensor) -> torch.Tensor:
-    """Count from 0 in each sentence: lengths (B,) to positions (N,)."""
+def _positions(lengths: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token in its sentence: lengths (B,) to (N,)."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
 
 
 class _TakeRows(torch.autograd.Function):
-    """Take each row of a tensor at most once; the gradient of `index_select` would add rows up."""
+    """Select rows, each at most once. The gradient is copied, not summed as in `index_select`."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -195,7 +200,7 @@ class _TakeRows(torch.autograd.Function):
 def attention_function(
     implementation: str, attention_mask: Any, eager_attention: Callable
 ) -> Callable:
-    """Return the function that computes attention: of a packed batch, or transformers' choice."""
+    """Return the attention function of packed batches, or the one that transformers chooses."""
     if isinstance(attention_mask, PackedMask):
         return functools.partial(packed_attention, implementation, eager_attention)
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
@@ -214,10 +219,11 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend inside the sentences of a packed batch, (1, H, N, d_k) to (1, N, H, d_v).
+    """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
 
-    GPUs run flash attention by cumulative lengths, without a mask. Elsewhere sentences of similar
-    length are padded together, and only here. Weights come from "eager" alone: (B, H, Q, K).
+    GPUs run flash attention by cumulative lengths, without a mask. On other devices, sentences of
+    similar length are padded together for attention only. Only "eager" returns weights, of shape
+    (B, H, Q, K).
     """
     mask = attention_mask
     if implementation.startswith("flash"):
@@ -235,16 +241,16 @@ def packed_attention(
             max_length_q=mask.queries.max_length,
             max_length_k=mask.keys.max_length,
         )
-    # The heads as the projections made them: (N, H, d).
+    # (1, H, N, d) to (N, H, d), the layout of the projections.
     states = [side[0].transpose(0, 1) for side in (query, key, value)]
-    if implementation != "eager" and not dropout and _varlen_can(*states):
+    if implementation != "eager" and not dropout and _varlen_supports(*states):
         return _by_cumulative_lengths(states, mask, module.is_causal, scaling)[None], None
     eager = eager_attention if implementation == "eager" else None
     return _in_groups(eager, module, states, mask, scaling, dropout)
 
 
-def _varlen_can(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's attention by cumulative lengths knows the device, the type and the widths."""
+def _varlen_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether torch's `varlen_attn` supports the device, the dtype and the head sizes."""
     return (
         query.is_cuda
         and "window_size" in inspect.signature(varlen_attn).parameters
@@ -282,7 +288,7 @@ def _in_groups(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pad (N, H, d) by groups, attend, and take the real queries: (1, N, H, d_v)."""
+    """Pad (N, H, d) by groups, attend, and remove the padding: (1, N, H, d_v)."""
     query_rows, key_rows, groups = mask.layout
     number = (groups[-1].queries.stop, groups[-1].keys.stop)
     query = _put_rows(states[0], query_rows, number[0])
@@ -301,7 +307,7 @@ def _in_groups(
             )
             weights.append(weight)
         else:
-            # Padding comes after the last query of a sentence, so that a causal mask hides it.
+            # Padding follows the last query of a sentence, so a causal mask hides it.
             output = F.scaled_dot_product_attention(
                 *heads,
                 attn_mask=None if module.is_causal else group.real_keys,
@@ -319,7 +325,7 @@ def _put_rows(states: torch.Tensor, rows: torch.Tensor, number: int) -> torch.Te
 
 
 def _padded_weights(weights: list[torch.Tensor], mask: PackedMask) -> torch.Tensor:
-    """Join the weights of groups (G, H, Q, K): (B, H, Q, K), 0 at queries and keys of padding."""
+    """Join the weights of the groups (G, H, Q, K) to (B, H, Q, K), with 0 at padding."""
     sentences, heads = len(mask.queries.cu_seq_lens) - 1, weights[0].shape[1]
     sizes = (mask.queries.max_length, mask.keys.max_length)
     joined = weights[0].new_zeros(sentences, heads, *sizes)
@@ -339,7 +345,10 @@ def bidirectional_mask(
     queries: Any = None,
     encoder_hidden_states: torch.Tensor | None = None,
 ) -> Any:
-    """Let all queries look at all real keys; `queries` is the mask of the queries' own side."""
+    """Make a mask by which all queries see all real keys.
+
+    `queries` is the `Packing` of the queries, if they are another side than the keys.
+    """
     if isinstance(attention_mask, Packing):
         return PackedMask(attention_mask if queries is None else queries, attention_mask)
     return create_bidirectional_mask(
@@ -353,7 +362,10 @@ def bidirectional_mask(
 def causal_mask(
     config: Any, hidden_states: torch.Tensor, attention_mask: Any, **options: Any
 ) -> Any:
-    """Let each query look at itself and at earlier positions; `options` are transformers'."""
+    """Make a mask by which a query sees itself and earlier positions.
+
+    `options` are arguments of transformers' `create_causal_mask`.
+    """
     if isinstance(attention_mask, Packing):
         return PackedMask(attention_mask, attention_mask)
     return create_causal_mask(
@@ -364,7 +376,7 @@ def causal_mask(
 def position_encodings(
     encode: Callable, start: Any, states: torch.Tensor, attention_mask: Any
 ) -> torch.Tensor:
-    """Encode the positions of (B, T, D), which begin anew in each sentence of a packed batch."""
+    """Encode the positions of (B, T, D). In a packed batch, each sentence starts at position 0."""
     length, device = states.shape[1], states.device
     if isinstance(attention_mask, Packing):
         length = attention_mask.number_of_tokens(states)
@@ -373,8 +385,8 @@ def position_encodings(
     return encode(start, length, device)
 
 
-def _taken(kwargs: dict[str, Any], prefix: str) -> Packing | None:
-    """Take the boundaries of one side out of a call's arguments; None where it is not packed."""
+def _pop_packing(kwargs: dict[str, Any], prefix: str) -> Packing | None:
+    """Remove the boundaries of one side from a call's arguments. Return None for a padded side."""
     if kwargs.get(f"{prefix}cu_seq_lens_q") is None:
         return None
     given = {name: kwargs.pop(prefix + name, None) for name in _KEYS}
@@ -382,21 +394,21 @@ def _taken(kwargs: dict[str, Any], prefix: str) -> Packing | None:
 
 
 def takes_packed_batches(forward: Callable) -> Callable:
-    """Let `forward` take a packed batch, and pad what it returns; padded batches pass as they are.
+    """Decorate `forward` to accept packed batches, and pad its outputs for them.
 
-    `pad_outputs=False` leaves logits and hidden states at (1, N, ...). Attention weights are
-    always (B, H, Q, K).
+    Padded batches are not changed. `pad_outputs=False` returns logits and hidden states of shape
+    (1, N, ...). Attention weights are always (B, H, Q, K).
     """
     decodes = "decoder_attention_mask" in inspect.signature(forward).parameters
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
-        source, target = _taken(kwargs, ""), _taken(kwargs, "decoder_")
+        source, target = _pop_packing(kwargs, ""), _pop_packing(kwargs, "decoder_")
         if source is None and target is None:
             return forward(self, *args, **kwargs)
         if source is None or (decodes and target is None):
             raise ValueError(
-                "A batch is packed on both sides or on none: pass both cu_seq_lens_q and "
+                "Only one side of the batch is packed: pass both cu_seq_lens_q and "
                 "decoder_cu_seq_lens_q, as DataCollatorForPackedSeq2Seq does."
             )
         if target is not None:
@@ -412,14 +424,14 @@ def takes_packed_batches(forward: Callable) -> Callable:
 
 
 def _prepare_decoder(model: Any, kwargs: dict[str, Any], target: Packing) -> None:
-    """Shift packed labels right inside each sentence; a packed batch has no cache."""
+    """Make the decoder's inputs from packed labels, and turn off the cache."""
     kwargs |= {"decoder_attention_mask": target, "use_cache": False}
     labels, given = kwargs.get("labels"), ("decoder_input_ids", "decoder_inputs_embeds")
     if labels is not None and all(kwargs.get(name) is None for name in given):
-        kwargs["decoder_input_ids"] = _shifted(model, labels, target)
+        kwargs["decoder_input_ids"] = _shift_right(model, labels, target)
 
 
-def _shifted(model: Any, labels: torch.Tensor, target: Packing) -> torch.Tensor:
+def _shift_right(model: Any, labels: torch.Tensor, target: Packing) -> torch.Tensor:
     padded = target.padded(labels, -100)
     return target.flat(model.prepare_decoder_input_ids_from_labels(padded))
 
@@ -427,11 +439,11 @@ def _shifted(model: Any, labels: torch.Tensor, target: Packing) -> torch.Tensor:
 def decoder_inputs(
     model: Any, labels: torch.Tensor, batch: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Shift labels right inside each sentence of a batch, be it padded or packed."""
+    """Shift labels right inside each sentence of a padded or packed batch."""
     cu_seq_lens = batch.get("decoder_cu_seq_lens_q")
     if cu_seq_lens is None:
         return model.prepare_decoder_input_ids_from_labels(labels)
-    return _shifted(model, labels, Packing(cu_seq_lens))
+    return _shift_right(model, labels, Packing(cu_seq_lens))
 
 
 def _padded_output(side: Packing | None, value: Any) -> Any:

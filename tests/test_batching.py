@@ -195,7 +195,7 @@ def test_oversize_pairs_are_reported_and_alone_or_dropped():
         with CaptureLogger(token_batches.logger) as log:
             sampler = TokenBatchSampler(lengths, 8, drop_oversize=drop)
         assert "3 of 6 sentence pairs exceed max_source_tokens (8)" in log.out
-        assert f"{outcome}; their numbers, from 0: 1, 3, 4\n" in log.out
+        assert f"{outcome}. Their numbers, counted from 0: 1, 3, 4\n" in log.out
         assert sampler.oversize.tolist() == [1, 3, 4]
         batches = list(sampler)
         assert sorted(

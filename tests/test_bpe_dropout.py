@@ -137,8 +137,8 @@ def test_dropout_is_a_probability(dropout):
 
 def test_other_tokenizers_are_refused():
     words = VaswaniTokenizer.train_from_iterator(LINES, kind="word", show_progress=False)
-    with pytest.raises(ValueError, match="needs a tokenizer of BPE, not of WordLevel"):
+    with pytest.raises(ValueError, match=r"needs a BPE tokenizer.* WordLevel"):
         BpeDropout(words, 0.1)
     marked = merging(["a", "b</w>"], [], end_of_word_suffix="</w>")
-    with pytest.raises(ValueError, match="end_of_word_suffix '</w>'"):
+    with pytest.raises(ValueError, match="end_of_word_suffix='</w>'"):
         BpeDropout(marked, 0.1)

@@ -416,7 +416,7 @@ def test_an_output_that_cannot_be_made_ends_the_command_in_one_line(
         main(["convert", "fairseq", "a.pt", str(tmp_path / "file" / "sub" / "out")])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(SystemExit, match=r"fairseq: \. is where you are"):
+    with pytest.raises(SystemExit, match=r"fairseq: \. is the current folder"):
         main(["convert", "fairseq", "a.pt", "."])
 
 

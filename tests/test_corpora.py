@@ -107,7 +107,7 @@ def test_several_corpora_have_their_weights_and_tags(write, tmp_path):
     [
         (["a.tsv=-1"], [], "a weight must be 0 or more, got -1"),
         (["a.tsv=nan"], [], "a weight must be 0 or more, got nan"),
-        (["a.tsv=much"], [], "'much' is no weight"),
+        (["a.tsv=much"], [], "'much' is not a weight"),
         (["a.tsv=0", "b.tsv=0"], [], "All weights are 0"),
         (["a.tsv", "b.tsv"], ["de", "en", "fr"], r"3 tags \(de en fr\) for 2 corpora"),
     ],
@@ -244,7 +244,7 @@ def test_temperature_makes_shares_more_equal_and_weights_are_shares():
     assert shares_of([100, 900], [None, None], 1) == [100, 900]
     small, large = shares_of([100, 900], [None, None], 5)
     assert large / small == pytest.approx(9 ** (1 / 5))
-    with pytest.raises(ValueError, match="both say how often"):
+    with pytest.raises(ValueError, match="--temperature and weights"):
         shares_of([1, 2], [1.0, 2.0], 5)
 
 

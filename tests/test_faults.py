@@ -154,7 +154,7 @@ def test_resuming_in_another_number_of_processes_is_told(saved, five_checkpoints
     resumed = make_trainer(tmp_path / "run")
     with CaptureLogger(trainer.logger) as log:
         resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert ("was saved by 2 process(es), this run has 1" in log.out) == (saved == 2)
+    assert ("was saved by 2 process(es), but this run has 1" in log.out) == (saved == 2)
     assert resumed.state.global_step == 14
 
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_named_and_passed_over(
     with CaptureLogger(checkpoints.logger) as log:
         assert last_complete_checkpoint(run) == run / "checkpoint-12"
     flaw = f"{name} is missing" if damage == "missing" else f"{name} has"
-    assert f"{run / 'checkpoint-14'} is incomplete and passed over: {flaw}" in log.out
+    assert f"{run / 'checkpoint-14'} is incomplete and ignored: {flaw}" in log.out
 
 
 def test_a_damaged_list_of_files_is_named_too(five_checkpoints, tmp_path):
@@ -356,7 +356,7 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
 
     assert in_child(train_until_full) == 0
     assert f"{output / 'checkpoint-6'} could not be saved" in message.read_text()
-    assert f"{output / 'checkpoint-3'} is complete" in message.read_text()
+    assert f"last complete checkpoint is {output / 'checkpoint-3'}." in message.read_text()
     assert "MiB are free" in message.read_text()
     assert [path.name for path in checkpoints.run_checkpoints(output)] == ["checkpoint-3"]
     resumed = make_trainer(output, **SAVING)
@@ -385,7 +385,7 @@ def test_a_number_that_is_not_finite_ends_training_before_it_reaches_the_weights
         return loss
 
     run.compute_loss = diverging
-    message = f"{what} is nan in update 5.*checkpoint-3 is complete.*lower learning rate"
+    message = f"{what} is nan in update 5.*checkpoint-3.*lower learning rate"
     with pytest.raises(FloatingPointError, match=message):
         run.train()
     assert run.state.global_step == 4

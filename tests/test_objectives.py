@@ -277,7 +277,7 @@ def test_wrong_settings_are_refused_by_name_and_value(settings, message):
 
 
 def test_r_drop_and_another_objective_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="leave it or objective out"):
+    with pytest.raises(ValueError, match="only one of r_drop and objective"):
         make_trainer(tmp_path, objective="risk", r_drop=1.0)
 
 

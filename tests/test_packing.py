@@ -210,7 +210,7 @@ def test_compiled_training_has_the_same_loss(tiny_model, batches):
 def test_one_side_alone_cannot_be_packed(tiny_model, batches):
     padded, flat = batches()
     model = tiny_model()
-    with pytest.raises(ValueError, match="on both sides or on none"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q and decoder_cu_seq_lens_q"):
         model(**padded, cu_seq_lens_q=flat["cu_seq_lens_q"])
 
 
@@ -289,7 +289,7 @@ def test_attention_by_cumulative_lengths_gets_no_mask_and_gives_the_same(
     tiny_model, batches, monkeypatch
 ):
     monkeypatch.setattr(packing_vaswani, "varlen_attn", by_sentence)
-    monkeypatch.setattr(packing_vaswani, "_varlen_can", lambda *states: True)
+    monkeypatch.setattr(packing_vaswani, "_varlen_supports", lambda *states: True)
     monkeypatch.setattr(PackedMask, "layout", None)  # masks are never built
     assert_same_learning(tiny_model(dropout=0.0), *batches())
 

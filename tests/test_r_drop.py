@@ -159,7 +159,7 @@ def test_the_trainers_loss_is_the_formula_over_all_batches_of_an_update(tmp_path
     [
         ({"compute_loss_func": print}, "leave out compute_loss_func"),
         ({"label_smoothing_factor": 0.2}, "smoothed by the configuration's label_smoothing"),
-        ({"model": MarianMTModel(MARIAN)}, "not for MarianMTModel"),
+        ({"model": MarianMTModel(MARIAN)}, "not with MarianMTModel"),
     ],
 )
 def test_what_it_cannot_be_combined_with_is_refused(tmp_path, changes, complaint):

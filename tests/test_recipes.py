@@ -211,7 +211,7 @@ def test_a_recipe_that_makes_no_sense_is_refused(tmp_path, capsys, recipe, compl
         (["--objective", "risk", "--objective-settings", "k"], "--objective-settings: expected"),
         (["--patience", "3"], "--patience needs --valid"),
         (["--r-drop", "nan"], "--r-drop: must be 0 or more, got nan"),
-        (["--nbest", "5"], "--nbest 5 needs as many --beams, got 4"),
+        (["--nbest", "5"], "--nbest 5 needs at least as many --beams, got 4"),
         (["--average", "0"], "--average: must be at least 1, got 0"),
     ],
 )

@@ -148,7 +148,7 @@ def test_training_on_a_stream_resumes_with_the_same_weights(form, workers, tmp_p
         assert (resumed.model.state_dict()[name] == value).all(), name
     changes["dataloader_num_workers"] = 3
     other = make_trainer(tmp_path / "whole", data=FORMS[form](), **changes)
-    with pytest.raises(ValueError, match=r"has the streams of \d loader workers, this run has 3"):
+    with pytest.raises(ValueError, match=r"streams of \d loader workers, but this run has 3"):
         other.train(resume_from_checkpoint=True)
 
 

@@ -1,1 +1,1 @@
-"""What section 5 of the paper needs beyond transformers' trainers and Accelerate."""
+"""Training as in section 5 of the paper, on top of transformers' trainers and Accelerate."""

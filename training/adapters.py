@@ -1,4 +1,4 @@
-"""LoRA on every linear layer, the map to the vocabulary included, through PEFT."""
+"""Preparation of a model for LoRA (PEFT) on every linear layer, including `lm_head`."""
 
 import copy
 from typing import Any
@@ -8,13 +8,14 @@ from transformers import PreTrainedModel
 
 
 def untie_embeddings(model: PreTrainedModel) -> None:
-    """Give both embeddings and the map to the vocabulary, one matrix in the paper (3.4), their own.
+    """Give both embeddings and `lm_head` a matrix each. In the paper, they share one (3.4).
 
-    Needed wherever LoRA adapts `lm_head`: merging adds the adapter to a weight in place, and so to
-    the embeddings that share it. PEFT only warns of that, and its `ensure_weight_tying` adds to the
-    shared matrix once for each of its three uses. Call it before `get_peft_model`, and on the base
-    model before `PeftModel.from_pretrained`; what is merged and saved then has
-    `tie_word_embeddings=False`.
+    LoRA on `lm_head` needs this, because merging adds the adapter to a weight in place, and would
+    change embeddings that share the weight. PEFT only warns about it, and its `ensure_weight_tying`
+    adds the adapter once for each of the three uses of the matrix.
+
+    Call it before `get_peft_model`, and on the base model before `PeftModel.from_pretrained`. The
+    merged and saved model then has `tie_word_embeddings=False`.
 
     Args:
         model: a VaswaniForConditionalGeneration without adapters.

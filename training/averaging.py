@@ -1,8 +1,8 @@
 """Checkpoint averaging (section 6.1): the mean of a run's last checkpoints becomes one model.
 
-The paper averages the last 5 checkpoints of its base models and the last 20 of its big ones. The
-result is a folder like any other saved model: `from_pretrained`, translation and fine-tuning read
-it. It appears complete or not at all; a kill can leave a hidden folder ".NAME.*.partial" beside it.
+The paper averages the last 5 checkpoints of its base models and the last 20 of its big models. The
+result is a saved model like any other. It is written completely or not at all. A kill can leave a
+hidden folder ".NAME.*.partial" beside it.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ PathLike = str | os.PathLike
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# What a model needs beside its weights: configurations, code, tokenizer. Left out are the Trainer's
-# state and any scores, which are another model's.
+# Files that a model needs besides its weights: configurations, code and tokenizer. The Trainer's
+# state and scores are not copied, because they belong to another model.
 _COPIED = (
     *("*config.json", "*.py", "*.jinja"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("*vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm"),
 )
-# These change with the software or the place that saved a configuration, not with the model.
+# Configuration fields that depend on the software or the path that saved them, not on the model.
 _FREE_FIELDS = ("transformers_version", "_name_or_path")
 
 
@@ -46,15 +46,15 @@ def average_checkpoints(
 ) -> Path:
     """Save the mean of several checkpoints of one run as a model of its own (section 6.1).
 
-    Each tensor is summed in float32, one checkpoint in memory at a time beside the sums, and saved
-    in the checkpoints' dtype. A tied matrix is stored, and so averaged, once. Configuration, code,
+    Tensors are summed in float32 and saved in the checkpoints' dtype. Memory holds the sums and one
+    checkpoint at a time. A tied matrix is stored, and so averaged, once. Configuration, code,
     generation config and tokenizer are copied from the last checkpoint.
 
     Args:
-        checkpoints: folders of saved models, oldest first; or one folder that a Trainer writes to,
-            whose `last` checkpoint-N folders of the highest numbers are taken.
-        output: the folder to make; it must not exist, or be empty.
-        last: how many checkpoints of a Trainer's folder; 5 for base, 20 for big in the paper.
+        checkpoints: folders of saved models, oldest first. Or the output folder of a Trainer, from
+            which the `last` checkpoint-N folders with the highest numbers are averaged.
+        output: the folder to make. It must be empty or not exist.
+        last: number of checkpoints of a Trainer's folder. The paper has 5 for base, 20 for big.
 
     Returns:
         The path of the new folder.
@@ -62,9 +62,9 @@ def average_checkpoints(
     Raises:
         FileExistsError: output exists and is not an empty folder.
         FileNotFoundError: a folder does not exist.
-        ValueError: a checkpoint is incomplete or damaged, holds other tensors, shapes, types or
-            another configuration than the last one, or a number that is not finite; there are fewer
-            than `last` checkpoints. The message names the folder.
+        ValueError: a checkpoint is incomplete or damaged, differs from the last one in its tensors,
+            shapes, types or configuration, or has numbers that are not finite; there are fewer than
+            `last` checkpoints. The message names the folder.
     """
     output = Path(output).resolve()
     refuse_existing(output)
@@ -88,7 +88,7 @@ def average_checkpoints(
 
 
 def _selected(checkpoints: PathLike | Sequence[PathLike], last: int | None) -> list[Path]:
-    """The folders to average, oldest first."""
+    """Return the folders to average, oldest first."""
     if last is not None and last < 1:
         raise ValueError(f"last must be at least 1, got {last}.")
     if isinstance(checkpoints, str | os.PathLike):
@@ -103,13 +103,13 @@ def _selected(checkpoints: PathLike | Sequence[PathLike], last: int | None) -> l
         raise ValueError("There is nothing to average: the list of checkpoints is empty.")
     if last is not None:
         raise ValueError(
-            f"last ({last}) selects from the one folder that a Trainer writes to, but "
-            f"{len(folders)} checkpoints are listed: leave it out."
+            f"last ({last}) selects checkpoints in the output folder of a Trainer, but "
+            f"{len(folders)} checkpoints are listed: leave last out."
         )
     seen = set()
     for folder in folders:
         if folder.resolve() in seen:
-            raise ValueError(f"{folder} is listed twice and would weigh twice.")
+            raise ValueError(f"{folder} is listed twice and would count twice: list it once.")
         seen.add(folder.resolve())
     return folders
 
@@ -121,25 +121,25 @@ def _last_of_run(run: Path, last: int) -> list[Path]:
     if len(found) < last:
         raise ValueError(
             f"{run} holds {len(found)} checkpoint-N folders, fewer than the {last} to average: "
-            "ask for fewer, or train with a save_total_limit that keeps as many."
+            "pass a smaller last (--last), or train with a larger save_total_limit."
         )
     folders = found[-last:]
     if incomplete := [str(path) for path in folders if not (path / TRAINER_STATE).is_file()]:
         raise ValueError(
-            f"Incomplete, for want of {TRAINER_STATE}, which is saved last: "
-            f"{', '.join(incomplete)}. Remove what is incomplete, or list the checkpoints to take."
+            f"Incomplete, because {TRAINER_STATE}, which is saved last, is missing: "
+            f"{', '.join(incomplete)}. Remove these folders, or list the checkpoints to average."
         )
     return folders
 
 
 @dataclasses.dataclass(frozen=True)
 class _Checkpoint:
-    """A saved model, read as far as the headers of its weights.
+    """A saved model of which only the configuration and the headers of the weights are read.
 
     Args:
-        folder: where it lies.
-        config: its configuration.
-        files: the file that holds each tensor.
+        folder: the folder of the model.
+        config: the configuration.
+        files: the file name of each tensor.
         layout: dtype and shape of each tensor.
     """
 
@@ -154,7 +154,7 @@ class _Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a folder, refusing by name one that is incomplete or damaged."""
+        """Read a folder. A folder that is incomplete or damaged raises an error."""
         if not folder.is_dir():
             raise FileNotFoundError(f"There is no checkpoint folder {folder}.")
         config = _read_json(folder, "config.json")
@@ -166,13 +166,13 @@ class _Checkpoint:
             names = sorted(set(expected.values()))
         else:
             raise ValueError(
-                f"{folder} is incomplete: it has neither {_WEIGHTS} nor {_INDEX}. Weights in "
-                "another format are averaged after loading the model and saving it again."
+                f"{folder} is incomplete: it has neither {_WEIGHTS} nor {_INDEX}. If the weights "
+                "have another format, load the model and save it again."
             )
         files, layout = {}, {}
         for name in names:
             with _opened(folder, name) as weights:
-                for key in weights.keys():  # noqa: SIM118  (not a dict: it has no iterator)
+                for key in weights.keys():  # noqa: SIM118  (not a dictionary: no iterator)
                     view = weights.get_slice(key)
                     files[key] = name
                     layout[key] = (view.get_dtype(), list(view.get_shape()))
@@ -181,7 +181,7 @@ class _Checkpoint:
                 key for key in files.keys() | expected if files.get(key) != expected.get(key)
             )
             raise ValueError(
-                f"{folder} is damaged: {_INDEX} and the files it lists disagree about {wrong[0]!r}."
+                f"{folder} is damaged: {_INDEX} and its weight files disagree about {wrong[0]!r}."
             )
         return cls(folder, config, files, layout)
 
@@ -200,7 +200,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(folder: Path, name: str) -> Iterator[Any]:
-    """Open a file of weights; its length must be what its header says."""
+    """Open a file of weights. A file that is shorter than its header says raises an error."""
     try:
         weights = safe_open(folder / name, framework="pt")
     except FileNotFoundError:
@@ -212,7 +212,7 @@ def _opened(folder: Path, name: str) -> Iterator[Any]:
 
 
 def _refuse_different(model: _Checkpoint, newest: _Checkpoint) -> None:
-    """Refuse a checkpoint of another model than the last one's."""
+    """Refuse a checkpoint whose configuration or tensors differ from those of the newest."""
     fields = sorted(
         field
         for field in model.config.keys() | newest.config.keys()
@@ -224,11 +224,11 @@ def _refuse_different(model: _Checkpoint, newest: _Checkpoint) -> None:
             for field in fields
         )
         raise ValueError(f"{model.folder} and {newest.folder} differ in config.json: {shown}.")
-    for one, other in ((model, newest), (newest, model)):
-        if missing := sorted(one.layout.keys() - other.layout.keys()):
+    for first, second in ((model, newest), (newest, model)):
+        if missing := sorted(first.layout.keys() - second.layout.keys()):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(
-                f"{other.folder} has no tensor {missing[0]!r}{more}; {one.folder} has."
+                f"{second.folder} has no tensor {missing[0]!r}{more}, but {first.folder} has."
             )
     for key, (dtype, shape) in newest.layout.items():
         found_dtype, found_shape = model.layout[key]
@@ -240,9 +240,9 @@ def _refuse_different(model: _Checkpoint, newest: _Checkpoint) -> None:
 
 
 def _mean(models: Sequence[_Checkpoint], keys: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The mean of the tensors of these names, in their own dtype.
+    """Return the mean of the tensors named `keys`, in their own dtype.
 
-    The files of one checkpoint are closed before the next is opened: what stays in memory are the
+    The files of a checkpoint are closed before the next is opened, so that memory holds only the
     sums and the pages of one checkpoint.
     """
     sums: dict[str, torch.Tensor] = {}
@@ -252,7 +252,7 @@ def _mean(models: Sequence[_Checkpoint], keys: Sequence[str]) -> dict[str, torch
             with _opened(model.folder, name) as weights:
                 for key in keys:
                     if model.files[key] == name:
-                        # No variable may hold a tensor longer: it would hold its whole file.
+                        # No variable may keep a tensor: it would keep its whole file in memory.
                         dtypes[key] = _add(sums, key, weights.get_tensor(key), model.folder)
     for key, dtype in dtypes.items():
         if dtype.is_floating_point:
@@ -265,12 +265,12 @@ def _add(
 ) -> torch.dtype:
     """Add a tensor to its sum, in float32 at least, and return its dtype.
 
-    Counters and flags have no mean: they must be equal.
+    Integers and flags have no mean, so they must be equal in all checkpoints.
     """
     if not tensor.is_floating_point():
         if not torch.equal(sums.setdefault(key, tensor.clone()), tensor):
             raise ValueError(
-                f"{key!r} of {folder} differs from the checkpoint before it, and {tensor.dtype} "
+                f"{key!r} of {folder} differs from the first checkpoint, and {tensor.dtype} "
                 "cannot be averaged."
             )
         return tensor.dtype
@@ -286,13 +286,13 @@ def _add(
 class AverageCheckpoints(TrainerCallback):
     """Average the last checkpoints of a Trainer's run when its training ends (section 6.1).
 
-    `Trainer(..., callbacks=[AverageCheckpoints(last=5)])` leaves the mean beside the run, in
-    "<output_dir>-averaged" or in `output`. A run with fewer checkpoints has them all averaged, and
+    `Trainer(..., callbacks=[AverageCheckpoints(last=5)])` writes the mean to
+    "<output_dir>-averaged" or to `output`. If the run has fewer checkpoints, all are averaged, with
     a warning. The trained model itself is not changed.
 
     Raises:
-        FileExistsError: output exists and is not an empty folder; raised before training.
-        ValueError: the run would not keep `last` checkpoints; raised before training.
+        FileExistsError: before training, output exists and is not an empty folder.
+        ValueError: before training, the settings would not keep `last` checkpoints.
     """
 
     def __init__(self, last: int, output: PathLike | None = None) -> None:
@@ -310,15 +310,15 @@ class AverageCheckpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse what would fail at the end of training."""
+        """Check before training what would fail at its end."""
         if args.save_strategy == "no":
             raise ValueError(
-                "save_strategy='no' leaves no checkpoints to average: set it to 'steps' or 'epoch'."
+                "save_strategy='no' saves no checkpoints to average: set it to 'steps' or 'epoch'."
             )
         if args.save_total_limit is not None and args.save_total_limit < self.last:
             raise ValueError(
                 f"save_total_limit ({args.save_total_limit}) keeps fewer checkpoints than the "
-                f"{self.last} to average: raise it, or leave it out."
+                f"{self.last} to average: raise save_total_limit, or leave it out."
             )
         if state.is_world_process_zero:
             refuse_existing(self._output(args))
@@ -326,7 +326,7 @@ class AverageCheckpoints(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Average, in one process only."""
+        """Average the checkpoints, in the main process only."""
         if not state.is_world_process_zero:
             return
         run = _run_folder(args)
@@ -338,7 +338,7 @@ class AverageCheckpoints(TrainerCallback):
 
 
 def _run_folder(args: TrainingArguments) -> Path:
-    # Optional in its type only: without one, transformers sets "trainer_output".
+    # output_dir is None in its type only, because transformers sets "trainer_output".
     return Path(args.output_dir or "trainer_output").resolve()
 
 

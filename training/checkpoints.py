@@ -1,8 +1,8 @@
-"""Checkpoints that are recognised as incomplete if a kill interrupts their saving.
+"""Checkpoints with a manifest, so that an incomplete checkpoint can be recognised.
 
-A checkpoint is a folder of a dozen files, which transformers writes one by one. This file adds a
-manifest. The manifest is empty while the checkpoint is saved. When all other files are on the disk,
-it gets their names and sizes.
+transformers writes the dozen files of a checkpoint one by one. This module adds a manifest, which
+is empty during the save. When all other files are on the disk, their names and sizes are written to
+it.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def run_checkpoints(run: Path) -> list[Path]:
 
 
 def last_complete_checkpoint(run: str | os.PathLike) -> Path | None:
-    """Find the checkpoint to resume from. A warning names later ones that are incomplete.
+    """Return the last complete checkpoint. A warning names later checkpoints that are incomplete.
 
     Args:
         run: the output folder of a Trainer.
@@ -47,12 +47,12 @@ def last_complete_checkpoint(run: str | os.PathLike) -> Path | None:
         flaw = flaw_of(folder)
         if flaw is None:
             return folder
-        logger.warning(f"{folder} is incomplete and passed over: {flaw}.")
+        logger.warning(f"{folder} is incomplete and ignored: {flaw}.")
     return None
 
 
 def flaw_of(folder: Path) -> str | None:
-    """Tell why a checkpoint is incomplete. None if it is complete."""
+    """Return why a checkpoint is incomplete, or None if it is complete."""
     try:
         manifest = (folder / _MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def flaw_of(folder: Path) -> str | None:
 
 
 def _unreadable_in(folder: Path) -> str | None:
-    """Find damage in a checkpoint without a manifest, which another Trainer has saved."""
+    """Return the damage of a checkpoint without a manifest, as other trainers save it, or None."""
     try:
         json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def begin_checkpoint(folder: Path) -> None:
     for left_over in folder.parent.glob(".checkpoint-*.removed"):
         shutil.rmtree(left_over, ignore_errors=True)
     if folder.exists():
-        # An earlier run has left it. Its files must not mix with the new ones.
+        # Remove the files of an earlier run, which must not mix with the new ones.
         discard_checkpoint(folder)
     folder.mkdir()
     (folder / _MANIFEST).touch()
@@ -129,7 +129,7 @@ def is_being_saved(folder: Path) -> bool:
 
 
 def discard_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a kill leaves no half of it."""
+    """Remove a checkpoint. It is renamed first, so that a kill leaves no incomplete checkpoint."""
     removed = folder.with_name(f".{folder.name}.removed")
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(removed)
@@ -138,10 +138,10 @@ def discard_checkpoint(folder: Path) -> None:
 
 
 def limit_checkpoints(newest: Path, limit: int, best: str | None = None) -> None:
-    """Keep the last `limit` complete checkpoints of a run, and remove the others before `newest`.
+    """Keep the last `limit` complete checkpoints of a run up to `newest`, and remove the others.
 
-    `newest` and the checkpoint at the path `best` count, but always stay. Incomplete checkpoints
-    are removed.
+    `newest` and the checkpoint at the path `best` are always kept and count towards the limit.
+    Incomplete checkpoints are removed.
     """
     before = run_checkpoints(newest.parent)
     before = before[: before.index(newest)]

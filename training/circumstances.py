@@ -1,4 +1,4 @@
-"""What a reader needs to repeat a run: command, commit, machine, versions, date."""
+"""The facts needed to repeat a run: command, commit, machine, versions and date."""
 
 import contextlib
 import datetime
@@ -26,12 +26,12 @@ _PACKAGES = (
     "torchao",
     "bitsandbytes",
 )
-# What a CPU needs for fast products in bfloat16 and int8.
+# CPU flags that make products in bfloat16 and int8 fast.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 
 
 def circumstances() -> dict[str, Any]:
-    """Describe this run in JSON's types; `commit` is that of the script, or of this package."""
+    """Describe this run in JSON types. `commit` belongs to the script or to this package."""
     program = Path(sys.argv[0])
     own = program.stem == "vaswani" or program.parent.name == "vaswani"  # python -m vaswani
     return {
@@ -44,7 +44,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def weights_sha256(folder: str | os.PathLike) -> str | None:
-    """SHA-256 of a saved model's weights, which the Hub shows beside the file; None for shards."""
+    """Return the SHA-256 of a saved model's weights, as the Hub shows it, or None for shards."""
     path = Path(folder) / "model.safetensors"
     if not path.exists():
         return None
@@ -59,7 +59,7 @@ def _hardware() -> dict[str, Any]:
         lines = information.read_text().splitlines()
         fields = {key.strip(): value for key, _, value in (line.partition(":") for line in lines)}
     flags = fields.get("flags", "").split()
-    # An allocator, for example: it changes memory and time.
+    # A preloaded library such as an allocator changes memory and time.
     preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split()]
     return {
         "cpu": fields.get("model name", platform.processor() or platform.machine()).strip(),
@@ -80,7 +80,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit(file: Path) -> str:
-    """Name the commit of a file that git tracks; an environment may lie in a stranger's clone."""
+    """Return the commit of a file that git tracks, or "unknown".
+
+    An installed file is not tracked, even if its environment lies inside another project's clone.
+    """
     git = shutil.which("git")
     if git is None:
         return "unknown"

@@ -1,4 +1,4 @@
-"""The learning curve of a run as a picture: losses and the validation score by update."""
+"""Pictures of learning curves: losses and the validation score over updates."""
 
 import math
 import os
@@ -31,13 +31,13 @@ def draw_learning_curve(
 ) -> None:
     """Draw the training loss, the validation loss with its perplexity, and a validation score.
 
-    The training loss is label-smoothed and under dropout (5.4), the validation loss is neither:
-    the two do not meet. The file appears whole or not at all.
+    The two losses are not comparable: the training loss has label smoothing and dropout (5.4), the
+    validation loss has neither. The file is written completely or not at all.
 
     Args:
         log: a Trainer's `state.log_history`.
-        path: of the picture; its suffix is the format.
-        score: the evaluation metric to draw, without its "eval_".
+        path: path of the picture. Its suffix gives the format.
+        score: the evaluation metric to draw, without the prefix "eval_".
     """
     scores = _series(log, f"eval_{score}")
     count = 2 if scores else 1
@@ -48,7 +48,7 @@ def draw_learning_curve(
     _plot(losses, _series(log, "loss"), "training (smoothed, with dropout)", _TRAINING)
     validation = _series(log, "eval_loss")
     _plot(losses, validation, "validation", _VALIDATION)
-    _dress(losses, "loss, nats per target token")
+    _style(losses, "loss, nats per target token")
     if losses.lines:
         losses.legend(frameon=False, labelcolor=INK)
     if validation:
@@ -61,16 +61,16 @@ def draw_learning_curve(
         right.spines[:].set_color(LINE)
     if scores:
         _plot(panels[1], scores, score, _VALIDATION)
-        _dress(panels[1], f"validation {_NAMES.get(score, score)}")
-        panels[1].set_ylim(bottom=max(0, panels[1].get_ylim()[0]))  # no score is negative
+        _style(panels[1], f"validation {_NAMES.get(score, score)}")
+        panels[1].set_ylim(bottom=max(0, panels[1].get_ylim()[0]))  # scores are 0 or more
     last = max((max(line.get_xdata()) for panel in panels for line in panel.lines), default=0)
     for panel in panels:
-        panel.set_xlim(0, 1.12 * max(last, 1))  # with room for the last values
+        panel.set_xlim(0, 1.12 * max(last, 1))  # leaves room for the labels of the last values
     write_figure(figure, Path(path))
 
 
 def _series(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    """The finite values that a log has under a name, with their updates."""
+    """Return the (update, value) pairs of the finite values that a log has under `name`."""
     return [
         (entry["step"], entry[name])
         for entry in log
@@ -79,16 +79,16 @@ def _series(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, floa
 
 
 def _log(perplexity: np.ndarray) -> np.ndarray:
-    """The loss of a perplexity; matplotlib tries it on 0 and less, too."""
+    """Return the loss of a perplexity. matplotlib also calls it with numbers up to 0."""
     return np.log(np.maximum(perplexity, 1e-9))
 
 
 def _plot(panel: Axes, series: list[tuple[int, float]], label: str, colour: str) -> None:
-    """Draw a line, and the value at its end if that is of the validation."""
+    """Draw a line. A validation line gets its last value as a label."""
     if not series:
         return
     steps, values = zip(*series, strict=True)
-    # A line through a point or two cannot be seen.
+    # Markers make a line of one or two points visible.
     marker = "o" if len(series) < 30 else None
     panel.plot(steps, values, label=label, color=colour, marker=marker, markersize=3.5)
     if colour == _VALIDATION:
@@ -103,8 +103,8 @@ def _plot(panel: Axes, series: list[tuple[int, float]], label: str, colour: str)
         )
 
 
-def _dress(panel: Axes, name: str) -> None:
-    """Name the axes, and leave of their lines what helps to read values."""
+def _style(panel: Axes, name: str) -> None:
+    """Label the axes, and draw only the lines that help to read values."""
     panel.set_xlabel("update", color=INK)
     panel.set_ylabel(name, color=INK)
     panel.xaxis.set_major_formatter("{x:,.0f}")
@@ -117,10 +117,10 @@ def _dress(panel: Axes, name: str) -> None:
 
 
 class LearningCurve(TrainerCallback):
-    """Keep "learning_curve.png" in the output folder up to date, at evaluations and at the end.
+    """Redraw "learning_curve.png" in the output folder at every evaluation and at the end.
 
     Args:
-        score: the evaluation metric to draw beside the losses, without its "eval_".
+        score: the evaluation metric to draw beside the losses, without the prefix "eval_".
     """
 
     def __init__(self, score: str = "bleu") -> None:
@@ -129,14 +129,14 @@ class LearningCurve(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Draw the curve so far, in one process only."""
+        """Draw the curve so far, in the main process only."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir or "trainer_output")
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "learning_curve.png"
             try:
                 draw_learning_curve(state.log_history, path, self.score)
-            except OSError as error:  # a picture is no reason to end training
+            except OSError as error:  # training must not end because of a picture
                 logger.warning(f"{path} could not be written: {error}")
 
     def on_train_end(

@@ -3,7 +3,7 @@
     scores = evaluate_generation(model, tokenizer, sources, references, num_beams=4)
     scores["bleu"], scores["bleu_signature"], scores["compound_split_bleu"]
 
-Everything works offline. Memory does not grow with the number of sentences, but for their text.
+Everything works offline. Memory does not grow with the number of sentences, except for their text.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ with needs("vaswani[train]"):
     import evaluate
     from sacrebleu.metrics import BLEU, CHRF
 
-# Perl's regular expression in tensor2tensor and fairseq, which reads bytes: a hyphen between two
-# bytes that are not white space. A byte belongs to one match, so "a-b-c" is split once.
+# The Perl regular expression of tensor2tensor and fairseq, which reads bytes: a hyphen between two
+# bytes that are not white space. Matches do not overlap, so "a-b-c" is split once.
 _HYPHEN = re.compile(rb"(\S)-(\S)")
 _SENTENCES_AT_A_TIME = 1000
 _MOSES = "moses:"
@@ -35,7 +35,7 @@ _MOSES = "moses:"
 def split_compounds(tokens: str) -> str:
     r"""Split compounds at their hyphens: "rich-text format" is "rich ##AT##-##AT## text format".
 
-    The same bytes as `perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'` makes of a line.
+    The result has the same bytes as `perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'`.
     """
     return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", tokens.encode()).decode()
 
@@ -47,28 +47,29 @@ class TranslationMetric(evaluate.Metric):
 
     - `bleu`, `bleu_signature`, with `precisions` and `brevity_penalty`: sacreBLEU (Post, 2018);
     - `chrf`, `chrf_signature`: character F-score (Popovic, 2015), sacreBLEU's chrF2;
-    - `compound_split_bleu`, `compound_split_bleu_signature`: what the paper's Table 2 gives for
-      English-German, higher than sacreBLEU's figure (fairseq's big model: 29.3 and 28.6);
-    - `exact_match`: per cent of the predictions that equal a reference, character by character;
-    - `sentences`: how many were scored.
+    - `compound_split_bleu`, `compound_split_bleu_signature`: the BLEU of the paper's Table 2 for
+      English-German. It is higher than sacreBLEU's (fairseq's big model: 29.3 and 28.6);
+    - `exact_match`: percentage of predictions that equal a reference, character by character;
+    - `sentences`: the number of scored sentences.
 
     Compound-split BLEU is the procedure of tensor2tensor's `utils/get_ende_bleu.sh` and fairseq's
-    `scripts/compound_split_bleu.sh`: tokenise predictions and references; in both replace the
-    hyphen in every match of `(\S)-(\S)` by " ##AT##-##AT## "; take BLEU of 4-grams over tokens
-    between white space, case-sensitive, without smoothing (Moses' multi-bleu.perl). The first
-    script tokenises by Moses' tokenizer.perl for German, the second is given such text: pass
-    `compound_tokenize="moses:de"`, which needs sacremoses, or text tokenised that way and "none".
+    `scripts/compound_split_bleu.sh`. Predictions and references are tokenised. In both, every match
+    of `(\S)-(\S)` has its hyphen replaced by " ##AT##-##AT## ". BLEU counts n-grams up to 4 over
+    tokens between white space, case-sensitive, without smoothing (Moses' multi-bleu.perl). The
+    first script tokenises with Moses' tokenizer.perl for German, and the second expects such text.
+    Pass `compound_tokenize="moses:de"`, which needs sacremoses, or text tokenised that way and
+    "none".
 
     Args:
-        tokenize: sacreBLEU's tokenizer for BLEU; "none" for text that is tokenised already.
-        lowercase: compare lowercased text, but for exact matches.
+        tokenize: sacreBLEU's tokenizer for BLEU. "none" is for tokenised text.
+        lowercase: compare lowercased text, except for exact matches.
         compound_tokenize: sacreBLEU's tokenizer for compound-split BLEU, or "moses:" and a
-            language; None is `tokenize`.
-        **kwargs: `evaluate.Metric`'s own, such as cache_dir.
+            language. None means the value of `tokenize`.
+        **kwargs: arguments of `evaluate.Metric`, such as cache_dir.
 
     Raises:
-        ImportError: Moses' tokenizer is asked for and sacremoses is not installed.
-        ValueError: no tokenizer has that name.
+        ImportError: Moses' tokenizer is requested, but sacremoses is not installed.
+        ValueError: no tokenizer has this name.
     """
 
     def __init__(
@@ -105,18 +106,18 @@ class TranslationMetric(evaluate.Metric):
         references: Sequence[str] | Sequence[Sequence[str]] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep predictions and references for `compute`; a batch may be empty."""
-        # evaluate looks at the first sentence of the first batch, to tell one reference from many.
+        """Add predictions and references for `compute`. A batch may be empty."""
+        # evaluate reads the first sentence of the first batch to detect multiple references.
         if predictions is None or references is None or len(predictions) or len(references):
             super().add_batch(predictions=predictions, references=references, **kwargs)
 
     def _compute(
         self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
     ) -> dict[str, Any]:
-        """Sum the statistics of some sentences at a time.
+        """Sum the statistics over slices of the sentences.
 
         sacreBLEU would count the n-grams of the whole corpus first, which takes far more memory
-        than its text.
+        than the text.
         """
         tallies = {
             "bleu": _Tally(BLEU(tokenize=self.tokenize, lowercase=self.lowercase, force=True)),
@@ -127,15 +128,15 @@ class TranslationMetric(evaluate.Metric):
         }
         exact = 0
         for start in range(0, len(predictions), _SENTENCES_AT_A_TIME):
-            some = slice(start, start + _SENTENCES_AT_A_TIME)
+            rows = slice(start, start + _SENTENCES_AT_A_TIME)
             alternatives = [
-                [texts] if isinstance(texts, str) else list(texts) for texts in references[some]
+                [texts] if isinstance(texts, str) else list(texts) for texts in references[rows]
             ]
             if [] in alternatives:
                 raise ValueError(f"Sentence {start + alternatives.index([]) + 1} has no reference.")
             for tally in tallies.values():
-                tally.add(predictions[some], alternatives)
-            pairs = zip(predictions[some], alternatives, strict=True)
+                tally.add(predictions[rows], alternatives)
+            pairs = zip(predictions[rows], alternatives, strict=True)
             exact += sum(text in accepted for text, accepted in pairs)
         scores: dict[str, Any] = {}
         for name, tally in tallies.items():
@@ -157,7 +158,7 @@ class TranslationMetric(evaluate.Metric):
         return split_compounds(self._compound_tokenizer(text.rstrip()))
 
     def _compound_signature(self, tally: "_Tally") -> str:
-        """The signature of sacreBLEU, which knows nothing of what was done to the text before."""
+        """Return sacreBLEU's signature with the case and the tokenizer applied before."""
         signature = tally.metric.get_signature()
         signature.update("case", "lc" if self.lowercase else "mixed")
         signature.update("tok", f"{self.compound_tokenize}+compound-split")
@@ -165,7 +166,7 @@ class TranslationMetric(evaluate.Metric):
 
 
 def _tokenizer(name: str) -> Callable[[str], str]:
-    """A tokenizer of sacreBLEU, or Moses' for a language."""
+    """Return a tokenizer of sacreBLEU, or the Moses tokenizer of a language."""
     if name.startswith(_MOSES):
         try:
             from sacremoses import MosesTokenizer
@@ -185,7 +186,7 @@ def _tokenizer(name: str) -> Callable[[str], str]:
 class _Tally:
     """The statistics of a sacreBLEU metric, summed sentence by sentence.
 
-    The hooks used are those that every metric of sacreBLEU >= 2.0 implements for its bootstrap.
+    It calls two private methods that every metric of sacreBLEU >= 2.0 has for its bootstrap.
     """
 
     def __init__(self, metric: BLEU | CHRF, prepare: Callable[[str], str] = str) -> None:
@@ -223,18 +224,19 @@ def generate_texts(
     window: int = 2048,
     **generate_kwargs: Any,
 ) -> Iterator[str]:
-    """Translate lines of any number in their order, holding one window of them (section 6.1).
+    """Translate any number of lines in order, with one window of them in memory (section 6.1).
 
-    Inside a window sentences of similar length share a batch. A line without text gives "".
+    Sentences of similar length in a window share a batch. A blank line gives "".
 
     Args:
-        model: translates in evaluation mode, and is left in the mode it was in.
-        tokenizer: of the source, and of the target unless `target_tokenizer` is given.
-        sources: the lines, read as they are needed.
-        target_tokenizer: of the target, where vocabularies are separate.
-        batch_tokens: the most padded source tokens of a batch; a longer sentence goes alone.
-        window: how many lines are sorted together.
-        **kwargs: for `generate`, such as num_beams=4.
+        model: the model. It translates in evaluation mode, and its mode is restored afterwards.
+        tokenizer: tokenizer of the source, and of the target unless `target_tokenizer` is given.
+        sources: the lines, read only when needed.
+        target_tokenizer: tokenizer of the target if the vocabularies are separate.
+        batch_tokens: largest number of padded source tokens in a batch. A longer sentence has a
+            batch of its own.
+        window: number of lines that are sorted together.
+        **kwargs: arguments of `generate`, such as num_beams=4.
 
     Raises:
         ValueError: batch_tokens or window is less than 1, or num_return_sequences is not 1.
@@ -244,7 +246,7 @@ def generate_texts(
             raise ValueError(f"{name} must be at least 1, got {value}.")
     if generate_kwargs.get("num_return_sequences", 1) != 1:
         raise ValueError(
-            f"num_return_sequences ({generate_kwargs['num_return_sequences']}) must be 1: every "
+            f"num_return_sequences must be 1, got {generate_kwargs['num_return_sequences']}: every "
             "line has one translation here."
         )
     generate: Any = model.generate
@@ -292,19 +294,20 @@ def evaluate_generation(
 ) -> dict[str, Any]:
     """Translate and score sentence pairs as they are read, with bounded memory (section 6.1).
 
-    The figures are those of translating everything first and scoring it at once. The texts wait on
-    disk, where `evaluate` keeps them; of the model's outputs nothing is kept.
+    The scores equal those of scoring all translations at once. `evaluate` keeps the texts on disk,
+    and the model's outputs are not kept.
 
     Args:
         model, tokenizer, target_tokenizer, batch_tokens, window: as for `generate_texts`.
         sources: source lines.
-        references: for each line its translation, or several.
-        metric: any `evaluate.Metric` of predictions and references; None is `TranslationMetric()`.
-        **kwargs: for `generate`: nothing for greedy search or what the checkpoint says, num_beams=4
-            for beams.
+        references: one translation, or several, for each line.
+        metric: an `evaluate.Metric` of predictions and references. None means
+            `TranslationMetric()`.
+        **kwargs: arguments of `generate`, such as num_beams=4. By default, the checkpoint's
+            generation config decides.
 
     Raises:
-        ValueError: there are no lines, or not as many references as sources.
+        ValueError: there are no lines, or the numbers of sources and references differ.
     """
     metric = TranslationMetric() if metric is None else metric
     pairs = itertools.zip_longest(sources, references)
@@ -316,8 +319,8 @@ def evaluate_generation(
                     ("sources", "references") if source is None else ("references", "sources")
                 )
                 raise ValueError(
-                    f"The {ended} end after line {number - 1}, the {longer} go on: every source "
-                    "needs its reference."
+                    f"There are more {longer} than {ended}: the {ended} end after line "
+                    f"{number - 1}. Every source needs a reference."
                 )
         predictions = generate_texts(
             model,
@@ -338,16 +341,20 @@ def evaluate_generation(
 
 
 def nbest_accuracy(candidates: Iterable[Sequence[str]], references: Iterable[str]) -> list[float]:
-    """Per cent of the references found among the first 1, 2, ... candidates, as many as all have.
+    """Return the percentages of references among the first 1, 2, ... candidates.
+
+    The result has as many percentages as the shortest list has candidates.
 
     Raises:
-        ValueError: there are no candidates, or not as many lists of them as references.
+        ValueError: there are no candidates, or the numbers of lists and references differ.
     """
     found: list[int] = []
     lines = 0
     for texts, reference in itertools.zip_longest(candidates, references):
         if texts is None or reference is None:
-            raise ValueError(f"Candidates and references do not match: one ends after {lines}.")
+            raise ValueError(
+                f"Candidates and references differ in number: one of them ends after line {lines}."
+            )
         found = found[: len(texts)] if lines else [0] * len(texts)
         lines += 1
         rank = texts.index(reference) if reference in texts else len(texts)
@@ -361,20 +368,20 @@ def nbest_accuracy(candidates: Iterable[Sequence[str]], references: Iterable[str
 def evaluate_perplexity(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[str, float]:
-    """Perplexity per target token: exp of the mean negative log-likelihood (Table 3's PPL).
+    """Return the perplexity per target token: exp of the mean negative log-likelihood (Table 3).
 
-    In evaluation mode this model's loss is not smoothed (5.4). The Trainer's `eval_loss` is not
-    quite this mean: it averages the means of batches, whatever their numbers of tokens, and so
-    changes with the batches; and `label_smoothing_factor` smooths it. Here every target token
-    weighs the same, however the batches are made.
+    In evaluation mode this model's loss has no label smoothing (5.4). All target tokens have the
+    same weight, so that the result does not depend on the batches. The Trainer's `eval_loss`
+    differs: it averages the means of batches with different numbers of tokens, and
+    `label_smoothing_factor` smooths it.
 
     Args:
-        model: returns a loss that is the mean over the real target tokens of a batch.
-        batches: model inputs with `labels`, -100 where there is no target token.
+        model: a model whose loss is the mean over the real target tokens of a batch.
+        batches: model inputs with `labels`, which are -100 at padding.
 
     Returns:
-        `loss` in nats per token, `perplexity`, and `target_tokens`, their number. Over several
-        processes the losses add up, each weighed by its target_tokens.
+        `loss` in nats per token, `perplexity`, and the number of `target_tokens`. To combine
+        several processes, average their losses weighted by target_tokens.
 
     Raises:
         ValueError: there is no target token, or a batch has no labels.
@@ -394,7 +401,7 @@ def evaluate_perplexity(
                 total += model(**inputs).loss.item() * count
                 tokens += count
     if not tokens:
-        raise ValueError("There is no target token: the batches are none, or all labels are -100.")
+        raise ValueError("There is no target token: no batch was given, or all labels are -100.")
     loss = total / tokens
     try:
         perplexity = math.exp(loss)

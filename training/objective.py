@@ -1,4 +1,4 @@
-"""What a training objective is: a loss that VaswaniTrainer calls for each batch."""
+"""The interface of training objectives: losses that VaswaniTrainer calls for each batch."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class Update:
     """The update that a batch belongs to.
 
     Args:
-        number: updates before this one.
-        tokens: real target tokens of all its batches, in all processes.
-        sentences: sentence pairs of all its batches, in all processes.
+        number: number of updates before this one.
+        tokens: number of real target tokens in all batches of the update, over all processes.
+        sentences: number of sentence pairs in all batches of the update, over all processes.
     """
 
     number: int
@@ -32,16 +32,16 @@ class Update:
     sentences: torch.Tensor | int
 
 
-# A training loss: the share of a batch in the mean loss of its update. Arguments are the model, as
-# it is wrapped for training, the batch with `labels`, and the update.
+# A training loss returns the share of a batch in the mean loss of its update. Its arguments are the
+# model as wrapped for training, the batch with `labels`, and the update.
 Loss = Callable[[nn.Module, dict[str, Any], Update], torch.Tensor]
 
 
 class Objective:
-    """A training loss that is checked before the first update."""
+    """A training loss that can check the model and the data before the first update."""
 
     def prepare(self, trainer: Any) -> None:
-        """Take what the loss needs from a trainer; `train` calls this before the first update.
+        """Get what the loss needs from a trainer. `train` calls this before the first update.
 
         Raises:
             ObjectiveError: the loss cannot be computed with this model or these data.
@@ -49,7 +49,7 @@ class Objective:
 
     @staticmethod
     def unwrap(model: nn.Module) -> Any:
-        """Return the model inside what training has wrapped around it."""
+        """Return the model without the wrappers of training."""
         return extract_model_from_parallel(model, keep_torch_compile=False)
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
@@ -64,7 +64,7 @@ def sentences_of(inputs: dict[str, Any]) -> int:
 
 
 def over(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
-    """Divide a sum by the number of its items; a sum of no items is 0."""
+    """Divide a sum by the number of its items. The mean of no items is 0."""
     return total / torch.as_tensor(number, device=total.device).clamp(min=1)
 
 

@@ -1,4 +1,4 @@
-"""Training objectives by name. Without one, a model trains on its likelihood (section 5.4).
+"""Training objectives by name. The default is the model's own loss, its likelihood (5.4).
 
 r_drop               Liang et al., 2021             reinforce   Ranzato et al., 2016
 scheduled_sampling   Mihaylova and Martins, 2019    risk        Shen et al., 2016
@@ -21,10 +21,10 @@ _KINDS: dict[str, type[Objective]] = {
 
 
 def make_objective(name: str, **settings: Any) -> Objective:
-    """Make the objective of that name.
+    """Make an objective by its name.
 
     Raises:
-        ObjectiveError: there is no such objective, or it has no such setting or value.
+        ObjectiveError: the name, a setting or a value is unknown.
     """
     if name not in _KINDS:
         raise ObjectiveError(f"There is no objective {name!r}: choose one of {', '.join(_KINDS)}.")
@@ -35,7 +35,7 @@ def make_objective(name: str, **settings: Any) -> Objective:
         )
     try:
         return _KINDS[name](**settings)
-    except TypeError as error:  # a word where a number is needed, for example
+    except TypeError as error:  # for example a word instead of a number
         raise ObjectiveError(f"The objective {name!r} cannot take {settings}: {error}") from error
 
 

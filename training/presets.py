@@ -1,11 +1,11 @@
-"""Presets of `vaswani train` for small data: sizes and training settings that go together.
+"""Presets of `vaswani train` for small data: sizes with matching training settings.
 
-Nothing heavy is imported here: the command line reads its defaults from this file.
+This file imports nothing heavy, because the command line reads its defaults from it.
 """
 
 from typing import Any
 
-# The sizes of Wu et al. (2021), "Tiny", and updates by passes over the data.
+# The sizes of Wu et al. (2021), "Tiny". The length of training is in epochs.
 _TINY = {
     "set": [
         *("d_model=128", "encoder_layers=4", "decoder_layers=4"),
@@ -21,7 +21,7 @@ _TINY = {
     "eval_steps": 500,
     "average": 5,
 }
-# The sizes of fairseq's IWSLT model, halved.
+# Half the sizes of fairseq's IWSLT model.
 _SMALL = {
     "set": [
         *("d_model=256", "encoder_layers=6", "decoder_layers=6"),

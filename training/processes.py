@@ -1,4 +1,4 @@
-"""Several processes: on what they train, and the whole weights where each holds a part of them."""
+"""Training with several processes: their devices, barriers, and gathering sharded weights."""
 
 import datetime
 import os
@@ -18,11 +18,11 @@ with needs("vaswani[train]"):
 
 
 def device_settings() -> dict[str, Any]:
-    """Return the TrainingArguments without which processes of a machine without GPUs train alone.
+    """Return the TrainingArguments that several processes on a machine without GPUs need.
 
-    transformers and Accelerate start several processes on CPUs, and believe in bfloat16 there, only
-    if they are told that the CPU is meant. They then leave out DeepSpeed, which needs the name of
-    the backend instead.
+    transformers and Accelerate connect processes on CPUs, and accept bfloat16 there, only with
+    `use_cpu`. That setting disables DeepSpeed, which therefore gets the name of the backend
+    instead.
     """
     if torch.accelerator.is_available():
         return {}
@@ -31,14 +31,14 @@ def device_settings() -> dict[str, Any]:
 
 
 def join_processes() -> PartialState:
-    """Connect the processes that a launcher has started, as TrainingArguments would."""
+    """Connect the processes that a launcher has started, as TrainingArguments does."""
     renew_store()
     settings = device_settings()
     return PartialState(cpu="use_cpu" in settings, backend=settings.get("ddp_backend"))
 
 
 def describe_processes(state: PartialState) -> str:
-    """Say how many processes train, and on what."""
+    """Return a sentence with the number of processes and their device."""
     number, kind = state.num_processes, state.device.type
     line = f"Training with {number} process{'es' if number > 1 else ''} on {kind}"
     if kind != "cpu":
@@ -49,14 +49,14 @@ def describe_processes(state: PartialState) -> str:
 
 
 def of_main_process(value: Any) -> Any:
-    """Return the main process's value in every process: disks may show them different files."""
+    """Return the main process's value in every process, because their disks may differ."""
     values = [value]
     broadcast_object_list(values)
     return values[0]
 
 
 def patient_barrier() -> Callable[[], None]:
-    """Return a function that waits for all processes, however long one of them takes."""
+    """Return a function that waits for all processes without a practical time limit."""
     if not distributed.is_initialized():
         return lambda: None
     group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
@@ -66,16 +66,16 @@ def patient_barrier() -> Callable[[], None]:
 def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Gather the float32 weights of a model that FSDP or DeepSpeed trains.
 
-    Every process has to call it. The main process gets the weights under their names in the model,
-    others may get less.
+    Every process has to call it. The main process gets all weights under their names in the model.
+    Other processes may get fewer.
 
     Args:
         accelerator: the accelerator that prepared the model.
         model: the prepared model.
 
     Returns:
-        The weights for `save_pretrained(state_dict=...)`, or None where every process holds them
-        all, as with DDP.
+        The weights for `save_pretrained(state_dict=...)`, or None if every process holds all
+        weights, as with DDP.
     """
     kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
@@ -86,7 +86,7 @@ def whole_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, torch
 
 
 def _deepspeed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gather the master weights: the model's own are rounded to 16 bits, and sharded by ZeRO-3."""
+    """Gather the master weights. The model's own are rounded to 16 bits, and ZeRO-3 shards them."""
     import deepspeed
 
     masters: dict[int, torch.Tensor] = {}
@@ -100,5 +100,5 @@ def _deepspeed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def forget_sharding() -> None:
-    """Load models whole from here on, in a process of their own: ZeRO-3 would shard them, too."""
+    """Load models whole from now on. Otherwise ZeRO-3 would shard them too."""
     unset_hf_deepspeed_config()

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: one line, with the time that is left."""
+"""The progress line of a run, and callbacks that end a run or evaluate at its end."""
 
 import math
 import sys
@@ -18,13 +18,13 @@ _SECONDS_BETWEEN_LINES = 1.0
 
 
 class ProgressLine(TrainerCallback):
-    """Show update, loss and minutes left in one line, and a line for each evaluation.
+    """Show update, loss and minutes left in one line, and one more line per evaluation.
 
-    A terminal's line is overwritten. A log file gets the lines of evaluations only.
+    In a terminal, the progress line is overwritten. A log file gets only the evaluation lines.
 
     Args:
-        score: the evaluation metric to show, without its "eval_".
-        minutes: limit of the run, if it has one.
+        score: the evaluation metric to show, without the prefix "eval_".
+        minutes: time limit of the run, or None.
     """
 
     def __init__(self, score: str = "bleu", minutes: float | None = None) -> None:
@@ -46,13 +46,13 @@ class ProgressLine(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Remember the last loss."""
+        """Keep the last loss."""
         self.loss = (logs or {}).get("loss", self.loss)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Overwrite the line, at most once a second."""
+        """Overwrite the progress line, at most once a second."""
         now = time.monotonic()
         if not state.is_world_process_zero or not sys.stdout.isatty():
             return
@@ -69,7 +69,7 @@ class ProgressLine(TrainerCallback):
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the figures of an evaluation."""
+        """Write the line of an evaluation."""
         if not state.is_world_process_zero:
             return
         figures = [f"update {self._position(state)}"]
@@ -84,7 +84,7 @@ class ProgressLine(TrainerCallback):
         return f"{state.global_step:,} of {state.max_steps:,}"
 
     def _left(self, state: TrainerState) -> str:
-        """Estimate the time that is left, from the updates so far."""
+        """Estimate the remaining time from the updates so far."""
         elapsed = time.monotonic() - self.started
         done = max(state.global_step - self.first_step, 1)
         seconds = elapsed / done * (state.max_steps - state.global_step)
@@ -99,31 +99,31 @@ def _write(text: str) -> None:
 
 
 class EvaluateAtEnd(TrainerCallback):
-    """Log and evaluate the last update, so that the learning curve always has it."""
+    """Log and evaluate after the last update, so that the learning curve includes it."""
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Ask for both."""
+        """Request a log and an evaluation after the last update."""
         if state.global_step >= state.max_steps or control.should_training_stop:
             control.should_log = True
             control.should_evaluate = args.eval_strategy != "no"
 
 
 class StopWithoutProgress(EarlyStoppingCallback):
-    """transformers' early stopping, which ends at once a resumed run that had already stopped."""
+    """Early stopping of transformers that also ends a resumed run if it had already stopped."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count the evaluations that the checkpoint remembers."""
+        """Check the number of evaluations without progress that the checkpoint has saved."""
         super().on_train_begin(args, state, control, **kwargs)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 
 
 class StopAfter(TrainerCallback):
-    """Stop training once its time is up."""
+    """Stop training after a number of minutes."""
 
     def __init__(self, minutes: float) -> None:
         self.seconds = minutes * 60
@@ -137,14 +137,15 @@ class StopAfter(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the clock."""
+        """Stop if the time is up in any process."""
         late = torch.tensor(float(time.monotonic() - self.start > self.seconds), device=args.device)
         if args.world_size > 1:
-            # Clocks differ. A process that stopped alone would leave the others waiting for it.
+            # Clocks differ between processes. If one stopped alone, the others would wait for it.
             torch.distributed.all_reduce(late)
         if late > 0:
             control.should_training_stop = True
-            # For --average and --resume, as transformers does after the last update.
+            # --average and --resume need a last checkpoint. transformers saves it only after the
+            # last planned update.
             control.should_save = args.save_strategy != "no"
 
 

@@ -1,4 +1,4 @@
-"""Processes that a launcher has restarted meet each other, not those that died."""
+"""A fresh rendezvous store for processes that a launcher has restarted."""
 
 import os
 import socket
@@ -13,12 +13,12 @@ _stores: list[TCPStore] = []
 
 
 def renew_store() -> None:
-    """Let the processes that torch's launcher has started meet in a store of their own.
+    """Give the processes that torch's launcher has started a rendezvous store of their own.
 
-    In torch 2.13 they meet in a store of the launcher. It outlives them, so that restarted ones
-    find the addresses of dead ones there, and fail to connect or wait for half an hour. Here the
-    main process opens a store and leaves its port in the launcher's. At a port from before a
-    restart nobody answers, and the other processes ask again.
+    In torch 2.13, processes meet in a store of the launcher, which outlives them. Restarted
+    processes find the addresses of dead processes in it, and fail to connect or wait for half an
+    hour. Here the main process opens a new store and writes its port to the launcher's store. A
+    port from before a restart does not answer, and the other processes then read the port again.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -31,7 +31,7 @@ def renew_store() -> None:
         launchers.set(_ADDRESS, str(port))
     else:
         port = _port_that_answers(host, launchers)
-    # torch.distributed reads both, whoever starts it.
+    # torch.distributed reads both variables when it is initialized.
     os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
@@ -45,4 +45,6 @@ def _port_that_answers(host: str, launchers: Any) -> int:
             time.sleep(0.1)
         else:
             return port
-    raise TimeoutError(f"The main process opened no store on {host}: its output may say why.")
+    raise TimeoutError(
+        f"The main process opened no store on {host}: see the output of the main process."
+    )

@@ -1,4 +1,4 @@
-"""Rewards of translations, sentence by sentence: how good hypotheses are beside references."""
+"""Rewards of translations: the quality of each hypothesis, measured with its reference."""
 
 import math
 from collections.abc import Callable
@@ -7,14 +7,15 @@ from typing import Any
 from ..configuration.extras import needs
 from .objective import ObjectiveError
 
-# Takes hypotheses and references, and returns a number for each pair; the higher, the better.
+# A function that takes hypotheses and references and returns a number per pair. Higher is better.
 Reward = Callable[[list[str], list[str]], list[float]]
 
 
 def sentence_bleu(hypotheses: list[str], references: list[str]) -> list[float]:
-    """Sentence BLEU from 0 to 1; orders of n-grams that a hypothesis is too short for are left out.
+    """Return the BLEU of each sentence, from 0 to 1.
 
-    Zero counts are smoothed (sacreBLEU's "exp").
+    n-grams that are longer than a hypothesis are ignored. Zero counts are smoothed (sacreBLEU's
+    "exp").
     """
     with needs("vaswani[train]"):
         from sacrebleu.metrics.bleu import BLEU
@@ -22,7 +23,7 @@ def sentence_bleu(hypotheses: list[str], references: list[str]) -> list[float]:
 
 
 def sentence_chrf(hypotheses: list[str], references: list[str]) -> list[float]:
-    """ChrF2 of each sentence, from 0 to 1."""
+    """Return the chrF2 of each sentence, from 0 to 1."""
     with needs("vaswani[train]"):
         from sacrebleu.metrics.chrf import CHRF
     return _scores(CHRF(), hypotheses, references)
@@ -39,10 +40,10 @@ REWARDS: dict[str, Reward] = {"bleu": sentence_bleu, "chrf": sentence_chrf}
 
 
 def reward_of(reward: str | Reward) -> Reward:
-    """Look a reward up by its name; a function is its own reward.
+    """Return the reward of a name. A function is returned unchanged.
 
     Raises:
-        ObjectiveError: there is no such reward.
+        ObjectiveError: the name is unknown.
     """
     if callable(reward):
         return reward
@@ -55,18 +56,19 @@ def reward_of(reward: str | Reward) -> Reward:
 
 
 def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> list[float]:
-    """Call a reward, and check what it returns.
+    """Call a reward and check the result.
 
     Raises:
-        ObjectiveError: it raised, or did not return a finite number for each hypothesis.
+        ObjectiveError: the reward raised an error, or did not return one finite number per
+            hypothesis.
     """
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         values = [float(value) for value in reward(hypotheses, references)]
     except Exception as error:
         raise ObjectiveError(
-            f"The reward {name} failed with {type(error).__name__}: {error} It gets two lists of "
-            "strings, hypotheses and references, and returns a list of floats."
+            f"The reward {name} failed with {type(error).__name__}: {error}. A reward gets two "
+            "lists of strings, hypotheses and references, and returns a list of floats."
         ) from error
     if len(values) != len(hypotheses):
         raise ObjectiveError(

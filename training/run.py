@@ -1,6 +1,6 @@
-"""A whole run: data and model, training, the saved model and its scores.
+"""A complete run of `vaswani train`: data, model, training, the saved model and its scores.
 
-The options of a run are those of `vaswani train`, as an `argparse.Namespace`.
+The options of a run are those of the command, as an `argparse.Namespace`.
 """
 
 import argparse
@@ -67,13 +67,13 @@ with needs("vaswani[train]"):
 
 
 class RunError(ValueError):
-    """Options or data with which a run cannot go on."""
+    """A run is impossible with these options or data."""
 
 
 class OrderedEvaluation(VaswaniTrainer):
-    """VaswaniTrainer that evaluates in file order, where each prediction meets its reference.
+    """VaswaniTrainer that evaluates in file order, so that predictions match their references.
 
-    transformers' "group_by_length" shuffles the evaluation set, too.
+    The "group_by_length" strategy of transformers shuffles the evaluation set too.
     """
 
     def _get_eval_sampler(self, eval_dataset: Any) -> SequentialSampler:
@@ -82,7 +82,7 @@ class OrderedEvaluation(VaswaniTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self.lengths is None:
             return super()._get_train_sampler(train_dataset)
-        # transformers would tokenise every pair on the fly to count its tokens.
+        # Without given lengths, transformers would tokenise every pair to count its tokens.
         batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
         return LengthGroupedSampler(batch, lengths=self.lengths.max(axis=1).tolist())
 
@@ -91,10 +91,10 @@ class TrainingRun:
     """One run of `vaswani train`.
 
     Args:
-        options: of the command line, with the settings NAME=VALUE as dicts.
+        options: options of the command line, with NAME=VALUE settings as dictionaries.
 
     Raises:
-        DataError, RunError: the data or the options do not make a run; names what is wrong.
+        DataError, RunError: the data or the options are wrong. The message says how.
         FloatingPointError, OSError: see VaswaniTrainer.
     """
 
@@ -109,13 +109,15 @@ class TrainingRun:
         set_seed(options.seed)
         self.data = RunData(options, self._say_of_machine)
         if self.data.is_mixed and not options.max_source_tokens:
-            raise RunError("Weights and --temperature need batches by --max-source-tokens.")
+            raise RunError(
+                "Weights (=WEIGHT) and --temperature need token batches: pass --max-source-tokens."
+            )
         self.valid_pairs = self._pairs("valid", "validation")
         self.test_parts = self.data.evaluation_pairs("test", "test")
-        # One process prepares the data, which may take longer than processes wait for each other.
+        # One process prepares the data, and that may take longer than the usual timeout.
         wait_for_all = patient_barrier()
         self.model, self.tokenizer = self._build()
-        # A separate target vocabulary has a tokenizer of its own.
+        # A model with a separate target vocabulary has a second tokenizer.
         self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
         self.train_pairs: TrainingPairs | TextStream
         if options.stream:
@@ -134,7 +136,7 @@ class TrainingRun:
     def say(self, text: str) -> None:
         """Print in the main process."""
         if self.processes.is_main_process:
-            print(text, flush=True)  # noqa: T201  a run tells what it does
+            print(text, flush=True)  # noqa: T201  a command may print
 
     def _describe(self) -> None:
         pairs = self.train_pairs
@@ -147,7 +149,7 @@ class TrainingRun:
             self.say(pairs.describe_dropped())
 
     def _say_of_machine(self, text: str) -> None:
-        """Print in any process, since each machine prepares its own data."""
+        """Print in any process, because each machine prepares its own data."""
         print(text, flush=True)  # noqa: T201
 
     def _pairs(self, option: str, split: str) -> list[Pair]:
@@ -159,11 +161,11 @@ class TrainingRun:
         return [pair for part in self.test_parts for pair in part]
 
     def _checkpoint_to_resume(self) -> Path | None:
-        """Find the checkpoint to continue from; None for a new run."""
+        """Return the checkpoint to continue from, or None for a new run."""
         resume, output = self.options.resume, self.output
         if resume == "must" and not output.is_dir():
             raise RunError(
-                f"--resume: no checkpoint in {output}: there is no such folder (--resume auto "
+                f"--resume: there is no folder {output}, so it has no checkpoint (--resume auto "
                 "starts a new run there)"
             )
         if resume and (checkpoint := last_complete_checkpoint(output)):
@@ -176,7 +178,7 @@ class TrainingRun:
             )
         if models := sorted(output.glob("model*.safetensors")):
             raise RunError(f"{models[0]} would be replaced: pass another --output, or remove it")
-        # The folder comes first, so that --resume finds it after a kill in the first seconds.
+        # Make the folder now, so that --resume finds it even after a kill in the first seconds.
         output.mkdir(parents=True, exist_ok=True)
         return None
 
@@ -184,7 +186,7 @@ class TrainingRun:
         """Load the model to fine-tune, or train a vocabulary and make a fresh model."""
         options = self.options
         if options.model:
-            # float32, whatever type was saved: updates are too small for 16 bits.
+            # Always train in float32, because updates are too small for 16 bits.
             return (
                 AutoModelForSeq2SeqLM.from_pretrained(options.model, dtype=torch.float32),
                 AutoTokenizer.from_pretrained(options.model),
@@ -206,7 +208,7 @@ class TrainingRun:
     def _build_tokenizer(self) -> PreTrainedTokenizerBase:
         options = self.options
         if self.checkpoint or options.tokenizer:
-            # A resumed run keeps its vocabulary: the data may have changed since.
+            # A resumed run keeps its vocabulary, because the data may have changed.
             return AutoTokenizer.from_pretrained(self.checkpoint or options.tokenizer)
         try:
             return self.data.learn_vocabulary()
@@ -269,7 +271,8 @@ class TrainingRun:
 
     def _score_validation(self, prediction: EvalPrediction) -> dict[str, float]:
         references = [target for _, target in self.valid_pairs]
-        # Several processes repeat sentences at the end, so that each has as many batches.
+        # Several processes repeat sentences at the end, so that all have the same number of
+        # batches.
         rows = np.asarray(prediction.predictions)[: len(references)].tolist()
         hypotheses = self.target_tokenizer.batch_decode(
             [[token for token in row if token >= 0] for row in rows], skip_special_tokens=True
@@ -278,7 +281,7 @@ class TrainingRun:
         return {name: scores[name] for name in {"bleu", "chrf", self.options.score}}
 
     def train(self) -> dict[str, Any]:
-        """Train and save the model; return what a results file says of the training."""
+        """Train and save the model, and return the training part of the results file."""
         started = time.monotonic()
         trainer = self.trainer
         trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
@@ -286,7 +289,7 @@ class TrainingRun:
         if step < warmup:
             self.say(
                 f"Warning: the run ended at update {step}, inside the warm-up of {warmup} updates. "
-                "Its learning rate was never as high as it should be: train longer, or pass "
+                "The learning rate did not reach its peak: train longer, or pass "
                 f"--warmup {max(step // 10, 1)}."
             )
         pairs = self.train_pairs
@@ -314,7 +317,7 @@ class TrainingRun:
 
     def finish(self, results: dict[str, Any]) -> None:
         """Average and score the saved model, and write results.json, in the main process."""
-        # The scores are those of the saved model, whatever wrapped it while it was trained.
+        # Score the saved model, not the wrapped model of the trainer.
         forget_sharding()
         model = AutoModelForSeq2SeqLM.from_pretrained(self.output)
         if self.options.average > 1:
@@ -334,7 +337,7 @@ class TrainingRun:
             write(Path(path), json.dumps(results, indent=1) + "\n")
 
     def _average(self, model: PreTrainedModel) -> list[str]:
-        """Make the saved model the mean of the last checkpoints (6.1); return their names."""
+        """Replace the saved model by the mean of the last checkpoints (6.1). Return their names."""
         complete = [path for path in run_checkpoints(self.output) if flaw_of(path) is None]
         checkpoints = complete[-self.options.average :]
         with replaced_files(self.output) as folder:
@@ -347,7 +350,7 @@ class TrainingRun:
         return [path.name for path in checkpoints]
 
     def _scores_of_validation(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:
-        """Perplexity, and the scores of greedy and of beam search."""
+        """Return perplexity and the scores of greedy and beam search on the validation set."""
         batches = DataLoader(
             cast(Any, self.trainer.eval_dataset).remove_columns("length"),
             batch_size=self.options.batch_size,
@@ -361,9 +364,9 @@ class TrainingRun:
         return {**perplexity, "greedy_bleu": scores[0]["bleu"], **scores[1]}
 
     def _scores_of_test(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:
-        """The scores of the test sets, whose translations go to test.txt.
+        """Return the scores of the test sets, and write their translations to test.txt.
 
-        Where there are several test sets, `corpora` has the scores of each, in their order.
+        With several test sets, `corpora` has the scores of each test set in their order.
         """
         self.say("Translating the test set with beam search ...")
         parts, lines = [], []
@@ -385,7 +388,7 @@ class TrainingRun:
             {"data": corpus.name, "tag": corpus.tag, **scores}
             for corpus, scores in zip(corpora, parts, strict=True)
         ]
-        # The first test set stands for all in the card and in tables.
+        # The card and tables show the scores of the first test set.
         return {**parts[0], "corpora": named}
 
     def push(self, repo_id: str) -> None:
@@ -398,10 +401,10 @@ class TrainingRun:
 
 
 def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrainingArguments:
-    """The paper's optimizer and schedule (5.3) in transformers' words.
+    """Return transformers' arguments for the paper's optimizer and schedule (5.3).
 
     Raises:
-        RunError: an option has a value that transformers refuses.
+        RunError: transformers refuses the value of an option.
     """
     length: dict[str, Any] = {"max_steps": options.steps}
     if options.epochs:
@@ -414,7 +417,7 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "gradient_accumulation_steps": options.accumulate,
         "train_sampling_strategy": "group_by_length",
         "learning_rate": options.learning_rate or (d_model * options.warmup) ** -0.5,
-        # transformers' schedule nearest to "noam", which VaswaniTrainer makes itself.
+        # VaswaniTrainer makes the schedule "noam" itself. "inverse_sqrt" is the nearest name.
         "lr_scheduler_type": "inverse_sqrt" if options.scheduler == "noam" else options.scheduler,
         "warmup_steps": options.warmup,
         "adam_beta1": 0.9,
@@ -429,11 +432,11 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "eval_strategy": "steps" if options.valid else "no",
         "eval_steps": options.eval_steps,
         "save_steps": options.save_steps or options.eval_steps,
-        # The best checkpoint may be older than those to average.
+        # Keep one more checkpoint for the best one, which may be older than those to average.
         "save_total_limit": max(options.average, 5) + bool(options.patience),
         "metric_for_best_model": options.score if options.patience else None,
         "greater_is_better": True if options.patience else None,
-        # A resumed run goes on counting evaluations without progress.
+        # A resumed run continues to count evaluations without progress.
         "restore_callback_states_from_checkpoint": bool(options.patience),
         "predict_with_generate": True,
         "generation_num_beams": 1,
@@ -448,7 +451,7 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that is whole or, if that fails, as it was before."""
+    """Write a file completely, or leave it unchanged if writing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ from ..corpora.text_stream import TextStream
 from ..corpora.vocabulary import train_vocabulary
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 
-# Options that decide a vocabulary, by the arguments of the tokenizer's trainer.
+# Arguments of the tokenizer's trainer, and the options of the command that set them.
 _VOCABULARY = {
     "kind": "tokenizer_kind",
     "vocab_size": "vocab_size",
@@ -32,14 +32,14 @@ _VOCABULARY = {
 
 
 class RunData:
-    """What the options of `vaswani train` and `vaswani prepare` say about data.
+    """The data that the options of `vaswani train` and `vaswani prepare` name.
 
     Args:
-        options: of the command line.
-        say: receives messages.
+        options: options of the command line.
+        say: function that receives messages.
 
     Raises:
-        DataError: an option names no data, or contradicts another.
+        DataError: an option names no data, or contradicts another option.
     """
 
     def __init__(self, options: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class RunData:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether an epoch has other shares of the corpora than their sizes."""
+        """Whether the shares of the corpora in an epoch differ from their sizes."""
         return bool(self.options.temperature) or any(
             corpus.weight is not None for corpus in self.corpora
         )
@@ -70,7 +70,7 @@ class RunData:
 
         Raises:
             DataError: the data cannot be read.
-            ValueError: an option is wrong.
+            ValueError: an option is invalid.
         """
         options = self.options
         return train_vocabulary(
@@ -86,7 +86,7 @@ class RunData:
     def prepare(
         self, tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase
     ) -> "TrainingPairs":
-        """Tokenise all corpora, or find them in the cache.
+        """Tokenise all corpora, or load them from the cache.
 
         Raises:
             DataError: the data cannot be read, or the tokenizer does not know a language tag.
@@ -115,7 +115,7 @@ class RunData:
         except ValueError as error:
             raise DataError(str(error)) from error
         if shares and self.options.segmentations > 1:
-            raise DataError("Weights and --temperature need --segmentations 1.")
+            raise DataError("Weights (=WEIGHT) and --temperature work with --segmentations 1 only.")
         pairs = TrainingPairs(parts, shares, self.options.seed)
         if dropouts:
             encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
@@ -158,7 +158,7 @@ class RunData:
         return parse_corpora(words or [], options.columns, split, options.tag if words else [])
 
     def evaluation_pairs(self, option: str, split: str) -> list[list[Pair]]:
-        """Read the pairs of --valid or --test: a list for each corpus, with its tag."""
+        """Return the pairs of --valid or --test: one list per corpus, with its language tag."""
         return [
             list(tagged(self._pairs_of(corpus), corpus.tag))
             for corpus in self.corpora_of(option, split)
@@ -173,7 +173,7 @@ class RunData:
 
 
 class TrainingPairs:
-    """Prepared corpora as one data set."""
+    """Several prepared corpora as one data set."""
 
     def __init__(self, parts: list[Prepared], shares: list[float] | None, seed: int) -> None:
         self.parts = parts
@@ -197,12 +197,12 @@ class TrainingPairs:
         dropouts: tuple[BpeDropout, BpeDropout],
         looks: int,
     ) -> None:
-        """Tokenise the pairs when batches are made, `looks` times in an epoch."""
+        """Tokenise pairs when batches are made. An epoch has each pair `looks` times."""
         self.dataset = OnTheFlyPairs(self.dataset, encoders, dropouts, looks)
         self.lengths = self.dataset.lengths
 
     def describe_dropped(self) -> str:
-        """Say how many pairs each rule left out."""
+        """Return a sentence with the number of pairs that each rule left out."""
         return (
             f"Dropped {sum(self.dropped.values()):,} of {self.read:,} pairs: "
             f"{describe_dropped(self.dropped)}."

@@ -5,7 +5,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
-    """Equation 3: d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5), the first step being 1.
+    """Equation 3: d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5), from step 1 on.
 
     Raises:
         ValueError: step, d_model or warmup_steps is less than 1.
@@ -19,24 +19,25 @@ def noam_rate(step: int, d_model: int, warmup_steps: int) -> float:
 def noam_schedule(
     optimizer: Optimizer, d_model: int, warmup_steps: int = 4000, factor: float = 1.0
 ) -> LambdaLR:
-    """Set an optimizer's learning rate to equation 3 (5.3), in place of the one it was made with.
+    """Return a schedule that sets an optimizer's learning rate to equation 3 (5.3).
 
-    Call its `step` once after every update, whatever the number of processes: left out of
-    `accelerator.prepare`, which would step it once per process. transformers' "inverse_sqrt" is the
-    same curve one update late: its first update has a learning rate of 0.
+    It replaces the learning rate that the optimizer was made with. Call `step` once after every
+    update, with any number of processes. Do not pass the schedule to `accelerator.prepare`, which
+    would step it once per process. "inverse_sqrt" of transformers is the same curve one update
+    later, with a first learning rate of 0.
 
     Args:
-        optimizer: Adam(betas=(0.9, 0.98), eps=1e-9) in the paper.
+        optimizer: the optimizer. The paper has Adam(betas=(0.9, 0.98), eps=1e-9).
         d_model: width of the model.
-        warmup_steps: updates of rising learning rate.
-        factor: multiplies every rate; 1 is the paper's. For a peak of your own, pass
+        warmup_steps: number of updates with rising learning rate.
+        factor: factor of every learning rate. The paper has 1. To set the peak, pass
             peak * sqrt(d_model * warmup_steps).
 
     Raises:
         ValueError: d_model or warmup_steps is less than 1.
     """
     for group in optimizer.param_groups:
-        # What LambdaLR multiplies; "initial_lr" would be left by an earlier schedule.
+        # LambdaLR multiplies these. An earlier schedule may have left its own "initial_lr".
         group["lr"] = group["initial_lr"] = factor
     return LambdaLR(optimizer, lambda updates: noam_rate(updates + 1, d_model, warmup_steps))
 

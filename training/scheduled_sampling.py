@@ -13,27 +13,27 @@ _DEFAULT_K = {"linear": 1.0, "exponential": 0.9999, "inverse_sigmoid": 1000.0}
 
 
 class ScheduledSampling(Objective):
-    """The likelihood after prefixes that mix right tokens and the model's own (5.4).
+    """The loss (5.4) with prefixes that mix reference tokens and predicted tokens.
 
-    A first pass, without gradients, predicts each target token from the right prefix. The second
-    pass reads the right token at each position with probability epsilon, and the most probable
-    token of the first pass otherwise. Its loss is the model's own. Bengio et al. (2015) let epsilon
-    fall with the number i of updates:
+    A first pass without gradients predicts each target token from the reference prefix. The second
+    pass reads the reference token at each position with probability epsilon, and otherwise the most
+    probable token of the first pass. Its loss is the model's own. Epsilon falls with the number i
+    of updates (Bengio et al., 2015):
 
         linear             max(floor, k - c i)
         exponential        k^i, with k < 1
         inverse_sigmoid    k / (k + exp(i / k)), with k >= 1
 
-    Cost: one more forward pass an update.
+    Cost: one more forward pass per update.
 
     Args:
         schedule: "linear", "exponential" or "inverse_sigmoid".
-        k: of the equations; None is 1, 0.9999 or 1000, in that order.
+        k: k of the equations. None means 1, 0.9999 or 1000, in the order of the schedules.
         c: slope of the linear schedule.
         floor: lowest epsilon of the linear schedule.
 
     Raises:
-        ObjectiveError: the schedule is unknown, or a number has no meaning for it.
+        ObjectiveError: the schedule is unknown, or a number is out of its range.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class ScheduledSampling(Objective):
                 f"{self.k}."
             )
         if not (0 <= c < math.inf and 0 <= floor <= 1):
-            raise ObjectiveError(f"c must be 0 or more and floor a probability: got {c}, {floor}.")
+            raise ObjectiveError(
+                f"c must be 0 or more and floor between 0 and 1, got c={c} and floor={floor}."
+            )
 
     def probability_of_right_tokens(self, update: int) -> float:
-        """Return epsilon after so many updates."""
+        """Return epsilon after `update` updates."""
         if self.schedule == "linear":
             return max(self.floor, self.k - self.c * update)
         if self.schedule == "exponential":
             return self.k**update
-        # Divided by k, so that no large exponential overflows.
+        # Numerator and denominator are divided by k, so that large exponentials do not overflow.
         return 1 / (1 + math.exp(min(update / self.k - math.log(self.k), 700.0)))
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
@@ -85,18 +87,18 @@ class ScheduledSampling(Objective):
     def _predictions(
         self, model: nn.Module, inputs: dict[str, Any], right: torch.Tensor
     ) -> torch.Tensor:
-        """Predict the token at each position from the right tokens before it."""
+        """Predict the token at each position from the reference tokens before it."""
         batch = {name: value for name, value in inputs.items() if name != "labels"}
         if "cu_seq_lens_q" in batch:
             batch["pad_outputs"] = False
         with torch.no_grad():
             outputs = model(**{**batch, "decoder_input_ids": right}, use_cache=False)
-        # The first position of a row has no prediction, and `_starts` keeps its right token.
+        # The first position of a row has no prediction, so `_starts` keeps its reference token.
         return outputs["logits"].argmax(dim=-1).roll(1, dims=1)
 
 
 def _starts(inputs: dict[str, Any], right: torch.Tensor) -> torch.Tensor:
-    """Mark the first position of each sentence, which is always the start token."""
+    """Return a mask of the first position of each sentence, which has the start token."""
     first = torch.zeros_like(right, dtype=torch.bool)
     boundaries = inputs.get("decoder_cu_seq_lens_q")
     if boundaries is None:

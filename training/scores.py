@@ -1,4 +1,4 @@
-"""Scores of a finished model, which decodes as it is saved (section 6.1)."""
+"""Scores of a finished model with its saved decoding settings (section 6.1)."""
 
 import time
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ def translate_and_score(
     beams: int,
     nbest: int = 1,
 ) -> tuple[dict[str, Any], list[list[str]]]:
-    """Translate the sources of pairs: scores, and the `nbest` translations of each, best first."""
+    """Translate the sources. Return scores, and the `nbest` translations of each, best first."""
     started = time.monotonic()
     sources, references = zip(*pairs, strict=True)
     outputs = translator(iter(sources), num_beams=beams, num_return_sequences=nbest, progress=None)
-    # A model may write a line break like any other character.
+    # A translation may contain line breaks. Replace them, so that it stays one line.
     candidates = [
         [" ".join(output["translation_text"].splitlines()) for output in best] for best in outputs
     ]

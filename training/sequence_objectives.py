@@ -18,9 +18,10 @@ class Candidates:
     """The translations of a batch: the reference of each sentence first, then the samples.
 
     Args:
-        log_probs: (B, 1 + k) their log-probabilities, with gradients; 0 where there is none.
-        rewards: (B, 1 + k).
-        present: (B, 1 + k) marks the translations that exist: a sample may repeat another.
+        log_probs: (B, 1 + k) log-probabilities with gradients. Missing translations have 0.
+        rewards: (B, 1 + k) rewards.
+        present: (B, 1 + k) mask of the translations. A row has gaps if repeated samples were
+            removed.
         likelihood: the label-smoothed loss of the references, summed over their tokens.
     """
 
@@ -36,37 +37,39 @@ class SequenceObjective(Objective):
         loss = likelihood * mean over tokens of (5.4) + (1 - likelihood) * mean over sentences of
         `sentence_losses`
 
-    Edunov et al. (2018) mix in this way. Samples come from the fast search without dropout, the
-    passes with gradients have dropout. Cost: an update samples k translations a sentence and learns
-    from 1 + k; the logits of a batch exist. Divide `max_source_tokens` by about 1 + k.
+    This mixture is that of Edunov et al. (2018). Samples come from the fast search without dropout,
+    and the passes with gradients have dropout. Cost: an update samples k translations per sentence
+    and learns from 1 + k. The logits of a whole batch are in memory, so divide `max_source_tokens`
+    by about 1 + k.
 
     Args:
-        reward: "bleu", "chrf", or a function (hypotheses, references) -> list of floats, which gets
-            all translations of a batch at once, references included.
-        candidates: k, samples a sentence.
+        reward: "bleu", "chrf", or a function (hypotheses, references) -> list of floats. It gets
+            all translations of a batch at once, including the references.
+        candidates: k, the number of samples per sentence.
         likelihood: weight of the likelihood, from 0 to 1.
 
     Raises:
-        ObjectiveError: a number has no meaning, or there is no such reward.
+        ObjectiveError: a number is out of range, or the reward is unknown.
     """
 
     repeats = False  # whether a sample that repeats another translation counts again
-    fewest = 1  # samples that the loss needs
+    min_candidates = 1
 
     def __init__(
         self, reward: str | Reward = "bleu", candidates: int = 5, likelihood: float = 0.3
     ) -> None:
         self.reward = reward_of(reward)
-        if candidates != int(candidates) or candidates < self.fewest:
+        if candidates != int(candidates) or candidates < self.min_candidates:
             raise ObjectiveError(
-                f"candidates must be an integer of at least {self.fewest}, got {candidates}."
+                f"candidates must be an integer of at least {self.min_candidates}, got "
+                f"{candidates}."
             )
         if not 0 <= likelihood <= 1:
             raise ObjectiveError(f"likelihood must be from 0 to 1, got {likelihood}.")
         self.candidates, self.likelihood = int(candidates), likelihood
 
     def prepare(self, trainer: Any) -> None:
-        """Take the tokenizer of a trainer, and try the reward on a reference of its data.
+        """Get the tokenizer of a trainer, and test the reward on a reference of its data.
 
         Raises:
             ObjectiveError: there is no tokenizer or no reference, or the reward fails.
@@ -127,7 +130,7 @@ class SequenceObjective(Objective):
         )
 
     def _counted(self, reference: torch.Tensor, samples: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Leave out samples that repeat the reference or another sample, if those do not count."""
+        """Return the samples that count, without repeated translations unless `repeats` is set."""
         if self.repeats:
             return samples
         found = {tuple(sample.tolist()): sample for sample in samples}
@@ -135,7 +138,7 @@ class SequenceObjective(Objective):
         return list(found.values())
 
     def _samples(self, own: Any, sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Sample k translations of each source, without dropout, ended as labels are."""
+        """Sample k translations of each source without dropout. They end as labels do."""
         ids = nn.utils.rnn.pad_sequence(sources, batch_first=True)
         lengths = torch.tensor([len(source) for source in sources], device=ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
@@ -152,7 +155,7 @@ class SequenceObjective(Objective):
                 return_dict_in_generate=False,
             )[:, 1:]
         end = own.config.eos_token_id
-        # The end counts as a token; what follows is padding.
+        # Keep the end token, and drop the padding after it.
         open_before = (sequences == end).cumsum(dim=1) - (sequences == end).long() == 0
         samples = [row[real] for row, real in zip(sequences, open_before, strict=True)]
         return [
@@ -167,19 +170,19 @@ class SequenceObjective(Objective):
 class MinimumRisk(SequenceObjective):
     """Minimum risk training (Shen et al., 2016).
 
-    The loss of a sentence is the expected risk of its candidates S, its reference among them:
+    The loss of a sentence is the expected risk of its candidates S, which include its reference:
 
         sum over y in S of Q(y) * (-reward(y)),   Q(y) = P(y)^sharpness / sum over S of P^sharpness
 
-    Its gradient is proportional to the sharpness: at Shen et al.'s 0.005, any weight of the
-    likelihood outweighs the risk. With a likelihood, Edunov et al. (2018) take a sharpness of 1.
+    The gradient is proportional to the sharpness. At the 0.005 of Shen et al., any weight of the
+    likelihood outweighs the risk. With a likelihood, Edunov et al. (2018) use a sharpness of 1.
 
     Args:
-        reward, candidates, likelihood: those of SequenceObjective.
-        sharpness: Shen et al. call it alpha.
+        reward, candidates, likelihood: as for SequenceObjective.
+        sharpness: the exponent, called alpha by Shen et al.
 
     Raises:
-        ObjectiveError: as SequenceObjective, or the sharpness is not a positive number.
+        ObjectiveError: as for SequenceObjective, or the sharpness is not a positive number.
     """
 
     def __init__(
@@ -208,21 +211,22 @@ class Reinforce(SequenceObjective):
 
         -1/k * sum over samples y of (reward(y) - baseline(y)) * log P(y)
 
-    The baseline of a sample is the mean reward of the others, which leaves the gradient unbiased.
+    The baseline of a sample is the mean reward of the other samples, so that the gradient is
+    unbiased.
     """
 
     repeats = True
-    fewest = 2
+    min_candidates = 2
 
     def sentence_losses(self, candidates: Candidates) -> torch.Tensor:
         """Compute the loss of each sentence from its samples alone: (B,)."""
         rewards, log_probs = candidates.rewards[:, 1:], candidates.log_probs[:, 1:]
-        others = (rewards.sum(dim=1, keepdim=True) - rewards) / (self.candidates - 1)
-        return -((rewards - others) * log_probs).mean(dim=1)
+        baselines = (rewards.sum(dim=1, keepdim=True) - rewards) / (self.candidates - 1)
+        return -((rewards - baselines) * log_probs).mean(dim=1)
 
 
 def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Take a batch, padded or packed, apart: source tokens and reference tokens by sentence."""
+    """Split a padded or packed batch into the source and reference tokens of each sentence."""
     flat = packed(inputs)
     sides = (("input_ids", "cu_seq_lens_q"), ("labels", "decoder_cu_seq_lens_q"))
     sources, targets = (

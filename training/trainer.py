@@ -56,52 +56,53 @@ _CARD = "README.md"
 
 
 class VaswaniTrainer(Seq2SeqTrainer):
-    """Seq2SeqTrainer with batches of so many tokens (5.1), the paper's schedule, and safe saves.
+    """Seq2SeqTrainer with token batches (5.1), the paper's schedule (5.3), and safe saves.
 
-    With `max_source_tokens=None` batches are Seq2SeqTrainer's; otherwise
-    `per_device_train_batch_size` and `train_sampling_strategy` play no part in training. The
-    budgets hold for each batch of each process; batches of all processes and
-    `gradient_accumulation_steps` make an update.
+    With `max_source_tokens=None`, the batches are those of Seq2SeqTrainer. Otherwise training
+    ignores `per_device_train_batch_size` and `train_sampling_strategy`. The budgets apply to each
+    batch of each process. An update consists of `gradient_accumulation_steps` batches of every
+    process.
 
-    A run may be killed at any moment, while it saves included. `train(resume_from_checkpoint=True)`
-    goes on from the last complete checkpoint, names incomplete ones in a warning, and ends with the
-    weights of the run that was never killed, bit for bit, with one and with several processes:
-    the rest of a started epoch has the batches it would have had. `save_total_limit` removes
-    a checkpoint only when a newer one is complete. A loss or gradient that is not finite ends
-    training before it reaches the weights.
+    A run may be killed at any time, even during a save. `train(resume_from_checkpoint=True)`
+    continues from the last complete checkpoint, and names incomplete checkpoints in a warning. It
+    ends with the same weights, bit for bit, as a run that was never killed, because the rest of an
+    epoch has the same batches. This holds for one and for several processes.
+
+    `save_total_limit` removes a checkpoint only after a newer one is complete. A loss or gradient
+    that is not finite ends training before it changes the weights.
 
     Args:
-        *args, **kwargs: those of Seq2SeqTrainer. Batches are shuffled by `data_seed`, or `seed`.
-        max_source_tokens, max_target_tokens, drop_oversize: those of TokenBatchSampler.
+        *args, **kwargs: arguments of Seq2SeqTrainer. `data_seed`, or `seed`, shuffles the batches.
+        max_source_tokens, max_target_tokens, drop_oversize: as for TokenBatchSampler.
         batching: "sorted" makes padded batches of similar lengths. "packed" makes batches of random
-            sentences without padding, whose budgets are of real tokens (PackedBatchSampler). The
-            data collator makes padded batches either way; evaluation uses these.
+            sentences without padding, with budgets of real tokens (PackedBatchSampler). The data
+            collator makes padded batches in both cases. Evaluation uses padded batches.
         lengths: (source, target) tokens of every training pair, of shape (N, 2). None counts them
-            in the columns `input_ids` and `labels`. A collator that pads to a multiple keeps the
-            budgets if these lengths are rounded up to it.
-        mixture: draws the pairs of every epoch where the training data are several corpora.
-        stream_buffer: rows of which batches are made at a time, where the training data are an
-            iterable without a length. Such a run needs `max_steps`.
-        noam_warmup_steps: the learning rate is equation 3 (5.3), the first update being step 1:
-            d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The settings'
-            `learning_rate`, `warmup_steps` and `lr_scheduler_type` then play no part.
-        noam_factor: multiplies it; 1 is the paper's.
+            in the columns `input_ids` and `labels`. For a collator that pads to a multiple, round
+            these lengths up to the multiple. Otherwise batches may exceed the budgets.
+        mixture: draws the pairs of every epoch when the training data are several corpora.
+        stream_buffer: number of rows from which batches are made at a time, for training data that
+            are an iterable without a length. Such a run needs `max_steps`.
+        noam_warmup_steps: sets the learning rate to equation 3 (5.3), with step 1 as first update:
+            d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The arguments
+            `learning_rate`, `warmup_steps` and `lr_scheduler_type` are then ignored.
+        noam_factor: factor of that learning rate. The paper has 1.
         objective: the training loss: a name ("risk", "reinforce", "scheduled_sampling", "r_drop"),
-            an object of training/ with settings of its own, or a function
-            (model, inputs, update) -> loss. None is the model's own loss (5.4), with which
-            evaluation goes on.
-        r_drop: short for `objective=RDrop(alpha)` (Liang et al., 2021); 0 leaves it out.
+            an Objective with settings of its own, or a function (model, inputs, update) -> loss.
+            None means the model's own loss (5.4). Evaluation always uses the model's own loss.
+        r_drop: `r_drop=alpha` is short for `objective=RDrop(alpha)` (Liang et al., 2021). 0 is off.
 
     Raises:
-        FloatingPointError: in `train`, a loss or gradient is not finite; names the update.
-        OSError: in `train`, a checkpoint could not be saved, for want of space for example; names
-            it, and the last complete one.
-        ValueError: `max_target_tokens` or `batching="packed"` comes without `max_source_tokens`;
-            `lengths` does not match the training
-            data; these have no length or lack the two columns; there is no complete checkpoint to
-            resume from, or it has another learning rate; `r_drop` is negative or meets another
-            objective; an objective or packed batches meet another package's model, another loss or
-            torch's DataParallel. All that TokenBatchSampler and `noam_schedule` raise.
+        FloatingPointError: in `train`, a loss or gradient is not finite. The message names the
+            update.
+        OSError: in `train`, a checkpoint could not be saved, for example because the disk is full.
+            The message names it and the last complete checkpoint.
+        ValueError: `max_target_tokens` or `batching="packed"` is given without `max_source_tokens`.
+            `lengths` does not match the training data, or these lack a length or a column. No
+            complete checkpoint exists to resume from, or it has another learning rate. `r_drop` is
+            negative, or is combined with an objective. An objective or packed batches are combined
+            with another package's model, another loss, or torch's DataParallel. TokenBatchSampler
+            and `noam_schedule` raise further ones.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
@@ -124,13 +125,15 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if not 0 <= r_drop < math.inf:
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
         if r_drop and objective is not None:
-            raise ValueError("r_drop is an objective of its own: leave it or objective out.")
+            raise ValueError("r_drop is an objective too: give only one of r_drop and objective.")
         if max_source_tokens is None and max_target_tokens is not None:
             raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         if batching not in ("sorted", "packed"):
             raise ValueError(f"batching must be 'sorted' or 'packed', got {batching!r}.")
         if batching == "packed" and max_source_tokens is None:
-            raise ValueError("batching='packed' needs max_source_tokens, the tokens of a batch.")
+            raise ValueError(
+                "batching='packed' needs max_source_tokens, the number of source tokens per batch."
+            )
         super().__init__(*args, **kwargs)
         if r_drop or objective is not None:
             self._require_own_loss("r_drop" if r_drop else "objective")
@@ -153,11 +156,11 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self._sentences_per_update: int | None = None
 
     def _require_own_loss(self, setting: str) -> None:
-        """Refuse a setting that needs a model of this package, with its own loss."""
+        """Refuse a setting that needs a model of this package and its own loss."""
         if not hasattr(self.accelerator.unwrap_model(self.model).config, "label_smoothing"):
             raise ValueError(
-                f"{setting} is for models of vaswani, not for {type(self.model).__name__}: leave "
-                "it out."
+                f"{setting} works with models of vaswani only, not with "
+                f"{type(self.model).__name__}: leave {setting} out."
             )
         if self.compute_loss_func is not None or self.args.label_smoothing_factor:
             raise ValueError(
@@ -171,7 +174,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
             )
 
     def get_train_dataloader(self) -> DataLoader:
-        """Load batches of at most so many tokens, dealt out to the processes in turn."""
+        """Return a loader of token batches, distributed over the processes in turn."""
         if self.max_source_tokens is None or self.train_dataset is None:
             return super().get_train_dataloader()
         if not has_length(self.train_dataset):
@@ -194,13 +197,13 @@ class VaswaniTrainer(Seq2SeqTrainer):
         )
         prepared = self.accelerator.prepare(dataloader)
         if prepared.batch_sampler is not sampler:
-            # Resuming wraps the process's share of the batches once more before it sets the epoch;
-            # Accelerate then looks no deeper than for a sampler of that share.
+            # Resuming wraps the batch sampler of a process once more before it sets the epoch.
+            # Accelerate then looks for `set_epoch` one level down only.
             prepared.batch_sampler.sampler = sampler
         return prepared
 
     def _stream_dataloader(self, max_source_tokens: int) -> DataLoader:
-        """Load batches of a stream, of which each process and worker reads its own shards."""
+        """Return a loader of a stream's batches. Each process and worker reads its own shards."""
         data, args = self.train_dataset, self.args
         collator = self._get_collator_with_removed_columns(self.data_collator, "training")
         if self.batching == "packed":
@@ -236,7 +239,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LRScheduler:
-        """Make the learning rate equation 3 where `noam_warmup_steps` is given (5.3)."""
+        """Set the learning rate to equation 3 (5.3) if `noam_warmup_steps` is given."""
         if self.noam_warmup_steps is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         model: Any = self.model
@@ -244,14 +247,14 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.lr_scheduler = noam_schedule(
             adam, model.config.d_model, self.noam_warmup_steps, self.noam_factor
         )
-        # Without it a second call of `train` would go on where this schedule ends.
+        # Otherwise a second call of `train` would continue where this schedule ends.
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Train as Seq2SeqTrainer does, from a complete checkpoint only."""
+        """Train as Seq2SeqTrainer does, but resume only from a complete checkpoint."""
         if resume_from_checkpoint is True:
             run = Path(self._get_output_dir(trial=None))
             last = last_complete_checkpoint(run)
@@ -278,10 +281,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
         saved = len(list(checkpoint.glob("rng_state*.pth")))  # each process saves its own
         if saved not in (0, self.accelerator.num_processes) and self.is_world_process_zero():
             logger.warning(
-                f"{checkpoint} was saved by {saved} process(es), this run has "
-                f"{self.accelerator.num_processes}: its weights will not be, bit for bit, those of "
-                "a run that was never killed. An update has the same sentences if processes times "
-                "accumulated batches are as many as before."
+                f"{checkpoint} was saved by {saved} process(es), but this run has "
+                f"{self.accelerator.num_processes}. Its final weights will differ in their last "
+                "bits from those of an uninterrupted run. Keep the product of processes and "
+                "gradient_accumulation_steps, so that an update has the same sentences."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -289,25 +292,26 @@ class VaswaniTrainer(Seq2SeqTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         saved = getattr(self.lr_scheduler, "base_lrs", None)
         if given != saved:
-            # Equation 3 times the peak of another schedule, or the other way round, diverges.
+            # One schedule times the base rate of another would diverge.
             raise ValueError(
-                f"{checkpoint} was trained with a schedule that multiplies {saved}, that of this "
-                f"run multiplies {given} (`learning_rate`, or `noam_factor`). Resume with the "
-                "settings it was trained with, or begin a new run with its weights."
+                f"{checkpoint} was trained with the base learning rates {saved}, but this run has "
+                f"{given} (`learning_rate`, or `noam_factor`). Resume with the settings of the "
+                "checkpoint, or start a new run with its weights."
             )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.train_dataset, OnTheFlyPairs):
-            # Accelerate does not reach the data set behind the batches of several processes.
+            # With several processes, Accelerate does not pass the epoch on to the data set.
             self.train_dataset.set_epoch(kwargs["epoch"])
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
-            # Resumed where it ended: transformers would make one more update before it looks.
+            # This run was complete when it was resumed. transformers would check that only after
+            # one more update.
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Take the loss and gradients of a batch; the loss must be finite."""
+        """Compute the loss and gradients of a batch, and require that the loss is finite."""
         loss = super().training_step(*args, **kwargs)
         self._require_finite("loss", loss)
         return loss
@@ -319,7 +323,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Compute the model's own loss (5.4), or in training that of the objective."""
+        """Compute the model's own loss (5.4), or the loss of the objective during training."""
         if self.objective is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         tokens: Any = num_items_in_batch
@@ -331,13 +335,13 @@ class VaswaniTrainer(Seq2SeqTrainer):
         update = Update(self.state.global_step, tokens, sentences)
         loss = self.objective(model, inputs, update)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # whose gradients are averaged
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, None) if return_outputs else loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
-        """Collect the batches of an update; count its tokens and sentences in all processes."""
+        """Collect the batches of an update, and count tokens and sentences over all processes."""
         if self.max_source_tokens and not has_length(self.train_dataset):
             epoch_iterator = map(self._streams.remember, epoch_iterator)
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -350,7 +354,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return batches, tokens
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        # The Trainer asks for it between the gradients, which all processes share, and the update.
+        # The Trainer calls this method after the gradients are averaged and before the update.
         norm = super()._get_grad_norm(*args, **kwargs)
         if norm is not None and getattr(self.accelerator, "scaler", None) is None:
             self._require_finite("norm of the gradient", norm)
@@ -360,19 +364,21 @@ class VaswaniTrainer(Seq2SeqTrainer):
         number = float(value)
         if not math.isfinite(number):
             raise FloatingPointError(
-                f"The {what} is {number} in update {self.state.global_step + 1}. The weights are "
-                f"those of the update before. {self._last_saved()} A lower learning rate, more "
+                f"The {what} is {number} in update {self.state.global_step + 1}. The weights were "
+                f"not changed by this update. {self._last_saved()} A lower learning rate, more "
                 "warm-up steps, max_grad_norm=1 or float32 usually help."
             )
 
     def _last_saved(self) -> str:
         last = last_complete_checkpoint(self._get_output_dir(trial=None))
-        return "No checkpoint is complete." if last is None else f"{last} is complete."
+        if last is None:
+            return "There is no complete checkpoint."
+        return f"The last complete checkpoint is {last}."
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = Path(self._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{self.state.global_step}"
-        # Removal waits until the new checkpoint is complete: it is not when transformers would.
+        # transformers would remove old checkpoints before the new one is complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             if self.args.should_save:
@@ -383,13 +389,14 @@ class VaswaniTrainer(Seq2SeqTrainer):
             if self.args.should_save:
                 finish_checkpoint(folder)
         except Exception as error:
-            # What is left of a checkpoint fills the disk that may be full.
+            # The disk may be full, so remove the incomplete checkpoint.
             with contextlib.suppress(OSError):
                 discard_checkpoint(folder)
             if not is_failed_write(error):
                 raise
             raise OSError(
-                f"{failed_save(folder, error)} {self._last_saved()} Resume when the cause is gone."
+                f"{failed_save(folder, error)} {self._last_saved()} Resume from there when the "
+                "cause is fixed."
             ) from error
         finally:
             self.args.save_total_limit = limit
@@ -411,15 +418,15 @@ class VaswaniTrainer(Seq2SeqTrainer):
         try:
             with replaced_files(folder) as partial:
                 if (folder / _CARD).exists():
-                    shutil.copyfile(folder / _CARD, partial / _CARD)  # PEFT adds to a card
+                    shutil.copyfile(folder / _CARD, partial / _CARD)  # PEFT extends the card
                 super()._save(str(partial), state_dict)
         except OSError as error:
             raise OSError(
-                f"{error} The files that were there are as they were. {self._last_saved()}"
+                f"{error} Earlier files in the folder are unchanged. {self._last_saved()}"
             ) from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model in float32, however its weights are spread over processes."""
+        """Save the whole model in float32, even if its weights are sharded over processes."""
         weights = whole_weights(self.accelerator, self.model_wrapped)
         if weights is None:
             super().save_model(output_dir, _internal_call)
@@ -429,25 +436,25 @@ class VaswaniTrainer(Seq2SeqTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push nothing yet: this is called while the checkpoint is still being saved."""
+        """Do nothing: transformers calls this method before the checkpoint is complete."""
 
     def _finish_current_push(self) -> None:
         super()._finish_current_push()
         self._report_failed_pushes()
 
     def _report_failed_pushes(self) -> None:
-        """Warn of pushes in the background that failed, of which transformers says nothing."""
+        """Warn about background pushes that failed, because transformers does not."""
         current: Any = getattr(self, "push_in_progress", None)
         for job in [job for job in current.jobs if job.done()] if current else []:
             current.jobs.remove(job)
             if error := job.exception():
                 logger.warning(
-                    f"A push to {self.hub_model_id} failed, which has its earlier state: {error} "
-                    "The next push, or trainer.push_to_hub(), makes up for it."
+                    f"A push to {self.hub_model_id} failed: {error} The repository is unchanged. "
+                    "The next push will include these files, or call trainer.push_to_hub()."
                 )
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict a batch; the generation config, saved with the model, stays as it was."""
+        """Predict a batch without changing the generation config, which is saved with the model."""
         if not getattr(self.args, "predict_with_generate", False):
             return super().prediction_step(*args, **kwargs)
         model: Any = self.model
@@ -456,12 +463,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
         try:
             return super().prediction_step(*args, **kwargs)
         finally:
-            # transformers fills in defaults of its own, such as max_length=20.
+            # transformers writes defaults such as max_length=20 into the generation config.
             settings.clear()
             settings.update(kept)
 
     def settings(self) -> dict[str, Any]:
-        """All hyperparameters of the run, in JSON's types; without tokens of the Hub."""
+        """Return all hyperparameters of the run in JSON types, without access tokens."""
         own = (
             "max_source_tokens",
             "max_target_tokens",
@@ -486,10 +493,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
         dataset_tags: str | list[str] | None = None,
         **others: Any,
     ) -> None:
-        """Write the card of the model in the output folder, and training.json, where it is from.
+        """Write training.json and the card made from it into the output folder.
 
-        A card that somebody has changed stays. An adapter gets transformers' card, and so does a
-        model of another class.
+        A card that was edited is kept. An adapter or a model of another class gets transformers'
+        card.
         """
         output = Path(self.args.output_dir or "trainer_output")
         if not self._has_whole_model(output):
@@ -529,14 +536,14 @@ class VaswaniTrainer(Seq2SeqTrainer):
         model.write_card(folder, **options)
 
     def _has_whole_model(self, folder: Path) -> bool:
-        """Whether a folder holds what a card describes: no adapter, no shards of many processes."""
+        """Return whether a folder holds a whole model. Adapters and sharded states are not."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         translator = isinstance(model, VaswaniForConditionalGeneration)
         weights = any(folder.glob("model*.safetensors"))
         return translator and weights and self.is_world_process_zero()
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Sentences of an average update, from which samples per second are reported."""
+        """Return the sentences of an average update. Samples per second are derived from it."""
         if self._sentences_per_update is None:
             return super().get_total_train_batch_size(args)
         return self._sentences_per_update
@@ -546,8 +553,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
         lengths = _token_counts(dataset) if self.lengths is None else self.lengths
         if len(lengths) != len(dataset):
             raise ValueError(
-                f"lengths are of {len(lengths)} sentence pairs, but the training data have "
-                f"{len(dataset)}."
+                f"lengths has {len(lengths)} sentence pairs, but the training data have "
+                f"{len(dataset)}: pass one row of lengths per pair."
             )
         batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
         kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler

@@ -1,7 +1,7 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017) for Hugging Face.
 
-Importing this package registers the model and its tokenizer with transformers' Auto classes. The
-command `vaswani` alone does so later: it checks its arguments before torch is imported.
+Importing this package registers the model and its tokenizer with transformers' Auto classes. Only
+the command `vaswani` registers later, because it checks its arguments before torch is imported.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from typing import Any
 
 _here = Path(__file__).resolve().parent
 if not (_here / "modeling").is_dir():
-    # A source checkout: the subpackages lie beside this folder, not inside it.
+    # In a source checkout, the subpackages are beside this folder, not inside it.
     __path__.append(str(_here.parent))
 
 from .configuration import __version__

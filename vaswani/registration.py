@@ -55,23 +55,23 @@ for config in _CONFIGS:
         )
     AutoConfig.register(config.model_type, config)
     AutoTokenizer.register(config, tokenizer_class=VaswaniTokenizer)
-# An encoder that version 0.1 saved names itself in its config, by which AutoModel chooses.
+# The config of an encoder saved by version 0.1 names its class, so AutoModel can choose it.
 AutoModel.register(VaswaniConfig, (VaswaniModel, VaswaniEncoderModel))
 AutoModel.register(VaswaniEncoderConfig, VaswaniEncoderModel)
 AutoModel.register(VaswaniDecoderConfig, VaswaniDecoderModel)
 for auto_class, model_class in _MODELS.items():
     for config in _CONFIGS:
-        # The class refuses a folder of another type, and says which Auto class loads it; from
-        # transformers there would be a list of all models. A tuple passes transformers' check.
+        # Our class refuses a folder of another type and names the Auto class that loads it.
+        # transformers would list all models instead. A tuple of classes passes its check.
         own = config is getattr(model_class, "config_class", None)
         auto_class.register(config, model_class if own else (model_class,))
 
-# transformers 5 has no translation task, and 5.23 refuses its name even where it is registered.
+# transformers 5 has no translation task, and 5.23 refuses its name even if it is registered.
 getattr(pipelines, "REMOVED_TASKS", {}).pop("translation", None)
 pipelines.PIPELINE_REGISTRY.register_pipeline(
     "translation", VaswaniTranslationPipeline, pt_model=AutoModelForSeq2SeqLM, type="text"
 )
-# By this mark a saved pipeline would copy its code a second time, beside that of the model.
+# With this attribute, saving a pipeline would copy its code again, next to the model's copy.
 delattr(VaswaniTranslationPipeline, "_registered_impl")
 
 
