@@ -206,7 +206,7 @@ def test_a_recipe_that_makes_no_sense_is_refused(tmp_path, capsys, recipe, compl
     [
         (["--max-target-tokens", "8"], "--max-target-tokens needs --max-source-tokens"),
         (["--batching", "packed"], "--batching packed needs --max-source-tokens"),
-        (["--objective", "risk", "--r-drop", "2"], "leave it or --objective out"),
+        (["--objective", "risk", "--r-drop", "2"], "leave out --r-drop or --objective"),
         (["--objective-settings", "k=1"], "--objective-settings needs --objective"),
         (["--objective", "risk", "--objective-settings", "k"], "--objective-settings: expected"),
         (["--patience", "3"], "--patience needs --valid"),
@@ -360,7 +360,7 @@ def test_an_epoch_of_bpe_dropout_has_every_pair_in_several_cuts(recipe):
         looks = [ids[start : start + 80] for ids in epochs for start in (0, 80, 160)]
         assert all(one != other for one, other in combinations(looks, 2))
     args.tokenizer_kind = "word"
-    with pytest.raises(DataError, match=r"--bpe-dropout: .* not of WordLevel"):
+    with pytest.raises(DataError, match=r"--bpe-dropout: .* BPE .* WordLevel"):
         _ = TrainingRun(args).trainer
 
 
@@ -372,7 +372,7 @@ def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(recipe, tmp_
         return loss * float("nan") if self.state.global_step == 4 else loss
 
     monkeypatch.setattr(VaswaniTrainer, "compute_loss", diverging)
-    with pytest.raises(SystemExit, match=r"loss is nan in update 5.*checkpoint-3 is complete"):
+    with pytest.raises(SystemExit, match=r"loss is nan in update 5.*complete .*checkpoint-3\."):
         train("--recipe", recipe)
     assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
 
