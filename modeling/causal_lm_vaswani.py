@@ -63,8 +63,8 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if prefix_mask is not None and attention_mask is not None and attention_mask.dim() == 4:
             raise ValueError(
                 "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
-                f"{tuple(attention_mask.shape)}: leave prefix_mask out, and give the tokens that see "
-                "each other in attention_mask."
+                f"{tuple(attention_mask.shape)}: leave prefix_mask out, and say "
+                "in attention_mask which tokens see each other."
             )
         return self.decoder(
             input_ids,
