@@ -1,14 +1,16 @@
-"""To ONNX: a folder of three graphs, which `OnnxTranslator` runs with onnxruntime.
+"""To ONNX: a folder of graphs, which `OnnxTranslator` or `OnnxLanguageModel` runs.
 
     vaswani convert to-onnx runs/en-de out/
 
-    from vaswani.conversion.onnx import OnnxTranslator
+    from vaswani.conversion.onnx import OnnxLanguageModel, OnnxTranslator
     print(OnnxTranslator("out/").translate(["ninety-nine"], num_beams=4))
+    print(OnnxLanguageModel("writer/").write(["A man"], max_new_tokens=20))
 
-INPUT is the folder of a model of this package, or its id on the Hub. encoder.onnx reads the source.
-prefill.onnx reads the first target tokens and fills the cache. decode.onnx reads one more token.
-The weights are beside them in files that end in .onnx.data, in float32 whatever the model's dtype
-is. The folder also has the config, the generation config and the tokenizers.
+INPUT is the folder of a translation model or language model of this package, or its id on the Hub.
+encoder.onnx reads the source; a language model has none. prefill.onnx reads the first target
+tokens, or the prompt, and fills the cache. decode.onnx reads one more token. The weights are beside
+them in files that end in .onnx.data, in float32 whatever the model's dtype is. The folder also has
+the config, the generation config and the tokenizers.
 
 transformers' OnnxExporter makes the graphs, for any length and batch size. If onnxruntime is
 installed, the graphs are compared with the model before the folder appears.
@@ -27,14 +29,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..corpora.atomic_folder import new_folder
 from ..generation.settings_vaswani import VaswaniGenerationConfig
-from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .errors import ConversionError, refuse
 from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers
+from .onnx_graphs import padded
+from .onnx_language_model import OnnxLanguageModel
 from .onnx_translator import OnnxTranslator
 
 # Sizes for tracing. All differ, because equal sizes would become one. None is 1, because the tracer
 # takes 1 for a constant.
 _BATCH, _SOURCE, _PROMPT = 2, 5, 3
+_NEW = 2  # tokens that the exporter generates
 _CLOSE = 1e-3  # largest difference of a logit that rounding explains
 
 
@@ -72,7 +76,7 @@ def save(
     """
     exporter, options = _exporter(opset)
     tokenizers = open_tokenizers(model, tokenizer, target_tokenizer)
-    original = open_model(model)
+    original: Any = open_model(model, language_models=True)
     refuse(_problems(original.config), "The model")
     # A copy, because the exporter changes the modules that it wraps.
     traced = _float32_copy(original)
@@ -89,7 +93,7 @@ def save(
 convert = save
 
 
-def _float32_copy(model: VaswaniForConditionalGeneration) -> VaswaniForConditionalGeneration:
+def _float32_copy(model: Any) -> Any:
     return copy.deepcopy(model).float().cpu().eval()
 
 
@@ -109,37 +113,46 @@ def _exporter(opset: int | None) -> tuple[Any, Any]:
 
 def _problems(config: VaswaniConfig) -> list[str]:
     """List the settings that cannot be traced."""
-    needed = max(_SOURCE, 1 + _PROMPT + 2)
+    problems = []
+    translates = config.is_encoder_decoder
+    needed = max(_SOURCE, 1 + _PROMPT + _NEW) if translates else _SOURCE + _NEW
     limit = config.position_limit
     if limit is not None and limit < needed:
-        return [f"max_position_embeddings {limit} (tracing needs {needed} positions)"]
-    return []
+        problems.append(f"max_position_embeddings {limit} (tracing needs {needed} positions)")
+    if config.attends_to_source and not translates:
+        problems.append("add_cross_attention (a language model's graphs have no source)")
+    return problems
 
 
-def _graphs(exporter: Any, options: Any, model: VaswaniForConditionalGeneration) -> dict[str, Any]:
-    """Trace the three graphs. The model cannot be used afterwards."""
-    token = min(model.config.vocab_size, model.lm_head.out_features) - 1
-    source = {
-        "input_ids": torch.full((_BATCH, _SOURCE), token),
-        "attention_mask": torch.ones(_BATCH, _SOURCE, dtype=torch.long),
-    }
-    source["attention_mask"][0, -2:] = 0
+def _graphs(exporter: Any, options: Any, model: Any) -> dict[str, Any]:
+    """Trace the graphs. The model cannot be used afterwards."""
+    graphs = {}
+    inputs = _sample_inputs(model)
     # The exporter traces a search, which must neither branch nor end.
     model.generation_config = VaswaniGenerationConfig(decoder_start_token_id=0, pad_token_id=0)
-    prompt = torch.full((_BATCH, _PROMPT), token)
     with contextlib.redirect_stdout(io.StringIO()):
-        # The exporter's graphs for generation do not include the encoder.
-        encoder = exporter.export(copy.deepcopy(model.get_encoder()), dict(source), options)
-        decoder = exporter.export_for_generation(
-            model, {**source, "decoder_input_ids": prompt}, options
-        )
+        if model.config.is_encoder_decoder:
+            # The exporter's graphs for generation do not include the encoder.
+            source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            encoder = copy.deepcopy(model.get_encoder())
+            graphs["encoder"] = exporter.export(encoder, source, options)
+        decoder = exporter.export_for_generation(model, inputs, options)
+    parts = getattr(decoder, "components", decoder)
+    graphs |= {name: parts[name] for name in ("prefill", "decode")}
     # transformers 5.17 returns the programs, later versions objects that hold them.
-    encoder = getattr(encoder, "program", encoder)
-    parts = {
-        name: getattr(part, "program", part)
-        for name, part in getattr(decoder, "components", decoder).items()
-    }
-    return {"encoder": encoder, "prefill": parts["prefill"], "decode": parts["decode"]}
+    return {name: getattr(graph, "program", graph) for name, graph in graphs.items()}
+
+
+def _sample_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Make inputs for tracing, with padding on the side where the model has padding."""
+    token = min(model.config.vocab_size, model.lm_head.out_features) - 1
+    mask = torch.ones(_BATCH, _SOURCE, dtype=torch.long)
+    inputs = {"input_ids": torch.full((_BATCH, _SOURCE), token), "attention_mask": mask}
+    if not model.config.is_encoder_decoder:
+        mask[0, :2] = 0
+        return inputs
+    mask[0, -2:] = 0
+    return inputs | {"decoder_input_ids": torch.full((_BATCH, _PROMPT), token)}
 
 
 def _write(program: Any, path: Path) -> None:
@@ -149,17 +162,30 @@ def _write(program: Any, path: Path) -> None:
     onnx_ir.save(graph, path, external_data=f"{path.name}.data")
 
 
-def _check(folder: Path, model: VaswaniForConditionalGeneration) -> None:
+def _check(folder: Path, model: Any) -> None:
     """Compare the graphs with the model, on other sizes than were traced.
 
     Raises:
         ConversionError: a logit differs.
     """
+    compare = _compare_translation if model.config.is_encoder_decoder else _compare_text
     try:
-        translator = OnnxTranslator(folder, strict=False)
+        found, expected = compare(folder, model, torch.Generator().manual_seed(0))
     except ImportError:
         return
-    generator = torch.Generator().manual_seed(0)
+    distance = (found - expected).abs().max().item()
+    if not distance <= _CLOSE * max(1.0, expected.abs().max().item()):
+        raise ConversionError(
+            f"The graphs do not compute what the model does: a logit differs by {distance:.2g}."
+        )
+
+
+@torch.no_grad()
+def _compare_translation(
+    folder: Path, model: Any, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of three target tokens from the graphs, and from the model: (B, 3, V)."""
+    translator = OnnxTranslator(folder, strict=False)
     sizes = model.config.vocab_size, model.lm_head.out_features
     sources = [torch.randint(sizes[0], (n,), generator=generator).tolist() for n in (1, 6, 3)]
     target = torch.randint(sizes[1], (len(sources), 3), generator=generator)
@@ -167,13 +193,30 @@ def _check(folder: Path, model: VaswaniForConditionalGeneration) -> None:
     logits = [decoder.read(target[:, :1])]
     logits += [decoder.step(target[:, number : number + 1]) for number in (1, 2)]
     ids, mask = (torch.from_numpy(array) for array in translator.padded(sources))
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, decoder_input_ids=target).logits
-    distance = (torch.stack(logits, dim=1) - expected).abs().max().item()
-    if not distance <= _CLOSE * max(1.0, expected.abs().max().item()):
-        raise ConversionError(
-            f"The graphs do not compute what the model does: a logit differs by {distance:.2g}."
-        )
+    expected = model(ids, attention_mask=mask, decoder_input_ids=target).logits
+    return torch.stack(logits, dim=1), expected
 
 
-__all__ = ["OnnxTranslator", "add_arguments", "convert", "save"]
+@torch.no_grad()
+def _compare_text(
+    folder: Path, model: Any, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits behind prompts and two more tokens: from the graphs, and from the model."""
+    size = model.config.vocab_size
+    prompts = [torch.randint(size, (n,), generator=generator).tolist() for n in (1, 4, 3)]
+    target = torch.randint(size, (len(prompts), 2), generator=generator)
+    ids, mask = padded(prompts, 0, "left")
+    decoder = OnnxLanguageModel(folder, strict=False).decoder(mask)
+    logits = [decoder.read(torch.from_numpy(ids))]
+    logits += [decoder.step(target[:, number : number + 1]) for number in (0, 1)]
+    whole = torch.cat((torch.from_numpy(mask), torch.ones_like(target)), dim=1)
+    expected = model(
+        torch.cat((torch.from_numpy(ids), target), dim=1),
+        attention_mask=whole,
+        position_ids=(whole.cumsum(dim=1) - 1).clamp(min=0),
+        logits_to_keep=3,
+    ).logits
+    return torch.stack(logits, dim=1), expected
+
+
+__all__ = ["OnnxLanguageModel", "OnnxTranslator", "add_arguments", "convert", "save"]

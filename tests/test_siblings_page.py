@@ -1,10 +1,13 @@
 """The page on encoders and language models runs as printed, and its figures are those measured."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from documents import Page
+from test_conversion_onnx import exporting
+from vaswani.commands.main import main
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -20,7 +23,7 @@ def results(name):
 def test_the_blocks_run_as_printed(number_words, tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.de").write_bytes(number_words[1].read_bytes())
-    (writing, _), (moving, _) = PAGE.python()
+    (writing, _), (moving, _), _ = PAGE.python()
     names = {}
     with pytest.raises(ValueError, match="vocab_size"):  # number words have fewer pieces
         exec(writing.replace("4000", "20"), names)
@@ -35,6 +38,29 @@ def test_the_blocks_run_as_printed(number_words, tiny_model, tmp_path, monkeypat
     names["decoder"].save_pretrained("runs/causal")
     exec("model = VaswaniForConditionalGeneration.from" + warm_start, names)
     assert type(names["model"]) is VaswaniForConditionalGeneration
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_language_model_is_served_as_printed(number_words, tmp_path, monkeypatch, capsys):
+    exporting()
+    pytest.importorskip("ctranslate2", reason="pip install 'vaswani[convert]'")
+    monkeypatch.chdir(tmp_path)
+    Path("train.de").write_bytes(number_words[1].read_bytes())
+    (writing, _), _, (serving, _) = PAGE.python()
+    names = {}
+    exec(writing.replace("4000", "400"), names)
+    for part in (names["model"], names["tokenizer"]):
+        part.save_pretrained("runs/causal")
+    for command in PAGE.commands(containing="convert"):
+        main(shlex.split(command)[1:])
+    assert Path("ct2/model.bin").is_file()
+    capsys.readouterr()
+    exec(serving, {})
+    prompts = names["tokenizer"](["ein", "zweihundert"], padding=True, return_tensors="pt")
+    ids = names["model"].eval().generate(**prompts, num_beams=4, max_new_tokens=20)
+    expected = names["tokenizer"].batch_decode(ids, skip_special_tokens=True)
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_the_figures_are_those_of_the_results_files():
