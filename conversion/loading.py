@@ -167,8 +167,8 @@ def open_model(
     if isinstance(model, PreTrainedModel):
         if model.config.model_type not in classes or not hasattr(model, "lm_head"):
             raise ConversionError(
-                f"{type(model).__name__} is not VaswaniForConditionalGeneration: only translation "
-                "models can be converted."
+                f"{type(model).__name__} cannot be converted: pass a "
+                f"{' or '.join(kind.__name__ for kind in classes.values())}."
             )
         # The class may also be a copy of ours that a checkpoint brings along.
         return cast(VaswaniForConditionalGeneration, model)
@@ -176,7 +176,10 @@ def open_model(
     try:
         model_type = AutoConfig.from_pretrained(folder).model_type
         if model_type not in classes:
-            raise ConversionError(f"{model} holds a model of type {model_type!r}, not of Vaswani.")
+            kinds = " or ".join(map(repr, classes))
+            raise ConversionError(
+                f"{model} holds a model of type {model_type!r}, but this conversion needs {kinds}."
+            )
         loaded, report = classes[model_type].from_pretrained(folder, output_loading_info=True)
     except ConversionError:
         raise

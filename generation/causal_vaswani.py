@@ -32,6 +32,12 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         **kwargs: Any,
     ) -> Any:
         """Continue a text as transformers does."""
+        for name in ("max_length_offset", "max_length_factor"):
+            if kwargs.get(name):
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} limits a translation by the length of its source, "
+                    "which a language model does not have: pass max_new_tokens."
+                )
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         with torch.no_grad():

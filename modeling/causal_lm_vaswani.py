@@ -24,7 +24,27 @@ from .modeling_vaswani import (
     VaswaniDecoder,
     VaswaniDecoderLayer,
     VaswaniPreTrainedModel,
+    refuse_inputs_of_other_half,
 )
+
+
+def _check_prefix(prefix_mask: torch.Tensor, attention_mask: Any, batch: int) -> None:
+    """Refuse a prefix mask that does not fit the batch.
+
+    Raises:
+        ValueError: names the shape.
+    """
+    if prefix_mask.dim() != 2 or len(prefix_mask) != batch:
+        raise ValueError(
+            f"prefix_mask must have the shape (B, T) with B = {batch}, got "
+            f"{tuple(prefix_mask.shape)}."
+        )
+    if torch.is_tensor(attention_mask) and attention_mask.dim() == 4:
+        raise ValueError(
+            "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
+            f"{tuple(attention_mask.shape)}: leave prefix_mask out, and let the attention_mask say "
+            "which tokens see each other."
+        )
 
 
 class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
@@ -60,12 +80,10 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Map tokens (B, T) to states (B, T, D). Arguments are as in `VaswaniForCausalLM`."""
-        if prefix_mask is not None and attention_mask is not None and attention_mask.dim() == 4:
-            raise ValueError(
-                "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
-                f"{tuple(attention_mask.shape)}: leave prefix_mask out, and say "
-                "in attention_mask which tokens see each other."
-            )
+        refuse_inputs_of_other_half(kwargs, "the decoder alone reads one sequence")
+        inputs = inputs_embeds if input_ids is None else input_ids
+        if prefix_mask is not None and inputs is not None:
+            _check_prefix(prefix_mask, attention_mask, len(inputs))
         return self.decoder(
             input_ids,
             attention_mask,

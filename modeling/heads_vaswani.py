@@ -171,13 +171,37 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Compute transformers' loss for `config.problem_type`."""
-        if labels.dim() == 1 and _number_of_classes(self.config) > 1:
-            self.check_classes(labels)
+        self.check_labels(labels)
         loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         if num_items_in_batch is None:
             return loss
         # transformers' loss is a mean. The Trainer needs the batch's share of the update.
         return loss * (labels != -100).sum() / torch.as_tensor(num_items_in_batch).to(loss)
+
+    def check_labels(self, labels: torch.Tensor) -> None:
+        """Check labels against the kind of problem, which transformers decides in the same way.
+
+        Raises:
+            ValueError: labels have the wrong shape for several classes, or are no classes.
+        """
+        kind, classes = self.config.problem_type, _number_of_classes(self.config)
+        if kind is None and labels.is_floating_point():
+            kind = "multi_label_classification"
+        if kind == "regression" or classes == 1:
+            return
+        if kind != "multi_label_classification":
+            self.check_classes(labels)
+        elif labels.shape[1:] != (classes,):
+            raise ValueError(
+                f"Labels of shape {tuple(labels.shape)} do not fit {classes} classes of which a "
+                f"sequence may have several: pass zeros and ones of shape (B, {classes}), or "
+                "integers of shape (B,) if a sequence has one class."
+            )
+        elif labels.device.type == "cpu" and ((labels < 0) | (labels > 1)).any():
+            wrong = labels[(labels < 0) | (labels > 1)][0].item()
+            raise ValueError(
+                f"Label {wrong:g} is not between 0 and 1: a sequence has a class (1) or not (0)."
+            )
 
     def pool(self, states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return the mean or the first position of sequences: (B, S, D) to (B, D)."""

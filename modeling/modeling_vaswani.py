@@ -110,10 +110,10 @@ class LearnedPositions(nn.Embedding):
         Raises:
             ValueError: a position lies beyond the table.
         """
-        self._check(positions.max() + 1)
+        self._check(positions.max() + 1, positions.min())
         return super().forward(positions + self.offset)
 
-    def _check(self, end: int | torch.Tensor) -> None:
+    def _check(self, end: int | torch.Tensor, start: int | torch.Tensor = 0) -> None:
         limit = self.num_embeddings - self.offset
         # A static cache counts in a tensor. Reading it would make the CPU wait for the GPU. While a
         # graph is traced, lengths may be symbols.
@@ -126,6 +126,8 @@ class LearnedPositions(nn.Embedding):
                 f"({limit}) of the learned positions: shorten it, or use "
                 "position_encoding='sinusoidal', which has no limit."
             )
+        if known and start < 0:
+            raise ValueError(f"Position {int(start)} is negative: positions count from 0.")
 
 
 def eager_attention_forward(
@@ -576,6 +578,20 @@ class VaswaniDecoder(VaswaniStack):
         return EncoderDecoderCache(cache, DynamicCache(config=self.config))
 
 
+def refuse_inputs_of_other_half(given: Any, reason: str) -> None:
+    """Refuse inputs that only a translation model reads; a half would ignore them silently.
+
+    Raises:
+        ValueError: names the input and the reason.
+    """
+    for name in ("decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name} is an input of a translation model, but {reason}: leave {name} out, or "
+                "use VaswaniForConditionalGeneration."
+            )
+
+
 class VaswaniModel(VaswaniPreTrainedModel):
     """Encoder and decoder (section 3, figure 1), without the linear map to the vocabulary."""
 
@@ -821,6 +837,7 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
         """Encode `input_ids` (B, S) to (B, S, D)."""
+        refuse_inputs_of_other_half(kwargs, "the encoder alone reads no target")
         return self.encoder(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
 
 

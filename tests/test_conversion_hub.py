@@ -132,7 +132,7 @@ def test_models_that_cannot_be_converted_are_refused_in_one_sentence(work, facts
     refused = {name: text for name, text in facts["refusals"].items() if text}
     assert refused.keys() == {"another model", "no model"}
     assert refused["another model"].endswith(
-        "user/marian holds a model of type 'marian', not of Vaswani."
+        "user/marian holds a model of type 'marian', but this conversion needs 'vaswani'."
     )
     assert refused["no model"].endswith(
         "user/nothing is neither a path here nor a model on the Hub that you can read."

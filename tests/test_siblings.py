@@ -399,6 +399,21 @@ def test_a_language_model_refuses_a_source(build):
     attends = build(VaswaniForCausalLM, add_cross_attention=True)
     with pytest.raises(ValueError, match="pass encoder_hidden_states"):
         attends(torch.tensor([[3, 4]]))
+    ids = torch.tensor([[3, 4]])
+    for name, value in (("decoder_input_ids", ids), ("encoder_outputs", (source,))):
+        with pytest.raises(ValueError, match=f"^{name} is an input of a translation model, but"):
+            model(ids, **{name: value})
+        with pytest.raises(ValueError, match=name):
+            model.generate(ids, max_new_tokens=2, **{name: value})
+    with pytest.raises(ValueError, match=r"^max_length_offset=5 limits .*: pass max_new_tokens\.$"):
+        model.generate(ids, max_length_offset=5)
+
+
+def test_an_encoder_refuses_a_target(build):
+    ids = torch.tensor([[3, 4]])
+    for model_class in (VaswaniEncoderModel, VaswaniForMaskedLM):
+        with pytest.raises(ValueError, match="decoder_input_ids is an input of a translation mod"):
+            build(model_class)(ids, decoder_input_ids=ids)
 
 
 def test_an_encoder_refuses_to_generate(build):
@@ -420,6 +435,37 @@ def test_labels_outside_the_classes_are_refused(build):
             build(model_class)(ids, labels=torch.tensor([[3, 19]]))
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([[1.0, 0.0]], r"^Labels of shape \(1, 2\) do not fit 3 classes"),
+        ([1.0], r"^Labels of shape \(1,\) do not fit 3 classes"),
+        ([[1.0, 0.0, 3.0]], r"^Label 3 is not between 0 and 1"),
+        ([-1], r"^Label -1 is outside the 3 classes"),
+    ],
+)
+def test_labels_of_sequences_with_several_classes_are_checked(build, labels, words):
+    model = build(VaswaniForSequenceClassification, num_labels=3)
+    with pytest.raises(ValueError, match=words):
+        model(torch.tensor([[3, 4]]), labels=torch.tensor(labels))
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [
+        *(VaswaniEncoderModel, VaswaniForMaskedLM, VaswaniForSequenceClassification),
+        *(VaswaniForTokenClassification, VaswaniDecoderModel, VaswaniForCausalLM),
+    ],
+)
+def test_every_sibling_refuses_more_tokens_than_learned_positions(build, model_class):
+    model = build(model_class, position_encoding="learned", max_position_embeddings=5)
+    model(torch.full((1, 5), 3))
+    with pytest.raises(
+        ValueError, match=r"^A sequence of 6 tokens exceeds max_position_embeddings"
+    ):
+        model(torch.full((1, 6), 3))
+
+
 def test_positions_beyond_a_learned_table_are_refused(build):
     learned = {"position_encoding": "learned", "max_position_embeddings": 5}
     model = build(VaswaniForCausalLM, **learned)
@@ -428,6 +474,11 @@ def test_positions_beyond_a_learned_table_are_refused(build):
         model.generate(ids, max_new_tokens=9, eos_token_id=None)
     with pytest.raises(ValueError, match="exceeds max_position_embeddings"):
         model(ids, position_ids=torch.tensor([[4, 5]]))
+    with pytest.raises(ValueError, match=r"^Position -1 is negative: positions count from 0\.$"):
+        model(ids, position_ids=torch.tensor([[-1, 0]]))
+    for settings in ({"num_beams": 3}, {"cache_implementation": "static"}):
+        with pytest.raises(ValueError, match="6 tokens exceeds max_position_embeddings"):
+            model.generate(ids, max_new_tokens=9, eos_token_id=None, **settings)
 
 
 def test_a_prefix_and_a_mask_of_four_dimensions_are_refused(build, prompts):
@@ -435,6 +486,15 @@ def test_a_prefix_and_a_mask_of_four_dimensions_are_refused(build, prompts):
     mask = torch.ones(3, 1, 6, 6, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"attention_mask of shape \(B, T\), got .*\(3, 1, 6, 6\)"):
         model(prompts, prefix_mask=PADDED, attention_mask=mask)
+
+
+def test_a_prefix_mask_of_another_batch_is_refused(build, prompts):
+    model = build(VaswaniForCausalLM)
+    for mask in (PADDED[:2], PADDED[0]):
+        with pytest.raises(
+            ValueError, match=r"^prefix_mask must have the shape \(B, T\) with B = 3"
+        ):
+            model(prompts, prefix_mask=mask)
 
 
 @pytest.mark.parametrize(

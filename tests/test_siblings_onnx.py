@@ -1,16 +1,23 @@
 """A language model in onnxruntime, and the search over its graphs, against `generate`."""
 
 import logging
+import re
 
 import pytest
 import torch
 from test_conversion_onnx import exporting
 from transformers import DynamicCache
-from vaswani.conversion import onnx_graphs
+from vaswani.conversion import ctranslate2, onnx, onnx_graphs, to_marian
 from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.onnx import OnnxLanguageModel, OnnxTranslator, save
 
-from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM, VaswaniTokenizer
+from vaswani import (
+    VaswaniDecoderConfig,
+    VaswaniEncoderConfig,
+    VaswaniEncoderModel,
+    VaswaniForCausalLM,
+    VaswaniTokenizer,
+)
 
 EOS = 2
 SIZES = {"vocab_size": 19, "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4}
@@ -155,6 +162,25 @@ def test_positions_beyond_a_learned_table_are_refused(writer_of):
         ValueError, match=r"^A text has 9 tokens, more than the 8 learned positions"
     ):
         writer.generate([[3] * 6], max_new_tokens=9)
+
+
+def test_an_encoder_is_refused_by_all_conversions_in_one_sentence(tmp_path):
+    encoder = VaswaniEncoderModel(VaswaniEncoderConfig.preset("C-N2", vocab_size=9, d_model=8))
+    encoder.save_pretrained(tmp_path / "encoder")
+    for module, needed in (
+        (onnx, "'vaswani' or 'vaswani_decoder'"),
+        (ctranslate2, "'vaswani' or 'vaswani_decoder'"),
+        (to_marian, "'vaswani'"),
+    ):
+        for model, words in (
+            (
+                tmp_path / "encoder",
+                f"of type 'vaswani_encoder', but this conversion needs {needed}.",
+            ),
+            (encoder, "VaswaniEncoderModel cannot be converted: pass a VaswaniForConditionalGen"),
+        ):
+            with pytest.raises(ConversionError, match=re.escape(words)):
+                module.convert(model, tmp_path / "out")
 
 
 def test_a_folder_of_the_other_kind_is_refused_in_one_sentence(tiny_model, tmp_path):
