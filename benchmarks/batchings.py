@@ -1,4 +1,4 @@
-"""Updates of our model on packed, on padded random and on sorted batches, for training.py."""
+"""Updates of our model with packed, padded random, and sorted batches, for training.py."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ BATCHINGS = ("packed", "random", "sorted")
 
 
 class BatchingContender:
-    """Updates of one model on one kind of batches, in a process of its own.
+    """Updates of one model with one kind of batches, in a separate process.
 
     Args:
         name: "packed", "random" or "sorted".
         pairs: token ids of sources and targets.
-        size: "tiny", which is the preset of `vaswani train`, or "base".
+        size: "tiny", as in `vaswani train --preset tiny`, or "base".
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BatchingContender:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def __call__(self, tokens: int, updates: int) -> dict[str, float]:
-        """Measure updates of so many real tokens."""
+        """Measure updates with `tokens` real tokens each."""
         batches = self.batches(tokens, updates + 2)
         self.memory.now()
         self.memory.forget()
@@ -63,14 +63,14 @@ class BatchingContender:
         }
 
     def batches(self, tokens: int, number: int) -> list[dict[str, Any]]:
-        """The first batches of an epoch."""
+        """Return the first batches of an epoch."""
         sources, targets = self.pairs
         kind = TokenBatchSampler if self.name == "sorted" else PackedBatchSampler
         plan = list(kind([tuple(map(len, pair)) for pair in zip(*self.pairs, strict=True)], tokens))
         size, batches = self.model.config.vocab_size, []
         for rows in plan[:number]:
             batch = padded([sources[row] for row in rows], [targets[row] for row in rows])
-            for name in ("input_ids", "labels"):  # the tokenizer's vocabulary is the base model's
+            for name in ("input_ids", "labels"):  # the tokenizer has the base model's vocabulary
                 batch[name] = batch[name].where(batch[name] < size, batch[name] % (size - 3) + 3)
             batch = packed(batch) if self.name == "packed" else batch
             batches.append(
@@ -82,7 +82,7 @@ class BatchingContender:
         return batches
 
     def update(self, batches: list[dict[str, Any]]) -> None:
-        """Train on batches."""
+        """Make one update with the batches."""
         for batch in batches:
             with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
                 loss = self.model(**batch).loss

@@ -1,7 +1,7 @@
-"""Our model and its peers on the same weights, behind one interface: token ids in, token ids out.
+"""Our model and its peers with the same weights, behind one interface for token ids.
 
-MarianMTModel and CTranslate2 get our weights exactly: the table of positions, the start token, no
-biases in attention. Each twin is checked against us before it is timed.
+MarianMTModel and CTranslate2 get exactly our weights, with our table of positions, our start token
+and no biases in attention. The outputs of each peer are compared with ours before it is timed.
 """
 
 import copy
@@ -20,20 +20,20 @@ from worker import Worker, timed
 
 try:
     import ctranslate2
-except ImportError:  # the table says so in place of its rows
+except ImportError:  # the table then says so instead of its rows
     ctranslate2 = None
 
-MAX_LENGTH_OFFSET = 50  # tokens by which a translation may outgrow its source (section 6.1)
+MAX_LENGTH_OFFSET = 50  # a translation has at most this many tokens more than its source (6.1)
 
 
 class TorchEngine:
-    """`model.generate` of ours or of MarianMTModel.
+    """`model.generate` of our model or of MarianMTModel.
 
     Args:
-        label: what the table calls it.
-        model: in the precision to measure, on its device.
+        label: name of the engine in the table.
+        model: the model, in the precision to measure and on its device.
         search: arguments of beam search that differ from the model's generation config.
-        limited: the model itself lets translations outgrow their sources by so much and no more.
+        limited: whether the model itself limits translations to source length + 50 tokens.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TorchEngine:
         self.model, self.search, self.limited = model, search or {}, limited
 
     def prepare(self, sentences: Sequence[list[int]]) -> dict[str, torch.Tensor]:
-        """Pad a batch and put it where the model is."""
+        """Pad a batch and move it to the device of the model."""
         batch = padded(sentences, pad=self.model.config.pad_token_id)
         return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
@@ -64,7 +64,7 @@ class TorchEngine:
         own = self.model.generation_config
         if forced is not None:
             settings["eos_token_id"] = None
-            # transformers refills an end of sentence that only the call has taken away.
+            # transformers would restore an end token that only the call removes.
             self.model.generation_config = copy.deepcopy(own)
             self.model.generation_config.eos_token_id = None
         try:
@@ -73,7 +73,7 @@ class TorchEngine:
             self.model.generation_config = own
 
     def ids(self, output: torch.Tensor, forced: int | None = None) -> list[list[int]]:
-        """Read the translations: without the start token, up to the end of sentence."""
+        """Return the translations, without the start token and up to the end token."""
         eos, pad = self.model.config.eos_token_id, self.model.config.pad_token_id
         rows = []
         for row in output[:, 1:].tolist():
@@ -86,12 +86,12 @@ class TorchEngine:
 
 
 class CTranslate2Engine:
-    """`ctranslate2.Translator.translate_batch`; tokens are written as their ids.
+    """`ctranslate2.Translator.translate_batch`, with token ids as tokens.
 
     Args:
-        folder: a model that `save_for_ctranslate2` wrote.
+        folder: a model from `save_for_ctranslate2`.
         precision: CTranslate2's compute type.
-        threads: of one translation; there is one at a time.
+        threads: number of threads of a translation. There is one translation at a time.
     """
 
     label = "CTranslate2"
@@ -107,7 +107,7 @@ class CTranslate2Engine:
         )
 
     def prepare(self, sentences: Sequence[list[int]]) -> list[list[str]]:
-        """Write a batch as CTranslate2 takes it."""
+        """Convert a batch to CTranslate2's tokens."""
         return [[str(token) for token in sentence] for sentence in sentences]
 
     def run(self, batch: list[list[str]], beams: int, forced: int | None = None) -> list[Any]:
@@ -123,11 +123,11 @@ class CTranslate2Engine:
         )
 
     def ids(self, output: list[Any], forced: int | None = None) -> list[list[int]]:
-        """Read the translations, the end of sentence included."""
+        """Return the translations, including the end token."""
         return [[int(token) for token in result.hypotheses[0]] for result in output]
 
     def score(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
-        """Log-probability of every target token, the end of sentence included."""
+        """Return the log-probability of every target token, including the end token."""
         results = self.translator.score_batch(self.prepare(sources), self.prepare(targets))
         return [result.log_probs for result in results]
 
@@ -138,7 +138,7 @@ Engine = TorchEngine | CTranslate2Engine
 def marian_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Build MarianMTModel with the weights of `model`, on the same device."""
     twin = to_marian(model)
-    # Nothing but token ids: other settings would forbid or force some tokens, or rank otherwise.
+    # Copy only token ids. Other settings would forbid or force tokens or change the ranking.
     names = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
     twin.generation_config = GenerationConfig(
         **{name: getattr(model.config, name) for name in names}
@@ -147,7 +147,7 @@ def marian_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_for_ctranslate2(model: PreTrainedModel, folder: Path, quantization: str) -> Path:
-    """Write `model` to `folder` for CTranslate2, in one of its quantizations."""
+    """Write `model` to `folder` for CTranslate2, with one of its quantizations."""
     save(model, folder, quantization)
     return folder
 
@@ -159,7 +159,7 @@ def distance_to_marian(
     sources: list[list[int]],
     targets: list[list[int]],
 ) -> float:
-    """Largest difference of logits at a target token, by forced decoding of a padded batch."""
+    """Return the largest difference of target logits in forced decoding of a padded batch."""
     batch = padded(sources, targets, pad=model.config.pad_token_id)
     labels = batch.pop("labels").to(model.device)
     inputs = model.prepare_decoder_input_ids_from_labels(labels)
@@ -174,7 +174,10 @@ def distance_to_ctranslate2(
     sources: list[list[int]],
     targets: list[list[int]],
 ) -> float:
-    """Largest difference of a target token's log-probability; targets end without `</s>`."""
+    """Return the largest difference of a target token's log-probability.
+
+    The targets have no `</s>` at their end.
+    """
     ended = [[*target, int(engine.eos)] for target in targets]
     ours: Any = model.score(sources, ended).log_probs
     theirs = engine.score(sources, targets)
@@ -185,13 +188,13 @@ def distance_to_ctranslate2(
 
 
 class Workshop:
-    """Builds engines, each on its own copy of the weights of one float32 model.
+    """Builds engines, each with its own copy of the weights of one float32 model.
 
     Args:
-        model: on the CPU.
+        model: the model, on the CPU.
         device: "cpu" or "cuda".
-        folder: where CTranslate2's models are written.
-        threads: of CTranslate2, as many as torch has.
+        folder: folder for CTranslate2's models.
+        threads: number of threads of CTranslate2, equal to torch's.
     """
 
     def __init__(self, model: PreTrainedModel, device: str, folder: Path, threads: int) -> None:
@@ -201,7 +204,7 @@ class Workshop:
         """Build "ours", "ours, stop early", "MarianMT" or "CTranslate2" in one precision.
 
         Raises:
-            RuntimeError: this machine cannot run it, with the reason.
+            RuntimeError: this machine cannot run it. The message gives the reason.
         """
         if name == "CTranslate2":
             return self._ctranslate2(precision)
@@ -235,14 +238,14 @@ class Workshop:
 
 
 class EngineProcess(Worker):
-    """An engine in a process of its own.
+    """An engine in a separate process.
 
-    In one process, CTranslate2's OpenMP threads leave PyTorch's about one core of two.
+    In a shared process, CTranslate2's OpenMP threads leave PyTorch about one core of two.
 
     Args:
         model: folder of the float32 model.
-        name, precision: as `Workshop.build` takes them.
-        device, folder, threads: as `Workshop` takes them.
+        name, precision: as for `Workshop.build`.
+        device, folder, threads: as for `Workshop`.
     """
 
     def __init__(
@@ -254,14 +257,14 @@ class EngineProcess(Worker):
     def translate(
         self, batches: Sequence[list[list[int]]], beams: int, forced: int | None = None
     ) -> tuple[float, list[list[int]]]:
-        """Translate batches one after the other: seconds of `run`, and all translations."""
+        """Translate batches one after the other. Return the seconds and all translations."""
         return self(batches, beams, forced)
 
 
 def build_alone(
     model: Path, name: str, precision: str, device: str, folder: Path, threads: int
 ) -> Engine:
-    """Build one engine and leave nothing else in the process; arguments as of EngineProcess."""
+    """Build one engine and nothing else in the process. Arguments are those of EngineProcess."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -270,7 +273,7 @@ def build_alone(
 
 
 def _translator(*arguments: Any) -> Callable:
-    """Build an engine and return what translates batches with it."""
+    """Build an engine and return a function that translates batches with it."""
     engine = build_alone(*arguments)
     gc.collect()
 
@@ -287,7 +290,7 @@ def _translator(*arguments: Any) -> Callable:
 def translate_timed(
     engine: Engine, batches: list[Any], beams: int, forced: int | None = None
 ) -> tuple[float, list[Any]]:
-    """Translate prepared batches; return seconds and what the engine gave back."""
+    """Translate prepared batches. Return the seconds and the outputs of the engine."""
     outputs: list[Any] = []
     seconds = sum(
         timed(lambda batch=batch: outputs.append(engine.run(batch, beams, forced)))

@@ -5,19 +5,19 @@ r"""Decoding speed against MarianMTModel and CTranslate2, on the same weights in
     python benchmarks/generation.py --json results.json --device cuda
     python benchmarks/generation.py --train             only make the model that is measured
 
-The model is the paper's base size with 37,000 tokens, trained on Multi30k so that
-it stops by itself; the sentences are the test set's, the same in the same batches for all engines,
-sorted by length as every toolkit does. Token ids go in and out: nobody's tokenizer is timed.
+The model has the paper's base size with 37,000 tokens. It is trained on Multi30k, so that its
+translations end. All engines translate the same sentences of the test set in the same batches,
+sorted by length as in every toolkit. Inputs and outputs are token ids, so tokenizers are not timed.
 
-Search rules. "ours": the model's own (length penalty ((5 + |Y|) / 6)^0.6, the search goes on until
-nothing can win any more, at most its own source's length + 50 tokens). "ours, stop early": rules
-like the peers', score / length, stop at as many finished hypotheses as beams. MarianMT:
-transformers' defaults (score / length, early_stopping=False). CTranslate2: its defaults
-(score / length, stop at as many finished hypotheses as beams). Peers translate to at most 50 tokens
-more than the longest source of the batch.
+Search rules. "ours": the model's own rules: length penalty ((5 + |Y|) / 6)^0.6, a search until no
+open hypothesis can win, and at most source length + 50 tokens for each sentence. "ours, stop
+early": rules like those of the peers: score / length, and a stop when the number of finished
+hypotheses equals the number of beams. MarianMT: the defaults of transformers (score / length,
+early_stopping=False). CTranslate2: its defaults (score / length, and the stop of "ours, stop
+early"). Translations of the peers have at most 50 tokens more than the longest source of the batch.
 
-Engines take turns in every round, so that a slow minute of the machine hits all. A ratio is the
-median over rounds of the peer's time over ours; times are medians over rounds.
+Engines take turns in every round, so that a slow minute of the machine affects all of them. Times
+are medians over rounds. A ratio is the median over rounds of the peer's time divided by ours.
 """
 
 import argparse
@@ -54,9 +54,10 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniToken
 DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "runs" / "benchmark-base"
 EARLY = "ours, stop early"
 BLEU_BATCH = 128
-# Threads stay awake for a moment after their last job, on cores that the next engine needs.
+# Seconds between engines. Threads stay awake for a moment after their last job, on cores that the
+# next engine needs.
 PAUSE = 0.3
-# Points of the curves.
+# Values on the axes of the curves.
 BEAMS = (1, 2, 4, 8)
 SOURCE_LENGTHS = (16, 32, 64, 128, 256, 512)
 OUTPUT_LENGTHS = (16, 32, 64, 128, 256)
@@ -78,26 +79,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--train",
         action="store_true",
-        help="train the model, or go on with it, and measure nothing",
+        help="train the model, or continue its training, and measure nothing",
     )
     add(
         "--model",
         type=Path,
         default=DEFAULT_MODEL,
         metavar="FOLDER",
-        help="trained first if it is missing (default: runs/benchmark-base)",
+        help="folder of the model, which is trained if it is missing "
+        "(default: runs/benchmark-base)",
     )
     add("--beams", type=int, nargs="+", default=[4, 1], metavar="N", help="default: 4 1")
     add("--batches", type=int, nargs="+", metavar="N", help="default: 1 8 32 128")
     add("--rounds", type=int, help="turns of every engine (default: 3, 2 with --quick)")
-    add("--sentences", type=int, metavar="N", help="most sentences of any measurement")
+    add("--sentences", type=int, metavar="N", help="largest number of sentences per measurement")
     add(
         "--parts",
         nargs="+",
         choices=("speed", "memory", "curves"),
         help="what to measure (default: all)",
     )
-    add("--profile", action="store_true", help="print where our search spends its time, no more")
+    add("--profile", action="store_true", help="only print where our search spends its time")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
@@ -111,11 +113,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Text:
-    """The sentences to translate, as token ids that end in the end of sentence.
+    """The sentences to translate, as token ids with the end token.
 
     Args:
-        tokenizer: of the model; None stands for a model that was never trained, whose sentences are
-            random and whose outputs are cut after `forced` tokens.
+        tokenizer: tokenizer of the model. None means an untrained model: its sentences are random,
+            and its outputs are cut after `forced` tokens.
     """
 
     def __init__(self, tokenizer: VaswaniTokenizer | None, vocab_size: int) -> None:
@@ -133,13 +135,13 @@ class Text:
             self.targets = [ids[:-1] for ids in tokenizer(self.references)["input_ids"]]
 
     def chosen(self, number: int) -> list[int]:
-        """Indices of `number` sentences spread evenly over the file, shortest source first."""
+        """Return the indices of `number` sentences across the file, shortest source first."""
         number = min(number, len(self.sources))
         picked = [index * len(self.sources) // number for index in range(number)]
         return sorted(picked, key=lambda index: len(self.sources[index]))
 
     def bleu(self, indices: Sequence[int], outputs: Tokens) -> float | None:
-        """BLEU of translations against the corpus' own tokens, None without references."""
+        """Return the BLEU of translations on the corpus' own tokens, or None without references."""
         if self.tokenizer is None:
             return None
         texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
@@ -148,7 +150,7 @@ class Text:
         return metric.corpus_score(texts, [references]).score
 
     def of_length(self, length: int, number: int) -> Tokens:
-        """`number` sources of exactly `length` tokens: real sentences one after another."""
+        """Return `number` sources of exactly `length` tokens, made of concatenated sentences."""
         words = [token for source in self.sources for token in source[:-1]]
         eos = self.sources[0][-1]
         return [
@@ -158,13 +160,13 @@ class Text:
 
 
 def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Cut into batches of `size`, the last of what is left."""
+    """Yield batches of `size` items. The last batch may be smaller."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
 
 def engine_names(device: str) -> list[tuple[str, str]]:
-    """(name, precision) of everything that is measured, ours first."""
+    """Return (name, precision) of all engines, ours first."""
     ours = [(name, kind) for kind in ("float32", "bfloat16") for name in ("ours", EARLY)]
     marian = [("MarianMT", kind) for kind in ("float32", "bfloat16")]
     kinds = ("float32", "int8") if device == "cpu" else ("float32", "bfloat16", "int8_float16")
@@ -174,7 +176,7 @@ def engine_names(device: str) -> list[tuple[str, str]]:
 def start_all(
     model: Path, device: str, folder: Path
 ) -> tuple[list[EngineProcess], list[dict[str, str]]]:
-    """Start every engine this machine can run; say why the others are missing."""
+    """Start every engine that this machine can run, and list why the others are missing."""
     threads = torch.get_num_threads()
     started = [
         EngineProcess(model, name, precision, device, folder, threads)
@@ -193,7 +195,7 @@ def start_all(
 
 
 def check_twins(model: PreTrainedModel, folder: Path, text: Text) -> dict[str, float]:
-    """Hold the peers' outputs against ours on real targets; exit where they differ."""
+    """Compare the peers' outputs with ours on real targets, and exit if they differ."""
     indices = text.chosen(12)
     sources, targets = ([side[i] for i in indices] for side in (text.sources, text.targets))
     ended = [[*target, model.config.eos_token_id] for target in targets]
@@ -216,7 +218,7 @@ def take_turns(
     rounds: int,
     forced: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Time all engines on the same batches, in turn, after a first batch that does not count."""
+    """Time all engines in turn on the same batches, after one batch that is not timed."""
     batches = list(batched(sentences, size))
     seconds: list[list[float]] = [[] for _ in engines]
     outputs: list[Tokens] = [[] for _ in engines]
@@ -224,7 +226,7 @@ def take_turns(
         engine.translate(batches[:1], beams, forced)
     for turn in range(rounds):
         for place in range(len(engines)):
-            # Another engine is first in every round: nobody always follows the same neighbour.
+            # Every round starts with another engine.
             number = (place + turn) % len(engines)
             time.sleep(PAUSE)
             taken, outputs[number] = engines[number].translate(batches, beams, forced)
@@ -252,10 +254,10 @@ def take_turns(
 def measure_speed(
     args: argparse.Namespace, engines: list[EngineProcess], text: Text
 ) -> list[dict[str, Any]]:
-    """Rows of speed and BLEU for every engine, number of beams and batch size."""
+    """Return rows of speed and BLEU for every engine, number of beams and batch size."""
     rows = []
     for beams in args.beams:
-        # Stopping rules and length penalties are of beam search only.
+        # Only beam search has stopping rules and length penalties.
         taking_part = [engine for engine in engines if beams > 1 or engine.label != EARLY]
         scores: dict[tuple[str, str], float | None] = {}
         if not args.quick and text.tokenizer is not None:
@@ -294,7 +296,7 @@ def print_speed(rows: list[dict[str, Any]]) -> None:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times faster ours is than each peer, paired by round; and the distance in BLEU."""
+    """Return how many times faster ours is than each peer, paired by round, and the BLEU gap."""
     found = {(r["engine"], r["precision"], r["beams"], r["batch"]): r for r in rows}
     pairs = [
         (("MarianMT", "float32"), "float32"),
@@ -329,7 +331,7 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def judge(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lay the ratios of our default search with 4 beams beside what they should be."""
+    """Compare the ratios of our default search with 4 beams with our aims."""
     wanted = []
     for ratio in ratios:
         if ratio["beams"] != 4 or ratio["ours"].startswith(EARLY):
@@ -346,7 +348,8 @@ def judge(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
             value = ratio["ratio"]
             wanted.append({"aim": name, "least": least, "value": value, "met": value >= least})
     for ratio in ratios:
-        # Under the peer's rules too: a better search must not hide what bfloat16 costs.
+        # Also compare with the peer's rules, so that a better search does not hide what bfloat16
+        # costs.
         of_int8 = ratio["peer"].startswith("CTranslate2 int8") and "bfloat16" in ratio["ours"]
         if ratio["beams"] == 4 and of_int8 and ratio["bleu_difference"] is not None:
             name = f"BLEU of {ratio['ours']} less that of {ratio['peer']}, batch {ratio['batch']}"
@@ -371,7 +374,7 @@ def print_judgement(ratios: list[dict[str, Any]], aims: list[dict[str, Any]]) ->
 def measure_curves(
     args: argparse.Namespace, engines: list[EngineProcess], text: Text
 ) -> list[dict[str, Any]]:
-    """How the time of a sentence grows with beams, source length and output length."""
+    """Measure how the time of a sentence grows with beams, source length and output length."""
     engines = [engine for engine in engines if engine.label != EARLY]
     rounds, size = (1, 4) if args.quick else (2, 8)
     indices = text.chosen(min(64, args.sentences or 64))
@@ -410,7 +413,10 @@ def measure_curves(
 
 
 def memory_of(model: Path, name: str, precision: str, device: str, *arguments: Any) -> Callable:
-    """Build one engine and return what measures its memory; arguments as of EngineProcess."""
+    """Build one engine and return a function that measures its memory.
+
+    The arguments are those of EngineProcess.
+    """
     memory, before = PeakMemory(device), 0.0
     outside_torch = device == "cuda" and name == "CTranslate2"
     if outside_torch:
@@ -420,7 +426,7 @@ def memory_of(model: Path, name: str, precision: str, device: str, *arguments: A
     engine = build_alone(model, name, precision, device, *arguments)
 
     def translate(sentences: Tokens, beams: int, forced: int | None) -> dict[str, float]:
-        """Translate one batch: memory of the weights, and of weights and translating."""
+        """Translate one batch, and return the memory of the weights and the peak memory."""
         weights = memory.now() - before
         memory.forget()
         if outside_torch:
@@ -435,7 +441,7 @@ def memory_of(model: Path, name: str, precision: str, device: str, *arguments: A
 
 
 def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[dict[str, Any]]:
-    """Peak memory of each engine on the longest sentences, less that of the bare libraries."""
+    """Return the peak memory of each engine on the longest sentences, without the libraries'."""
     rows = []
     kind = "GPU" if args.device == "cuda" else "resident"
     print(f"\npeak {kind} memory, beam 4, longest sentences (MB, without the libraries' own)")
@@ -464,7 +470,7 @@ def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[d
 
 
 def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str, Any]]:
-    """Which operators take what share of our search's time, at batch 1 and 32."""
+    """Return the share of each operator in the time of our search, for batches of 1 and 32."""
     rows = []
     on_gpu = workshop.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -491,13 +497,13 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
 
 
 def quieten() -> None:
-    """Keep transformers from drawing bars, and from giving the same advice for every batch."""
+    """Turn off progress bars and repeated advice of transformers."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Text]:
-    """Load the trained model, train it first, or for --quick make one that was never trained."""
+    """Load the model. If it is missing, train it, or with --quick make an untrained one."""
     if (args.model / "model.safetensors").exists():
         model = AutoModelForSeq2SeqLM.from_pretrained(args.model).eval()
         tokenizer = VaswaniTokenizer.from_pretrained(args.model)
@@ -553,7 +559,7 @@ def main(argv: list[str] | None = None) -> None:
             results["ratios"] = compare(results["speed"])
             results["aims"] = judge(results["ratios"])
             print_judgement(results["ratios"], results["aims"])
-            write(args.json, results)  # the curves take long: nothing measured is lost
+            write(args.json, results)  # the curves take long, so write the other results before
         if "curves" in args.parts:
             results["curves"] = measure_curves(args, engines, text)
         for engine in engines:
@@ -562,7 +568,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(path: Path | None, results: dict[str, Any]) -> None:
-    """Write the results as JSON, if they are wanted."""
+    """Write the results as JSON if a path is given."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Speed of `generate`: VaswaniForCausalLM beside GPT-2's class of the same size.
+"""Speed of `generate`: VaswaniForCausalLM compared with GPT2LMHeadModel of the same size.
 
     python benchmarks/language_model.py --threads 2 --json benchmarks/results/language-model.json
 
-Both models are random, in float32, with the paper's base sizes. Every text gets the same number of
-new tokens, because nothing ends one. The two models take turns, and the median of the repetitions
-counts.
+Both models have random weights in float32 and the paper's base sizes. There is no end token, so
+every text gets the same number of new tokens. The two models take turns, and the result is the
+median of the repetitions.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-r"""What quantization gains on a CPU: memory, speed and error of the forms that PyTorch users know.
+r"""Measure quantization on a CPU: memory, speed and error of the common forms in PyTorch.
 
     pip install torchao bitsandbytes
     python benchmarks/quantization.py --json benchmarks/results/quantization.json
 
-The model is that of generation.py, or random weights of the same size where it was never trained:
-then outputs are cut at 16 tokens. The measurement takes under three minutes on two cores, and ends
-with the table of docs/deploy.md.
+The model is that of generation.py. If that model was never trained, the weights are random, and
+outputs are cut at 16 tokens. The measurement takes under three minutes on two cores, and prints the
+table of docs/deploy.md.
 
-Each form runs in a process of its own. All forms translate the same batches of 32 in turn, and
-every round begins with another one. Memory is what the process holds more than before it had a
-model. Error is the mean absolute change of a target token's log-probability against float32.
+Each form runs in a separate process. All forms translate the same batches of 32 in turn, and every
+round begins with another form. Memory is the growth of the process since before it loaded the
+model. The error is the mean absolute change of a target token's log-probability against float32.
 """
 
 import argparse
@@ -34,13 +34,13 @@ BATCH = 32
 
 
 def quantized_dynamically(folder: Path) -> Any:
-    """Linear layers with int8 weights; activations become int8 in each call. Part of torch."""
+    """Load linear layers with int8 weights by torch. Each call converts activations to int8."""
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
 
 def torchao_form(name: str) -> Callable[[Path], PreTrainedModel]:
-    """A form of torchao over bfloat16, by the name of its configuration."""
+    """Return a loader of a torchao form over bfloat16, by the name of its configuration."""
 
     def load_form(folder: Path) -> PreTrainedModel:
         from torchao import quantization
@@ -54,7 +54,7 @@ def torchao_form(name: str) -> Callable[[Path], PreTrainedModel]:
 
 
 def bitsandbytes_form(**settings: Any) -> Callable[[Path], PreTrainedModel]:
-    """A form of bitsandbytes over bfloat16."""
+    """Return a loader of a bitsandbytes form over bfloat16."""
 
     def load_form(folder: Path) -> PreTrainedModel:
         form = BitsAndBytesConfig(**settings)
@@ -66,7 +66,10 @@ def bitsandbytes_form(**settings: Any) -> Callable[[Path], PreTrainedModel]:
 
 
 def plain(dtype: torch.dtype) -> Callable[[Path], PreTrainedModel]:
-    """The model as it is, in one type; a copy, because loaded weights are read when first used."""
+    """Return a loader of the model in one dtype.
+
+    The model is copied, because loaded weights are read from the disk at their first use.
+    """
     return lambda folder: copy.deepcopy(AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype))
 
 
@@ -95,16 +98,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sentences", type=int, default=64, metavar="N", help="sentences of a measurement")
     add("--rounds", type=int, default=2, help="turns of every form")
     args = parser.parse_args(argv)
-    args.quick, args.profile = True, False  # `load` then takes random weights, if it must
+    args.quick, args.profile = True, False  # lets `load` use random weights if necessary
     return args
 
 
 def job_of(form: str, folder: Path, threads: int) -> Callable:
-    """Load a form and return what measures it; it runs in a process of its own."""
+    """Load a form and return a function that measures it. It runs in a separate process."""
     quieten()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
-    with contextlib.suppress(ImportError):  # libraries are no part of a model's memory
+    with contextlib.suppress(ImportError):  # import libraries first, so that memory excludes them
         if form.startswith("torchao"):
             import torchao  # noqa: F401
         if form.startswith("bitsandbytes"):
@@ -133,7 +136,7 @@ def job_of(form: str, folder: Path, threads: int) -> Callable:
 def measure_forms(
     workers: dict[str, Worker], text: Text, sentences: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Rows of memory, speed and error."""
+    """Return rows of memory, speed and error."""
     indices = text.chosen(sentences)
     sources = [text.sources[index] for index in indices]
     eos = sources[0][-1]
@@ -160,7 +163,7 @@ def measure_forms(
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The lines of the table in docs/deploy.md."""
+    """Return the lines of the table in docs/deploy.md."""
     lines = [
         "| form | weights | error | sentences/s, greedy | sentences/s, beam 4 |",
         "|---|---|---|---|---|",
@@ -180,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     trained = text.tokenizer is not None
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        forms = dict.fromkeys(["float32", *args.forms])  # float32 is what errors are measured by
+        forms = dict.fromkeys(["float32", *args.forms])  # errors are measured against float32
         workers, missing = {}, []
         for form in forms:
             worker = Worker(job_of, form, Path(folder), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own, so that no library's threads or memory come near another's."""
+"""Jobs in separate processes, so that libraries do not share threads or memory."""
 
 import contextlib
 import ctypes
@@ -13,11 +13,11 @@ import torch
 
 
 class Worker:
-    """A process that makes something once, and then does jobs with it.
+    """A process that builds a function once, and then calls it for every job.
 
     Args:
-        make: called in the process with `arguments`; returns what does the jobs. May raise
-            RuntimeError or ValueError, if this machine cannot run it.
+        make: called in the process with `arguments`. It returns the function for the jobs, or
+            raises RuntimeError or ValueError if this machine cannot run it.
     """
 
     def __init__(self, make: Callable[..., Callable], *arguments: Any) -> None:
@@ -28,15 +28,15 @@ class Worker:
         other.close()
 
     def wait(self) -> None:
-        """Wait until all is made.
+        """Wait until the function is built.
 
         Raises:
-            RuntimeError: this machine cannot run it, with the reason.
+            RuntimeError: this machine cannot run it. The message gives the reason.
         """
         self._receive()
 
     def __call__(self, *job: Any) -> Any:
-        """Do a job; what it returns comes back."""
+        """Run a job in the process and return its result."""
         self._pipe.send(job)
         return self._receive()
 
@@ -57,7 +57,7 @@ class Worker:
 
 
 def _serve(pipe: Any, make: Callable[..., Callable], arguments: tuple) -> None:
-    """Make what does the jobs, and do those that come through the pipe until it is closed."""
+    """Build the function, and run the jobs from the pipe until it is closed."""
     try:
         work = make(*arguments)
     except (RuntimeError, ValueError) as error:
@@ -70,31 +70,31 @@ def _serve(pipe: Any, make: Callable[..., Callable], arguments: tuple) -> None:
 
 
 class PeakMemory:
-    """Memory of this process in MB, from /proc or, on a GPU, from torch's allocator."""
+    """Memory of this process in MB: from /proc on a CPU, from torch's allocator on a GPU."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
 
     def now(self) -> float:
-        """Memory at this moment, after what was freed has gone back to the system."""
+        """Return the current memory, after freed memory was returned to the system."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.synchronize()
             return torch.cuda.memory_allocated() / 2**20
         with contextlib.suppress(OSError, AttributeError):
-            # glibc keeps what is freed; other C libraries lack this function.
+            # glibc keeps freed memory. Other C libraries do not have this function.
             ctypes.CDLL(None).malloc_trim(0)
         return _resident("VmRSS")
 
     def forget(self) -> None:
-        """Begin a new peak."""
+        """Reset the peak."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> float:
-        """Return the peak since it was last forgotten."""
+        """Return the peak since the last reset."""
         if self.on_gpu:
             synchronize()
             return torch.cuda.max_memory_allocated() / 2**20
@@ -102,9 +102,9 @@ class PeakMemory:
 
 
 def _resident(field: str) -> float:
-    """This process's memory in MB: "VmRSS" now, "VmHWM" its peak since it was last reset.
+    """Return a memory field of this process in MB: "VmRSS" is current, "VmHWM" is the peak.
 
-    Not `ru_maxrss`: that of a child begins at its parent's.
+    `ru_maxrss` would not do, because a child process inherits the value of its parent.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
@@ -113,13 +113,13 @@ def _resident(field: str) -> float:
 
 
 def synchronize() -> None:
-    """Wait for a GPU's queue; nothing elsewhere."""
+    """Wait for the queue of a GPU. On a CPU, do nothing."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def timed(function: Callable[[], Any]) -> float:
-    """Seconds of a call, a GPU's work included."""
+    """Return the seconds of a call, including work on a GPU."""
     synchronize()
     start = time.perf_counter()
     function()

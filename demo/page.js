@@ -5,7 +5,7 @@
     document.querySelector(target.closest("#own") ? "#score" : "#translate").click();
   });
 
-  // A word or token under the pointer dims all that is not linked to it.
+  // A word or token under the pointer dims all words and tokens that are not linked to it.
   addEventListener("pointerover", ({ target }) => {
     const pointed = target.closest?.(".links [data-word]");
     for (const token of document.querySelectorAll(".links [data-word]"))
@@ -15,7 +15,7 @@
   // Screen readers announce results.
   for (const id of ["translations", "scores"]) document.getElementById(id).ariaLive = "polite";
 
-  // The chosen theme holds for the next visit. Gradio reads it from the address.
+  // The chosen theme is kept for the next visit. Gradio reads the theme from the address.
   const show = (theme) => {
     document.body.classList.toggle("dark", theme === "dark");
     const address = new URL(location);
@@ -26,7 +26,7 @@
     try {
       return localStorage.getItem("theme");
     } catch {
-      return null; // the browser keeps nothing for pages inside other pages
+      return null; // browsers may refuse storage to pages inside other pages
     }
   };
   if (kept()) show(kept());
@@ -36,7 +36,7 @@
     try {
       localStorage.setItem("theme", theme);
     } catch {
-      // the theme holds until the page is closed
+      // without storage, the theme is kept until the page is closed
     }
   });
 };

@@ -2,8 +2,8 @@
 
     python examples/fine_tune.py runs/quickstart pairs.tsv --output runs/fine-tuned
 
-pairs.tsv has a source and its translation in each line, with a tab between them. Nothing here is
-special to this package but its import: another encoder-decoder model is fine-tuned in the same way.
+Each line of pairs.tsv has a source and its translation, separated by a tab. Only the import of
+vaswani is special to this package. Other encoder-decoder models are fine-tuned in the same way.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from transformers import (
 import vaswani  # noqa: F401  (registers the model with the Auto classes)
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("model", help="a saved model, or its id on the Hub")
-parser.add_argument("pairs", help="file of source, tab, translation")
+parser.add_argument("model", help="folder or Hub id of a saved model")
+parser.add_argument("pairs", help="file with lines of source, tab, translation")
 parser.add_argument("--output", default="runs/fine-tuned", help="default: %(default)s")
 parser.add_argument("--epochs", type=float, default=3, help="default: %(default)s")
 parser.add_argument("--learning-rate", type=float, default=1e-4, help="default: %(default)s")
@@ -35,7 +35,7 @@ pairs = load_dataset(
     split="train",
     delimiter="\t",
     column_names=["source", "target"],
-    quoting=3,  # a quotation mark is a character like any other
+    quoting=3,  # csv.QUOTE_NONE: quotation marks are part of the text
     keep_default_na=False,
 )
 data = pairs.map(

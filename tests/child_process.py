@@ -1,11 +1,11 @@
-"""A process of its own for what a test kills."""
+"""Child processes for code that a test kills."""
 
 import os
 import traceback
 
 
 def in_child(function):
-    """Run a function in a process of its own and return its exit code, -9 if it was killed."""
+    """Run a function in a child process and return its exit code, -9 if it was killed."""
     if not (pid := os.fork()):
         try:
             function()

@@ -1,4 +1,4 @@
-"""Small models and batches for all tests: a few numbers wide, in float64, from fixed seeds."""
+"""Small models and batches for all tests, in float64 and with fixed seeds."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ SIZES = {
 }
 
 
-# Models this small are computed faster than a second thread is woken.
+# For models this small, waking a second thread takes longer than the computation.
 torch.set_num_threads(1)
 
 
@@ -33,7 +33,7 @@ def _fixed_seed():
 
 @pytest.fixture
 def tiny_config():
-    """Build a configuration of small sizes; keyword arguments replace single fields."""
+    """Build a configuration with small sizes. Keyword arguments override single fields."""
 
     def build(**overrides):
         return VaswaniConfig(**{**SIZES, **overrides})
@@ -43,10 +43,10 @@ def tiny_config():
 
 @pytest.fixture
 def tiny_model(tiny_config):
-    """Build a small model in evaluation mode, float64 unless told otherwise.
+    """Build a small model in evaluation mode, by default in float64.
 
-    Biases and LayerNorms are random: at their fresh values of 0 and 1 a test could not tell whether
-    they are used at all.
+    Biases and LayerNorms are random. With their initial values of 0 and 1, a test could not detect
+    whether they are used.
     """
 
     def build(
@@ -74,7 +74,7 @@ def tiny_model(tiny_config):
 
 @pytest.fixture
 def padded_batch():
-    """Build random token ids of the given lengths, padded on the right with 0, and their mask."""
+    """Build random token ids of given lengths, padded on the right with 0, and their mask."""
 
     def build(lengths, seed=0, vocab_size=SIZES["vocab_size"]):
         generator = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ def layer_inputs():
 
 @pytest.fixture(scope="session")
 def browser():
-    """A Chromium of the system, or playwright's own."""
+    """The Chromium of the system, or playwright's."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with api.sync_playwright() as playwright:
         names = ("chromium", "chromium-browser", "google-chrome")

@@ -1,4 +1,4 @@
-"""What works with the wheel alone: `.ci/run` runs this in an environment without extras."""
+"""Commands that work with only the wheel. `.ci/run` runs them in an environment without extras."""
 
 import importlib.util
 import subprocess

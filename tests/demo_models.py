@@ -1,4 +1,4 @@
-"""Folders of a model with results, for the demo page."""
+"""Model folders with results for tests of the demo page."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ RESULTS = {
 
 
 def trained(path, **results):
-    """Copy a small trained model, with results of these values beside it."""
+    """Copy a small trained model, and write a results file with these values."""
     shutil.copytree(FROZEN, path)
     content = {
         **circumstances(),

@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ as tests read them: blocks, commands, links."""
+"""Parsers of README.md and docs/ for tests: blocks, commands and links."""
 
 import contextlib
 import inspect
@@ -25,7 +25,7 @@ class Page:
         self.blocks = _BLOCK.findall(self.text)  # (language, body)
 
     def python(self):
-        """The Python blocks, each with its output: the next block, if that has no language."""
+        """The Python blocks with their outputs. An output is a following block without language."""
         following = [*self.blocks, ("", None)][1:]
         return [
             (body, printed if not language_of_next else None)
@@ -36,7 +36,7 @@ class Page:
         ]
 
     def commands(self, language="sh", containing=""):
-        """The commands in blocks of a language, each on one line."""
+        """The commands in blocks of a language, with continued lines joined."""
         return [
             line
             for block_language, body in self.blocks
@@ -46,7 +46,7 @@ class Page:
         ]
 
     def rows(self, header):
-        """The cells, row by row, of the table whose header starts with a text."""
+        """The rows of cells of the table whose header starts with a text."""
         table = self.text[self.text.index(f"\n| {header}") :].split("\n\n")[0]
         rows = table.strip().splitlines()[2:]
         return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
@@ -60,12 +60,12 @@ class Page:
             yield (self.path.parent / path if path else self.path), anchor
 
     def code_links(self):
-        """Links to code, as pairs of a path and the fragment of code that is the link's text."""
+        """Links to code, as pairs of the path and the code in the link's text."""
         for fragment, target in re.findall(r"\[`([^`]+)`\]\(([^()\s]+\.(?:py|yaml))\)", self.text):
             yield self.path.parent / target, fragment
 
     def anchors(self):
-        """The anchors that GitHub makes of the headings."""
+        """The anchors that GitHub makes for the headings."""
         headings = re.findall(r"^#+ (.+)$", _BLOCK.sub("", self.text), re.M)
         return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings}
 
@@ -78,7 +78,7 @@ def pages():
 
 
 def printed_by(code, name, names=None):
-    """Run a block and return its output; `names` are the names that earlier blocks defined."""
+    """Run a block and return its output. `names` has the variables of earlier blocks."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(compile(code, name, "exec"), {} if names is None else names)
@@ -86,13 +86,13 @@ def printed_by(code, name, names=None):
 
 
 def environment(**extra):
-    """The environment of a process that imports the package from this checkout."""
+    """Return environment variables with which a process imports the package from this checkout."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
 
 
 def written_tests(pattern="test_*.py"):
-    """The names of all tests in files of that pattern."""
+    """Return the names of all tests in the files of a pattern."""
     return {
         name
         for path in (ROOT / "tests").glob(pattern)
@@ -103,8 +103,8 @@ def written_tests(pattern="test_*.py"):
 def parsed(command, monkeypatch):
     """Parse a command `vaswani ...` with its own parser, and return the arguments.
 
-    The command may stand behind accelerate's or torch's launcher. The second value has the
-    launcher's arguments, or None.
+    The command may follow the launcher of accelerate or torch. The second value has the launcher's
+    arguments, or None.
     """
     words, launcher = shlex.split(command), None
     if words[:2] == ["accelerate", "launch"]:
@@ -121,12 +121,12 @@ def parsed(command, monkeypatch):
     assert words[0] == "vaswani", command
     if words[1] == "convert":
         return converter_call(command, monkeypatch), None
-    monkeypatch.chdir(ROOT)  # recipes are relative to it
+    monkeypatch.chdir(ROOT)  # paths of recipes are relative to the root
     return commands.COMMANDS[words[1]][0].make_parser().parse_args(words[2:]), launcher
 
 
 def converter_call(command, monkeypatch):
-    """Parse a command `vaswani convert ...`, and return what its converter would get."""
+    """Parse a command `vaswani convert ...`, and return the arguments of its converter."""
     words = shlex.split(command)
     assert words[:2] == ["vaswani", "convert"]
     converter = find(words[2])

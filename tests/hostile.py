@@ -1,8 +1,8 @@
-"""What runs code when its pickle is loaded without care."""
+"""A class whose pickle runs code when it is loaded unsafely."""
 
 
 class Hostile:
-    """Pickles as the call of a function."""
+    """An object that pickles as the call of a function."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments

@@ -1,7 +1,7 @@
-"""Processes that push to a Hub and pull from it, and tell what they found.
+"""Processes that push to a Hub, pull from it, and report their results.
 
-Whether the package is there, and which Hub is meant, is settled when a process starts. So `ask`
-runs this file as a program of its own, once for each of its roles.
+A process chooses its Hub, and whether it can import the package, when it starts. Therefore `ask`
+runs this file as a program, once for each role.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ RESULTS = json.dumps({"bleu": 36.8})
 
 
 def ask(role, hub, work, package=None, **given):
-    """Run a role in a process of its own and return what it returns.
+    """Run a role in a separate process and return its result.
 
-    `package` is the folder to import vaswani from; without one the process cannot import it.
+    `package` is the folder to import vaswani from. Without it, the process cannot import vaswani.
     """
     task, report = work / f"{role.__name__}.task.json", work / f"{role.__name__}.json"
     task.write_text(json.dumps({"work": str(work), **given}))
-    # -P keeps the folder of this file off sys.path.
+    # -P keeps the folder of this file out of sys.path.
     command = [sys.executable, "-P", __file__, role.__name__, str(package or ""), task, report]
     finished = subprocess.run(
         command, env=hub.environment, cwd=work, capture_output=True, text=True, timeout=500
@@ -48,7 +48,7 @@ def load(place, tokenizer_place=None, **options):
 
 
 def parts_of(translator, tokenizer):
-    """What `load` should give back, taken from a translator that was never saved."""
+    """Return the expected result of `load`, made from a translator that was never saved."""
     return {
         "config": translator.config,
         "base": translator.model,
@@ -63,7 +63,7 @@ def fingerprint(tensor):
 
 
 def behaviour(loaded):
-    """All that a user sees of a model and its tokenizer, to the last bit."""
+    """Return the behaviour of a model and its tokenizer, bit for bit."""
     tokenizer, translator = loaded["tokenizer"], loaded["translator"].eval()
     source = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     inputs = {**source, "decoder_input_ids": source["input_ids"].flip(1)}
@@ -80,7 +80,7 @@ def behaviour(loaded):
 
 
 def packages_of(loaded):
-    """Where the classes come from: `vaswani`, or `transformers_modules` for trusted code."""
+    """Return the packages of the classes: `vaswani`, or `transformers_modules` for remote code."""
     return sorted({type(part).__module__.split(".")[0] for part in loaded.values()})
 
 
@@ -89,7 +89,7 @@ def facts_about(loaded):
 
 
 def refusal(function, *args, **options):
-    """The name of the error that a call raises and what it says; None if it raises none."""
+    """Return the name and the message of the error that a call raises, or None."""
     try:
         function(*args, **options)
     except Exception as error:
@@ -97,7 +97,7 @@ def refusal(function, *args, **options):
 
 
 def refusals(place, **options):
-    """What loading each part says."""
+    """Return the errors of loading each part."""
     loaders = {
         "config": hf.AutoConfig,
         "translator": hf.AutoModelForSeq2SeqLM,
@@ -136,7 +136,7 @@ def train(trainer_class, loaded, output_dir, repo_id=None, resume=None, **settin
 
 
 def changed(loaded, value):
-    """Other weights, for a new version."""
+    """Change the weights, for a new version."""
     with torch.no_grad():
         loaded["translator"].model.encoder.layers[0].fc2.bias.fill_(value)
     return loaded
@@ -148,7 +148,7 @@ def push(loaded, repo_id, **options):
 
 
 def without_waiting():
-    """Have huggingface_hub try again at once when it lost a connection."""
+    """Let huggingface_hub retry a lost connection at once."""
     from huggingface_hub import file_download
     from huggingface_hub.utils import _http
 
@@ -160,11 +160,11 @@ def without_waiting():
 
 
 def publisher(saved, work):
-    """Has the package: loads without trust, pushes, pulls its own pushes."""
+    """With the package: load without trust_remote_code, push, and pull the pushed parts."""
     facts = {}
     loaded = load(saved)
     facts["folder"] = facts_about(loaded)
-    # A config that was never saved: nothing has written its auto_map yet.
+    # This config was never saved, so its auto_map is not yet written.
     config = type(loaded["config"])(d_model=16)
     parts = {"config": config, "model": loaded["translator"], "tokenizer": loaded["tokenizer"]}
     for name, part in parts.items():
@@ -177,7 +177,7 @@ def publisher(saved, work):
 
 
 def stranger(saved, work):
-    """Has not: loads and pulls with trust, saves again three generations deep, pushes again."""
+    """Without the package: load and pull with trust_remote_code, save three times, and push."""
     trusted = {"trust_remote_code": True}
     facts = {}
     generation = saved
@@ -195,7 +195,7 @@ def stranger(saved, work):
 
 
 def heir(saved, work):
-    """Has not, and comes last: loads what the two of them left."""
+    """Without the package, after the others: load the results of the publisher and stranger."""
     trusted = {"trust_remote_code": True}
     places = {"generation 4": f"{work}/generation-4", "pushed again": "pushed-again/both"}
     facts = {name: facts_about(load(place, **trusted)) for name, place in places.items()}
@@ -222,7 +222,7 @@ def heir(saved, work):
 
 
 def owner(saved, work, broken):
-    """Has the package: trains, publishes versions, is interrupted, meets broken repositories."""
+    """With the package: train, push versions, lose connections, and load broken repositories."""
     without_waiting()
     return {
         "trainers": trained_and_pushed(saved, work),
@@ -245,7 +245,7 @@ def trained_and_pushed(saved, work):
             trainer = train(
                 trainer_class, loaded, f"{work}/{name}", f"trained/{name}", hub_strategy=strategy
             )
-            if strategy == "end":  # which stands for: when asked
+            if strategy == "end":  # transformers pushes at the end only on request
                 trainer.push_to_hub()
             facts[name] = facts_about(parts_of(loaded["translator"], loaded["tokenizer"]))
     return facts
@@ -268,7 +268,7 @@ def training_that_lost_a_push(saved, work):
 
 
 def resumed_from_the_hub(saved, work):
-    """Train from the checkpoint that a run of two updates pushed, and without an interruption."""
+    """Resume from the checkpoint that a run of two updates pushed, and train without a break."""
     from huggingface_hub import snapshot_download
     from vaswani.training.checkpoints import flaw_of
     from vaswani.training.trainer import VaswaniTrainer
@@ -283,7 +283,7 @@ def resumed_from_the_hub(saved, work):
 
 
 def published_versions(saved, work):
-    """A tag, a branch with code of its own and a later main; private; two vocabularies, twice."""
+    """Push a tag, a branch with other code, a later main, a private model, and two vocabularies."""
     from huggingface_hub import HfApi
 
     hub, repo_id = HfApi(), "versions/model"
@@ -334,7 +334,7 @@ def interrupted_pushes(saved):
 
 
 def reader(work, broken, trained, sha):
-    """Has not the package: pulls all of it, refused where it must be, and with a damaged cache."""
+    """Without the package: pull all versions, invalid ones too, also with a damaged cache."""
     without_waiting()
     trusted = {"trust_remote_code": True}
     places = [*(f"trained/{name}" for name in trained), "interrupted/training", "lost/download"]
@@ -387,7 +387,7 @@ def read_private(**trusted):
 
 
 def damaged_cache(**trusted):
-    """Load from a cache whose files were changed, and after the Hub's file was."""
+    """Load from a cache with changed files, and after a change of the Hub's file."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     hub, place = HfApi(), "cache/model"
@@ -416,7 +416,7 @@ def damaged_cache(**trusted):
 
 
 def converter(work, commands):
-    """Runs commands of `vaswani convert`, and tells their refusals and what they downloaded."""
+    """Run commands of `vaswani convert`, and report their errors and downloads."""
     from huggingface_hub import scan_cache_dir
     from vaswani.commands.main import main
 
@@ -489,13 +489,13 @@ def sibling_stranger(work, siblings):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # as in the tests: sums of other parts differ in their last bits
+    torch.set_num_threads(1)  # as in the tests; other numbers of threads change the last bits
     _role, _package, _task, _report = sys.argv[1:]
     if _package:
         sys.path.insert(0, _package)
         import vaswani  # noqa: F401  registers its classes
     else:
-        # An editable install would be found through site-packages; None forbids the name.
+        # site-packages may have an editable install. None forbids importing the package.
         sys.modules["vaswani"] = None
     _facts = globals()[_role](**json.loads(Path(_task).read_text()))
     Path(_report).write_text(json.dumps(_facts))

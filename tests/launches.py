@@ -1,4 +1,4 @@
-"""Scripts in several processes on CPUs, connected by gloo, with the launch flags of the docs."""
+"""Launches of scripts in several processes on CPUs with gloo, with the flags of the docs."""
 
 import os
 import shlex
@@ -11,15 +11,15 @@ from pathlib import Path
 import accelerate
 from documents import ROOT, Page
 
-# The launcher's name for several processes; they are on CPUs where there are no GPUs.
+# The launcher's flag for several processes. Without GPUs they run on CPUs.
 SEVERAL = ("--multi_gpu",)
 TRAIN = ("-m", "vaswani", "train")
 
 
 def launch(processes, *words, flags=SEVERAL, paths=(), **variables):
-    """Run a script or module with its arguments in processes, and return what they print.
+    """Run a script or module with arguments in several processes, and return their output.
 
-    `flags` are those of `accelerate launch`, `paths` come first in PYTHONPATH, and `variables` are
+    `flags` are flags of `accelerate launch`, `paths` come first in PYTHONPATH, and `variables` are
     set in the environment.
     """
     command = [sys.executable]
@@ -39,7 +39,7 @@ def launch(processes, *words, flags=SEVERAL, paths=(), **variables):
 
 
 def environment(paths=(), **variables):
-    """The environment of a process that imports the package and the tests from this checkout."""
+    """Return an environment with which a process imports package and tests from this checkout."""
     folders = (*paths, ROOT, ROOT / "tests")
     return {
         **os.environ,
@@ -50,14 +50,14 @@ def environment(paths=(), **variables):
 
 
 def free_port():
-    """A port on which nobody listens."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def printed_flags(containing):
-    """The flags of the `accelerate launch` command in docs/cluster.md that has one of them."""
+    """Return the flags of the `accelerate launch` command in docs/cluster.md with a given flag."""
     (command,) = Page(ROOT / "docs" / "cluster.md").commands("sh", containing)
     before, script, _ = command.partition(" -m vaswani train ")
     words = shlex.split(before)
@@ -68,10 +68,10 @@ def printed_flags(containing):
 
 
 def accelerate_with_fsdp_on_cpus(folder):
-    """Copy the installed Accelerate to a folder and let it shard models on CPUs.
+    """Copy the installed Accelerate to a folder, and allow it to shard models on CPUs.
 
-    Accelerate takes FSDP for DDP there, without a word. The copy differs in a list of device types;
-    all that it then does is what it does on GPUs.
+    On CPUs, Accelerate silently uses DDP instead of FSDP. The copy differs only in a list of device
+    types, so that it runs the same code as on GPUs.
     """
     package = Path(folder) / "accelerate"
     shutil.copytree(Path(accelerate.__file__).parent, package)

@@ -1,9 +1,9 @@
-"""A stand-in for the Hugging Face Hub on this machine, so that pushing and pulling can be tested.
+"""A local server with the interface of the Hugging Face Hub, to test pushing and pulling.
 
-It speaks as much of the Hub's HTTP interface as `push_to_hub`, `from_pretrained`, `upload_folder`,
-`snapshot_download`, `create_branch` and `create_tag` use, for models alone, and keeps its
-repositories in memory. As on the Hub, binary files go past the commit: they are put into a store by
-their sha256 (git LFS), and come from another host, which asks for no token.
+It implements the part of the Hub's HTTP interface that `push_to_hub`, `from_pretrained`,
+`upload_folder`, `snapshot_download`, `create_branch` and `create_tag` use for models. It keeps
+repositories in memory. As on the Hub, binary files are not part of a commit. They are kept in a
+store by their sha256 (git LFS), and are downloaded from another host without a token.
 """
 
 import base64
@@ -44,7 +44,7 @@ _ROUTES = [
 
 
 class Commit(NamedTuple):
-    """One state of a repository: its files by path."""
+    """A commit: the files of a repository by path."""
 
     sha: str
     message: str
@@ -52,7 +52,7 @@ class Commit(NamedTuple):
 
 
 class Repository:
-    """The commits of a repository, and the names that branches and tags give them."""
+    """The commits, branches and tags of a repository."""
 
     def __init__(self, first: Commit, private: bool) -> None:
         self.private = private
@@ -61,7 +61,7 @@ class Repository:
         self.tags: dict[str, str] = {}
 
     def at(self, revision: str) -> Commit:
-        """The commit that a branch, a tag or a sha names."""
+        """Return the commit of a branch, a tag or a sha."""
         heads = {name: shas[-1] for name, shas in self.branches.items()}
         sha = {**self.tags, **heads}.get(revision, revision)
         if sha not in self.commits:
@@ -69,7 +69,7 @@ class Repository:
         return self.commits[sha]
 
     def add(self, branch: str, message: str, files: dict[str, bytes]) -> Commit:
-        """Put one more commit on a branch."""
+        """Add a commit to a branch."""
         content = "".join(f"{path} {blob_id(file)}" for path, file in sorted(files.items()))
         parent = self.at(branch).sha
         commit = Commit(blob_id(f"{parent} {message} {content}".encode()), message, files)
@@ -79,7 +79,7 @@ class Repository:
 
 
 class Request(NamedTuple):
-    """What a client asks for."""
+    """A request of a client."""
 
     method: str
     path: str
@@ -93,7 +93,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the Hub answers: JSON unless it is bytes."""
+    """An answer of the Hub. Content other than bytes is sent as JSON."""
 
     body: Any
     status: int = 200
@@ -101,7 +101,7 @@ class Reply(NamedTuple):
 
 
 class Refusal(Exception):  # noqa: N818  an answer, not a fault
-    """A 4xx answer; `code` is what huggingface_hub turns into an exception class."""
+    """A 4xx answer. huggingface_hub chooses its exception class by `code`."""
 
     def __init__(self, status: int, code: str, message: str = "", **headers: str) -> None:
         super().__init__(code)
@@ -110,20 +110,20 @@ class Refusal(Exception):  # noqa: N818  an answer, not a fault
 
 
 def blob_id(content: bytes) -> str:
-    """git's name for a file's content; huggingface_hub skips files whose name has not changed."""
+    """Return git's hash of a file. huggingface_hub does not upload files with an unchanged hash."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def in_store(content: bytes) -> bool:
-    """Whether a file is binary and hence kept outside git."""
+    """Tell whether a file is binary, and therefore kept in the store."""
     return b"\0" in content[:512]
 
 
 class LoopbackHub:
-    """`with LoopbackHub() as hub`: serves on 127.0.0.1 until the end of the block.
+    """A server on 127.0.0.1 until the end of the block `with LoopbackHub() as hub`.
 
-    `unknown_requests` lists what a client asked for and this class does not know. `store` holds
-    binary files by their sha256; what is changed there, clients get.
+    `unknown_requests` lists requests that this class does not support. `store` has the binary files
+    by their sha256. Clients download changed entries.
     """
 
     def __enter__(self) -> Self:
@@ -147,9 +147,9 @@ class LoopbackHub:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of a client process that has never run before: each access has empty caches.
+        """Return the environment of a new client process. Each access creates empty caches.
 
-        huggingface_hub reads it when it is imported, hence only in a process of its own.
+        huggingface_hub reads the environment during its import, so a new process is necessary.
         """
         foreign = re.compile(
             r"HF_|HUGGINGFACE_|HUGGING_FACE_|TRANSFORMERS_|\w+_proxy$", re.IGNORECASE
@@ -164,30 +164,30 @@ class LoopbackHub:
         }
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """The files of a repository."""
+        """Return the files of a repository."""
         return self._repositories[repo_id].at(revision).files
 
     def commits(self, repo_id: str, branch: str = "main") -> list[Commit]:
-        """All states of a branch, the oldest (empty) first."""
+        """Return all commits of a branch, beginning with the oldest, which is empty."""
         repository = self._repositories[repo_id]
         return [repository.commits[sha] for sha in repository.branches[branch]]
 
     def publish(self, repo_id: str, files: dict[str, bytes]) -> None:
-        """Commit files as by the web page, in place of those that are there."""
+        """Replace all files of a repository, as on the web page of the Hub."""
         self._new(repo_id).add("main", "published", files)
         self.store |= {
             hashlib.sha256(file).hexdigest(): file for file in files.values() if in_store(file)
         }
 
     def cut(self, method: str, path: str, times: int) -> None:
-        """Lose the connection halfway through the next requests for a path (a pattern).
+        """Close the connection halfway through the next requests for a path (a pattern).
 
-        Of a POST or PUT the Hub gets half and does nothing, of a GET the client gets half.
+        The Hub gets half of a POST or PUT and does nothing. The client gets half of a GET.
         """
         self._cuts.append([method, path, times])
 
     def is_cut(self, method: str, path: str) -> bool:
-        """Whether to lose the connection now."""
+        """Tell whether to close the connection now."""
         with self._lock:
             for cut in self._cuts:
                 if cut[0] == method and cut[2] and re.fullmatch(cut[1], path):
@@ -211,7 +211,7 @@ class LoopbackHub:
         return Refusal(404, "UnknownRequest").reply
 
     def _admit(self, request: Request, name: str, repo_id: str | None) -> None:
-        """Let in who may ask; the store's addresses are secrets, which only the Hub gives away."""
+        """Check the token of a request. Addresses of the store are secrets and need no token."""
         authorization = request.headers.get("authorization")
         if authorization not in (None, f"Bearer {TOKEN}"):
             raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
@@ -219,7 +219,7 @@ class LoopbackHub:
             return
         known = self._repositories.get(repo_id) if repo_id else None
         if request.method == "POST" or (repo_id and (known is None or known.private)):
-            # Whether a private repository exists is nobody's business.
+            # A private repository looks like a missing one.
             raise Refusal(401, "RepoNotFound", "Invalid username or password.")
 
     def _whoami(self, request: Request) -> Reply:
@@ -362,7 +362,7 @@ class LoopbackHub:
         if not in_store(content):
             return Reply(content, headers=headers)
         sha256 = hashlib.sha256(content).hexdigest()
-        # By its other name this machine is another host, to which clients send no token.
+        # Under its other name this machine is another host, so clients send no token.
         elsewhere = self.endpoint.replace("127.0.0.1", "localhost")
         headers |= {
             "X-Linked-ETag": f'"{sha256}"',
@@ -383,7 +383,7 @@ class LoopbackHub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # which holds back the body until the headers are acknowledged
+    disable_nagle_algorithm = True  # otherwise the body waits until the headers are acknowledged
 
     def _respond(self) -> None:
         url = urlsplit(self.path)
@@ -398,7 +398,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, url.path, parse_qs(url.query), headers, body)
         try:
             reply = self.server.hub.answer(request)
-        except Exception:  # a 4xx reaches the client at once, a lost connection after many retries
+        except Exception:  # send a 4xx, because clients retry lost connections many times
             self.server.hub.unknown_requests.append(f"{self.command} {url.path}")
             reply = Reply({"error": traceback.format_exc()}, 400)
         content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
@@ -415,4 +415,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _respond  # noqa: N815
 
     def log_message(self, *args: object) -> None:
-        """Keep the test's output free of one line per request."""
+        """Log nothing, to keep the output of tests short."""

@@ -1,4 +1,4 @@
-"""LoRA on every linear layer learns, and is saved, loaded and merged without touching the rest."""
+"""LoRA on every linear layer: training, saving, loading and merging without side effects."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def logits(model):
 
 
 def trained(model, updates=30):
-    """Loss before and after some updates of the adapters; their gradients in the first one."""
+    """Return the losses before and after updates of the adapters, and their first gradients."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.Adam(parameters.values(), lr=1e-2)
     losses, gradients = [], {}
@@ -71,7 +71,7 @@ def test_every_linear_layer_gets_an_adapter_with_a_gradient_and_the_loss_falls(t
     linear = linear_names(tied)
     untie_embeddings(tied)
     losses, gradients = trained(adapted(tied))
-    # B starts at zero: it alone has a gradient at first.
+    # B starts at zero, so at first only B has a gradient.
     with_gradient = {
         name.split(".lora_B")[0].removeprefix("base_model.model.")
         for name, gradient in gradients.items()
@@ -126,7 +126,7 @@ def test_merging_keeps_the_logits_and_leaves_the_embeddings_alone(tied, tmp_path
 
 @pytest.mark.parametrize("ensure", [False, True])
 def test_without_untying_peft_warns_and_merging_changes_the_embeddings(tied, ensure):
-    """The reason for untie_embeddings: once PEFT gets this right, it can go."""
+    """This is the reason for untie_embeddings, which is not needed once PEFT handles ties."""
     embeddings = tied.model.encoder.embed_tokens.weight.clone()
     names = [*{name.rsplit(".", 1)[-1] for name in linear_names(tied)}]
     if ensure:

@@ -1,4 +1,4 @@
-"""Checkpoint averaging (section 6.1): what is averaged, what is saved, what is refused."""
+"""Checkpoint averaging (section 6.1): the mean, the saved folder and the errors."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ FROZEN = Path(__file__).parent / "frozen" / "0.1"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Save tensors as a checkpoint folder, in one file or in several."""
+    """Save tensors as a checkpoint folder, in one or several files."""
 
     def build(name, shards=None, config=None, **tensors):
         folder = tmp_path / name
@@ -47,7 +47,7 @@ def checkpoint(tmp_path):
 
 @pytest.fixture
 def run_of(checkpoint, tmp_path):
-    """Make the output folder of a Trainer's run: checkpoint-N holds the tensor [N, -N]."""
+    """Make the output folder of a Trainer's run, where checkpoint-N has the tensor [N, -N]."""
 
     def build(*steps):
         for step in steps:
@@ -81,7 +81,7 @@ def test_6_1_the_average_is_the_arithmetic_mean_of_each_weight(checkpoint, tmp_p
 def test_6_1_the_last_checkpoints_of_a_run_are_those_of_the_highest_steps(
     run_of, tmp_path, last, mean
 ):
-    # In the order of their names 1000 would come first and 50 last.
+    # Sorted as strings, 1000 would come first and 50 last.
     run = run_of(50, 1000, 900)
     (run / "checkpoint-best").mkdir()
     result = averaged(average_checkpoints(run, tmp_path / "mean", last=last))
@@ -101,7 +101,7 @@ def test_averages_of_twenty_float32_checkpoints_equal_the_float64_mean(checkpoin
 def test_half_precision_checkpoints_are_summed_in_float32_and_saved_in_their_own_dtype(
     checkpoint, tmp_path, dtype
 ):
-    # 1, then many times the next number after 1: a sum kept in half precision loses the difference.
+    # One 1 and several times the next larger number: a sum in half precision loses the difference.
     step = torch.finfo(dtype).eps
     values = [1.0] + 7 * [1.0 + step]
     folders = [
@@ -113,7 +113,7 @@ def test_half_precision_checkpoints_are_summed_in_float32_and_saved_in_their_own
         in_half += torch.tensor([value, -value], dtype=dtype)
     result = averaged(average_checkpoints(folders, tmp_path / "mean"))["weight"]
     assert result.dtype == dtype
-    # The mean is 1 + 7/8 of a step, and the nearest number of this dtype is 1 + one step.
+    # The mean is 1 + 7/8 of a step, and the nearest number of the dtype is 1 + one step.
     assert result.tolist() == [1.0 + step, -1.0 - step]
     assert (in_half / 8).tolist() != result.tolist()
 
@@ -218,12 +218,12 @@ def test_integers_are_kept_where_they_agree_and_refused_where_they_differ(checkp
         average_checkpoints([one, three], tmp_path / "other")
 
 
-# --- what is refused, by name, leaving no folder behind ---
+# --- errors, which leave no folder ---
 
 
 @pytest.fixture
 def refused(tmp_path):
-    """Average folders, expecting an error; nothing new may lie beside them afterwards."""
+    """Average folders, and expect an error and no new folder."""
 
     def run(checkpoints, error, match, **kwargs):
         before = everything_in(tmp_path)
@@ -390,7 +390,7 @@ def test_memory_does_not_grow_with_the_number_of_checkpoints(checkpoint, tmp_pat
         command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]
     ).stdout
     assert averaged(tmp_path / "mean")["weight"][:2].tolist() == [4.0, 4.0]
-    # Eight checkpoints more are 128,000 in these units. The allocator may keep what was freed.
+    # Eight more checkpoints would need 128,000 in these units. The allocator may keep freed memory.
     assert int(grown) < 64_000
 
 

@@ -1,4 +1,4 @@
-"""Batches by tokens: budgets, padding, epochs, processes, and training that resumes exactly."""
+"""Token batches: budgets, padding, epochs, processes, and exact resuming."""
 
 import gzip
 import itertools
@@ -47,7 +47,7 @@ def share_of_padding(batches, lengths):
 
 
 def sentence_pairs(count, seed=0):
-    """Lengths like those of a corpus: skewed, source and target correlated."""
+    """Return lengths like those of a corpus: skewed, with correlated source and target."""
     rng = np.random.default_rng(seed)
     source = np.clip(rng.lognormal(2.6, 0.35, count), 3, 250)
     target = np.clip(source * rng.normal(1.03, 0.17, count), 3, 250)
@@ -275,7 +275,7 @@ def test_plan_of_4_500_000_pairs_takes_under_10_seconds_and_1_gigabyte():
 
 
 def shares(sampler, processes, epoch, skip=0):
-    """The batches of each process as Accelerate deals them out, by its own protocol."""
+    """Return the batches of each process, distributed by Accelerate."""
     dealt = []
     for process in range(processes):
         loader = prepare_data_loader(
@@ -308,7 +308,7 @@ def test_sampler_has_no_batch_size_because_accelerate_then_drops_batches():
     assert not hasattr(TokenBatchSampler([(1, 1)], 1), "batch_size")
 
 
-# What follows trains; the same code runs in the processes of the tests with two.
+# Training. The tests with two processes run the same code in each process.
 
 BUDGET = 96
 STEPS = 14
@@ -327,7 +327,7 @@ def training_data(count=60):
 def make_trainer(
     output, trainer_class=VaswaniTrainer, data=None, collate=None, callbacks=None, **changes
 ):
-    """A trainer of a tiny model; `changes` are its own arguments and those of its settings."""
+    """Make a trainer of a tiny model. `changes` override arguments and training arguments."""
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize", "batching")
     names += ("noam_warmup_steps", "noam_factor", "r_drop", "objective", "compute_loss_func")
@@ -359,7 +359,7 @@ def make_trainer(
 
 
 class Letters:
-    """A tokenizer that writes a letter for each token, and learns nothing."""
+    """A tokenizer that decodes each token to a letter."""
 
     name_or_path = ""
 
@@ -368,11 +368,11 @@ class Letters:
         return ["".join(chr(ord("a") + token) for token in row if token > 2) for row in rows]
 
     def save_pretrained(self, folder):
-        """Save nothing: there is nothing."""
+        """Do nothing, because the tokenizer has no files."""
 
 
 def first_letters(hypotheses, references):
-    """A reward: how many first letters are right."""
+    """A reward: the number of right first letters."""
     pairs = zip(hypotheses, references, strict=True)
     return [float(sum(a == b for a, b in zip(*pair, strict=False))) for pair in pairs]
 
@@ -396,7 +396,7 @@ def assert_bit_for_bit(actual, expected):
 
 
 class Recorder:
-    """Collator that keeps what it collated."""
+    """A collator that keeps its batches."""
 
     def __init__(self):
         self.batches = []
@@ -526,7 +526,7 @@ def test_training_resumed_in_the_middle_of_a_later_epoch_ends_with_the_same_weig
 
 
 def launch(processes, *arguments):
-    """Run `main` below in so many processes on the CPU, which talk through gloo."""
+    """Run `main` below in several processes on the CPU with gloo."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(processes)]
     run = subprocess.run(
@@ -541,7 +541,7 @@ def launch(processes, *arguments):
 
 
 def main(job, output, checkpoint=None):
-    """Train as one of the processes; the first one leaves the final weights in `output`."""
+    """Train as one of the processes. The first process saves the final weights in `output`."""
     changes = {"save_strategy": "steps", "save_steps": 1}
     if "without dropout" in job:
         changes = {"dropout": 0.0}

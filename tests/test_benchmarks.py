@@ -1,4 +1,4 @@
-"""The benchmark compares like with like: peers compute what we compute, and the report is whole."""
+"""The benchmarks: peers compute the same as our model, and reports are complete."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from torch import nn
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-# Before the root, where `generation` and `training` are folders.
+# Put benchmarks/ before the root, where `generation` and `training` are folders.
 sys.path.insert(0, str(BENCHMARKS))
 
 import base_model  # noqa: E402
@@ -36,7 +36,7 @@ def needs_ctranslate2():
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """A Multi30k of a dozen sentences."""
+    """A corpus like Multi30k with a dozen sentences."""
     folder = tmp_path / "data" / "multi30k"
     folder.mkdir(parents=True)
     for language, lines in (("en", ENGLISH), ("de", GERMAN)):
@@ -48,7 +48,7 @@ def corpus(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(tiny_model):
-    """A small model in float32, each of its sizes another."""
+    """A small model in float32, with different numbers for all sizes."""
     return tiny_model(
         dtype=torch.float32,
         vocab_size=330,
@@ -61,7 +61,7 @@ def model(tiny_model):
 
 
 def build_all(workshop):
-    """Every engine of this machine, in this process."""
+    """Build every engine of this machine in this process."""
     return [
         workshop.build(name, precision)
         for name, precision in generation.engine_names("cpu")
@@ -98,7 +98,7 @@ def test_ctranslate2_twin_scores_as_we_do(model, tmp_path):
 @pytest.mark.parametrize("beams", [1, 4])
 def test_every_engine_can_be_made_to_write_a_given_number_of_tokens(model, tmp_path, beams):
     with torch.no_grad():
-        # The end of sentence is what this model would write at once.
+        # This model would write the end token at once.
         model.lm_head.weight[2] = 3 * model.model.decoder.layers[-1].final_layer_norm.bias
     workshop = engines.Workshop(model, "cpu", tmp_path, threads=1)
     built = build_all(workshop)
@@ -189,7 +189,7 @@ def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_pa
     def preset(name, vocab_size):
         sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
         sizes |= {"encoder_layers": 1, "decoder_layers": 1}
-        # Dropout would draw other numbers after a restart.
+        # Dropout would draw different numbers after a restart.
         return small(name, vocab_size=vocab_size, dropout=0.0, **sizes)
 
     monkeypatch.setattr(base_model.VaswaniConfig, "preset", preset)
@@ -243,7 +243,7 @@ def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
 
 
 class InThisProcess:
-    """A worker without a process of its own."""
+    """A worker in the process of the test."""
 
     def __init__(self, make, *arguments):
         self.work = make(*arguments)

@@ -1,4 +1,4 @@
-"""BPE-dropout cuts words as Provilkov et al. (2020) say, and a seed tells how."""
+"""BPE-dropout splits words as in Provilkov et al. (2020), determined by a seed."""
 
 from collections import Counter
 from functools import cache
@@ -24,7 +24,7 @@ def tokenizer_of(**options):
 
 
 def merging(pieces, merges, **options):
-    """A tokenizer of these pieces and merges, for words between spaces."""
+    """Make a tokenizer with these pieces and merges, for words between spaces."""
     vocabulary = {piece: number for number, piece in enumerate(("<pad>", "<unk>", "</s>", *pieces))}
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", **options))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -75,8 +75,8 @@ def test_dropout_of_1_leaves_characters():
     assert tokenizer.convert_ids_to_tokens(ids) == [*"▁one▁two", "</s>"]
 
 
-# Of "abc" with the merges a+b, ab+c, b+c, each attempt failing with probability p: a+b, else b+c,
-# which leaves a+bc with no merge; after a+b, ab+c or nothing.
+# The splits of "abc" with the merges a+b, ab+c, b+c, each skipped with probability p. The first
+# merge is a+b, or else b+c. After a+b, ab+c may follow. After b+c there is no further merge.
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_segmentations_are_as_frequent_as_the_algorithm_has_them(p):
     merges = [("a", "b"), ("ab", "c"), ("b", "c")]
@@ -103,7 +103,7 @@ def test_a_seed_tells_the_cuts():
     first, same, other = (BpeDropout(tokenizer_of(), 0.1, seed)(texts) for seed in (1, 1, 2))
     assert first == same
     assert first != other
-    # A word that comes again is cut again, however often it has come.
+    # A repeated word is split differently each time.
     parts = [first[start : start + len(LINES)] for start in range(0, len(texts), len(LINES))]
     assert parts[0] != parts[1] != parts[2] != parts[0]
     cuts = BpeDropout(tokenizer_of(), 0.3)(["seventeen"] * 300)

@@ -1,4 +1,4 @@
-"""A model card says what the files of a model say, and nothing else."""
+"""Model cards: every fact comes from a file of the model."""
 
 import contextlib
 import io
@@ -87,7 +87,7 @@ def write_json(path, content):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
-    """runs/numbers, below the working folder: a saved model that translates, and nothing else."""
+    """runs/numbers in the working folder: a saved translation model without results."""
     monkeypatch.chdir(tmp_path)
     unwanted = shutil.ignore_patterns("expected.*")
     return shutil.copytree(FROZEN, Path("runs/numbers"), ignore=unwanted)
@@ -95,7 +95,7 @@ def bare(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(bare):
-    """That model as a training run leaves it."""
+    """The same model with the files of a training run."""
     write_json(bare / "results.json", {**RUN, "weights_sha256": weights_sha256(bare)})
     (bare / "recipe.yaml").write_text("steps: 6538\nwarmup: 800\n")
     (bare / "test.txt").write_text("zwei\n")
@@ -105,7 +105,7 @@ def run(bare):
 
 @pytest.fixture
 def warnings():
-    """What the room warns of."""
+    """The warnings of hub_cards."""
 
     @contextlib.contextmanager
     def caught():
@@ -121,13 +121,13 @@ def text_of(folder, **options):
 
 
 def metadata(text):
-    """The YAML block, by a reader that is not huggingface_hub's."""
+    """Return the YAML block, parsed without huggingface_hub."""
     block = re.match(r"---\n(.*?)\n---\n", text, re.S)
     return yaml.safe_load(block[1]) if block else {}
 
 
 def score_rows(text):
-    """The cells of the results table."""
+    """Return the cells of the results table."""
     table = text[text.index("## Results") : text.index("## Use")]
     rows = re.findall(r"^\| (.*) \|$", table, re.M)
     cells = [re.split(r" ?(?<!\\)\| ?", row) for row in rows]
@@ -135,7 +135,7 @@ def score_rows(text):
 
 
 def leaves(content):
-    """All numbers, as a card writes them, and all strings of a results file."""
+    """Return all strings of a results file, and all numbers as formatted in a card."""
     if isinstance(content, dict):
         content = list(content.values())
     if isinstance(content, list):
@@ -313,7 +313,7 @@ def test_the_metadata_is_complete_and_read_by_huggingface_hub(run):
     assert bleu.metric_args == {"signature": SIGNATURE}
     assert (bleu.dataset_name, bleu.dataset_type) == ("data/test.tok", "data-test-tok")
     assert found["perplexity", "validation"].metric_value == 7.1973
-    # The same from the file's YAML, by another reader.
+    # The YAML of the file has the same facts.
     name, entries = model_index_to_eval_results(metadata(card.read_text("utf-8"))["model-index"])
     assert name == "numbers"
     assert entries == data.eval_results
@@ -455,7 +455,7 @@ def test_the_templates_are_part_of_the_package():
     assert "vaswani.hub_cards" in tools["packages"]
 
 
-# Whose card it is
+# Edited cards
 
 
 def test_a_card_is_written_again_as_long_as_nobody_changed_it(run, warnings):
@@ -464,7 +464,7 @@ def test_a_card_is_written_again_as_long_as_nobody_changed_it(run, warnings):
     second = text_of(run)
     assert ("36.82" in first, "40.01" in first) == (True, False)
     assert ("36.82" in second, "40.01" in second) == (False, True)
-    # What no file says, the earlier card did.
+    # The earlier card has facts that no file has.
     assert metadata(second)["license"] == "mit"
     assert metadata(second)["language"] == ["en", "de"]
     assert "numbers" in metadata(second)["tags"]
@@ -617,7 +617,7 @@ def test_training_leaves_a_card_of_its_own_results_and_recipe(tmp_path, monkeypa
     text = Path("run/README.md").read_text("utf-8")
     assert "| pairs | 27 |" in text
     assert results["test"]["samples"][0]["source"] == "one"
-    # The recipe in the card is one, and says what this run was told.
+    # The recipe in the card is valid, and has the options of this run.
     (recipe,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)
     Path("again.yaml").write_text(recipe)
     told, repeated = (
@@ -671,10 +671,10 @@ def test_a_trainer_leaves_the_card_of_an_adapter_to_transformers(tmp_path, tiny_
 
 
 class CheckingHub(LoopbackHub):
-    """Refuses cards whose metadata break the rules that the Hub's documentation states."""
+    """A Hub that refuses cards whose metadata violate the rules in the Hub's documentation."""
 
     def _admit(self, request, name, repo_id):
-        if name != "validate_card":  # which asks for no token
+        if name != "validate_card":  # validation needs no token
             super()._admit(request, name, repo_id)
 
     def _validate_card(self, request):
@@ -683,7 +683,7 @@ class CheckingHub(LoopbackHub):
 
 
 def complaints(content):
-    """What is wrong with the metadata of a card."""
+    """Return the errors in the metadata of a card."""
     data = metadata(content)
     languages = data.get("language", [])
     right = {
@@ -744,7 +744,7 @@ WITHOUT_PACKAGE = "import sys\nsys.modules['vaswani'] = None\n"
 
 @pytest.fixture(scope="module")
 def pushed(tmp_path_factory):
-    """What a client pushed, and what another printed that has not the package."""
+    """The files that a client pushed, and the output of a client without the package."""
     work = tmp_path_factory.mktemp("pushed")
     folder = work / "runs" / "numbers"
     for auto_class in (AutoModelForSeq2SeqLM, AutoTokenizer):

@@ -1,4 +1,4 @@
-"""Programs that nobody here wrote: what they ask of a translation model of transformers works."""
+"""Other programs: they work with our models as with other translation models of transformers."""
 
 import copy
 import json
@@ -57,7 +57,7 @@ def tokenizer():
 
 @pytest.fixture
 def model():
-    """A model of number words, whose folder asks for 4 beams."""
+    """A model of number words, with num_beams=4 in its generation config."""
     return AutoModelForSeq2SeqLM.from_pretrained(FROZEN)
 
 
@@ -68,7 +68,7 @@ def batch(tokenizer):
 
 @pytest.fixture
 def folder(model, tokenizer, tmp_path):
-    """A folder that was saved by this version, with its code."""
+    """A folder saved by this version, with its code."""
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
@@ -83,7 +83,7 @@ def translated(tokenizer, batch):
     return translate
 
 
-# The longest sequence, which scripts and sentence-transformers compare with integers
+# max_position_embeddings, which scripts and sentence-transformers compare with integers
 
 
 @pytest.mark.parametrize("encoding", ["sinusoidal", "sinusoidal_concat", "sinusoidal_t2t"])
@@ -94,7 +94,7 @@ def test_sinusoids_have_an_integer_for_the_longest_sequence_that_limits_nothing(
         assert type(found.max_position_embeddings) is int
         assert min(found.max_position_embeddings, 10**6) == 10**6
     positions = torch.arange(config.max_position_embeddings - 1, config.max_position_embeddings + 2)
-    # Beyond the number, float32 counts two positions as one.
+    # Beyond this number, float32 cannot distinguish neighbouring positions.
     assert positions.float().unique().tolist() == positions[:2].tolist()
 
 
@@ -228,7 +228,7 @@ class Agreement(evaluate.Metric):
 
 @pytest.fixture
 def working_folder(tmp_path):
-    """Data as the scripts read it, and stand-ins for what they download."""
+    """Data for the scripts, and replacements for their downloads."""
     for name, first in (("train", 100), ("valid", 200), ("test", 300)):
         pairs = [(num2words(n), num2words(n, lang="de")) for n in range(first, first + 8)]
         translation = [{"translation": {"en": source, "de": target}} for source, target in pairs]
@@ -241,7 +241,7 @@ def working_folder(tmp_path):
         (tmp_path / metric / f"{metric}.py").write_text(METRIC.format(several=several))
     stub = "class data:\n    find = print\n\n\ndef sent_tokenize(text):\n    return [text]\n"
     (tmp_path / "nltk.py").write_text(stub)
-    # Python runs this file first: the package cannot be imported then.
+    # Python runs this file first, so that the package cannot be imported.
     blocked = "import sys\nsys.modules['vaswani'] = None\n"
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "sitecustomize.py").write_text(blocked)
@@ -306,7 +306,7 @@ def test_the_official_scripts_run_unedited(
     assert AutoConfig.from_pretrained(working_folder / "out").max_position_embeddings >= 1024
 
 
-# sentence-transformers and whatever else loads an encoder by AutoModel
+# sentence-transformers and other programs that load an encoder by AutoModel
 
 
 def test_an_encoder_saved_alone_is_what_automodel_loads(model, folder, batch, tmp_path):
@@ -424,7 +424,7 @@ def test_a_streamer_beside_the_folders_beams_is_told_to_pass_num_beams_1(model, 
     assert "".join(streamer) == "sieben"
 
 
-# Copies, types and places
+# Copies, dtypes and devices
 
 
 @pytest.mark.parametrize("through", [pickle.dumps, "torch.save"])
@@ -497,7 +497,7 @@ def test_parts_on_disk_translate(where, translated, tmp_path):
         FROZEN, device_map=PLACES[where], offload_folder=tmp_path
     )
     assert given == PLACES[where], "the caller's own map was changed"
-    if where != "head on disk":  # one table with the embeddings
+    if where != "head on disk":  # the head shares its matrix with the embeddings
         assert any(weight.is_meta for weight in model.parameters())
     assert translated(model) == GERMAN
     if where != "all on disk":

@@ -1,4 +1,4 @@
-"""The configuration refuses what has no meaning, says so clearly, and survives saving."""
+"""The configuration: validation, error messages, presets, saving and loading."""
 
 import ast
 import copy
@@ -22,7 +22,7 @@ from vaswani import (
     VaswaniModel,
 )
 
-# For every field a value of a type it must not take.
+# A value of a wrong type for every field.
 WRONG_TYPES = {
     "vocab_size": "37000",
     "decoder_vocab_size": 37000.0,
@@ -65,7 +65,7 @@ WRONG_TYPES = {
 
 @pytest.fixture
 def warnings_logged():
-    """Collect what the configuration logs, whether or not its logger propagates."""
+    """Collect the warnings of the configuration, even if its logger does not propagate."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -326,7 +326,7 @@ def test_a_file_with_a_wrong_name_loads_with_a_warning_and_changes_nothing(
         assert f"{wrong!r} is unknown: did you mean {meant!r}" in warnings_logged[-1]
         assert getattr(config, wrong) == 0.5
         assert getattr(config, meant) == getattr(VaswaniConfig(), meant)
-    # Copies of such a configuration are not calls by a user either.
+    # Copies of such a configuration do not warn either.
     for again in (copy.deepcopy(config), VaswaniConfig(**config.to_dict())):
         assert getattr(again, wrong) == 0.5
     config.save_pretrained(tmp_path / "again")
@@ -376,7 +376,7 @@ def test_the_target_vocabulary_is_the_sources_unless_given():
 
 # Presets
 
-# Table 3 of the paper: perplexity, BLEU and, where the column is filled, millions of parameters.
+# Table 3 of the paper: perplexity, BLEU and, if given, millions of parameters.
 TABLE_3 = {
     "base": (4.92, 25.8, 65),
     "A-h1": (5.29, 24.9, None),
@@ -420,7 +420,7 @@ def test_a_preset_differs_from_base_only_in_the_changes_listed(name):
         for field in own_fields()
         if getattr(row, field) != getattr(base, field)
     }
-    # Base's heads are 64 wide: rows that keep this width may say so without differing from base.
+    # Heads of base have width 64. Rows may set this width without differing from base.
     assert differing == {field: value for field, value in changes.items() if field in differing}
     assert {field: getattr(row, field) for field in changes} == changes
 
@@ -519,7 +519,7 @@ def test_a_saved_configuration_brings_the_code_that_it_names(tmp_path):
 
 
 def test_saved_code_imports_only_its_neighbours_and_the_core_dependencies(tmp_path):
-    """The folder has to work where this package is not installed."""
+    """The folder must work without this package."""
     VaswaniConfig().save_pretrained(tmp_path)
     files = {path.stem for path in Path(tmp_path).glob("*.py")}
     assert {"configuration_vaswani", "modeling_vaswani", "generation_vaswani"} <= files

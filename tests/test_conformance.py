@@ -1,7 +1,7 @@
-"""transformers' own common tests, from the source distribution of the installed version.
+"""The common model tests of transformers, from the source distribution of the installed version.
 
-The wheel has no tests, so the source distribution is downloaded, once, into the user's cache. It
-lacks the mixins for `generate` and for the exporters: those do not run here.
+The wheel has no tests, so the source distribution is downloaded once into the user's cache. It does
+not contain the mixins for `generate` and for exporters, so they do not run here.
 """
 
 import os
@@ -33,10 +33,10 @@ from vaswani import (
     VaswaniTokenizer,
 )
 
-# Not `tests`, which is the name of this folder too.
+# This package is not called `tests`, because this folder has that name.
 PACKAGE = "transformers_tests"
 
-# Settings that every config takes, none of them at its default.
+# Settings of every config, with values other than the defaults.
 COMMON_SETTINGS = {
     "architectures": ["VaswaniModel"],
     "bos_token_id": 6,
@@ -56,7 +56,7 @@ COMMON_SETTINGS = {
 
 
 def downloaded_tests():
-    """The folder `tests` of the installed transformers' source distribution."""
+    """Return the folder `tests` of the source distribution of the installed transformers."""
     release = f"transformers-{transformers.__version__}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vaswani"
     tests = cache / release / "tests"
@@ -68,14 +68,14 @@ def downloaded_tests():
         with tarfile.open(Path(scratch) / f"{release}.tar.gz") as archive:
             archive.extractall(scratch, filter="data")
         new = Path(scratch) / release / "tests"
-        # Two files that it reads and lacks; neither needs content.
+        # The tests read two files that are not in the distribution. Empty files suffice.
         (new / "__init__.py").touch()
         (new / "fixtures").mkdir()
         (new / "fixtures" / "sample_text.txt").touch()
         try:
             new.rename(tests)
         except OSError:
-            # Another run may have come first; a rename is all or nothing.
+            # Another run may have finished first. A rename is atomic.
             if not tests.is_dir():
                 raise
     return tests
@@ -107,15 +107,15 @@ def importable(name, **contents):
 
 
 importable(PACKAGE, __path__=[str(downloaded_tests())])
-# Three modules that the mixins import and the source distribution lacks.
+# Three modules that the mixins import, but that are not in the source distribution.
 importable(f"{PACKAGE}.exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
 importable(
     f"{PACKAGE}.generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {})
 )
 importable(f"{PACKAGE}.utils.test_configuration_utils", config_common_kwargs=COMMON_SETTINGS)
 
-# Their `slow` skips unless RUN_SLOW is set, even under `-m slow`: here the option alone decides.
-# Their other marks change from version to version, so --strict-markers lets them pass.
+# transformers' `slow` skips without RUN_SLOW, even with `-m slow`. Here only the option decides.
+# Other marks change between versions, so --strict-markers does not check them.
 with (
     mock.patch.object(testing_utils, "_run_slow_tests", True),
     mock.patch.object(pytest.mark, "_config", None),
@@ -126,7 +126,7 @@ with (
 
 
 class VaswaniModelTester:
-    """What ModelTesterMixin asks of a model: a small config, and inputs that fit it."""
+    """The small config and inputs that ModelTesterMixin needs."""
 
     batch_size = 13
     encoder_seq_length = 9
@@ -170,13 +170,13 @@ class VaswaniModelTest(
 ):
     all_model_classes = (VaswaniModel, VaswaniForConditionalGeneration)
     is_encoder_decoder = True
-    # It is skipped unless the config's file tells a recent year.
+    # This test is skipped unless the file of the config has a recent year.
     test_can_init_all_missing_weights_before_2023 = True
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        # By these names the mixin knows which models take labels; registering does not enter them.
+        # The mixin reads these names to find models with labels. Registration does not add them.
         for names, model_class in (
             (modeling_auto.MODEL_MAPPING_NAMES, VaswaniModel),
             (
@@ -196,11 +196,11 @@ class VaswaniModelTest(
 
 class VaswaniEncoderModelTester(VaswaniModelTester):
     encoder_seq_length = 7
-    # Without a target the model has no loss, so there is nothing to train.
+    # Without a target the model has no loss, so it cannot be trained.
     is_training = False
 
     def get_config(self):
-        # The mixin expects decoder inputs and outputs where this is True.
+        # If this is True, the mixin expects decoder inputs and outputs.
         config = super().get_config()
         config.is_encoder_decoder = False
         return config
@@ -229,11 +229,11 @@ CORPUS = [
 class TokenizerTests(
     tokenization_common.TokenizerTesterMixin, tokenization_common.TokenizersBackendTesterMixin
 ):
-    """Both mixins on a tokenizer of one kind, trained here: they would fetch one from the Hub."""
+    """Both mixins with a tokenizer trained here, instead of one from the Hub."""
 
     tokenizer_class = rust_tokenizer_class = VaswaniTokenizer
-    # It rebuilds a tokenizer by an `__init__` that takes vocabulary and merges. VaswaniTokenizer
-    # has none, so that transformers loads its tokenizer.json as it is.
+    # This test rebuilds a tokenizer by an `__init__` with vocabulary and merges. VaswaniTokenizer
+    # does not have one, so that transformers loads tokenizer.json unchanged.
     test_tokenizer_from_extractor = False
     options: ClassVar[dict]
 
@@ -249,7 +249,7 @@ class TokenizerTests(
         super().setUpClass()
 
     def test_tokenize_special_tokens(self):
-        # By default a special token that is written in a text is text.
+        # By default, a special token inside a text is ordinary text.
         recognising = partial(self.get_tokenizer, split_special_tokens=False)
         with mock.patch.object(self, "get_tokenizer", recognising):
             super().test_tokenize_special_tokens()
@@ -264,10 +264,11 @@ class TokenizerTests(
 
     @contextmanager
     def adapted_training(self):
-        """Their 100 entries are too few for bpe, which reserves 256 for bytes.
+        """Adapt transformers' test to our tokenizers.
 
-        They compare what is decoded with the normalised text; here decoding takes the
-        normalisation back, so that both sides need it.
+        The test trains 100 entries, which is too few for bpe with its 256 bytes. It compares
+        decoded text with normalised text, but our decoding reverses the normalisation, so both
+        sides are normalised here.
         """
         reserved = 256 if self.options["kind"] == "bpe" else 0
         train, decode = VaswaniTokenizer.train_new_from_iterator, VaswaniTokenizer.decode
@@ -311,7 +312,7 @@ class CharTokenizerTest(TokenizerTests, unittest.TestCase):
 
 
 class RegexTokenizerTest(TokenizerTests, unittest.TestCase):
-    # The mixin makes texts by joining tokens anyhow, and this kind knows no others than it saw.
+    # The mixin makes texts by joining random tokens, but this kind knows only tokens it has seen.
     options: ClassVar = {"kind": "regex", "pattern": "[A-Za-z ]"}
 
     def test_alignment_methods(self):

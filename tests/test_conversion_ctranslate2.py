@@ -1,4 +1,4 @@
-"""CTranslate2's runtime against `score` and `generate`, on random models of every option."""
+"""CTranslate2's runtime compared with `score` and `generate`, on random models of every option."""
 
 import subprocess
 import sys
@@ -87,7 +87,7 @@ def test_log_probabilities_and_translations_are_ours(tiny_model, tmp_path, padde
 
     sources = sentences([1, 4, 7], model.config.vocab_size)
     targets = sentences([5, 2, 9], model.config.decoder_vocab_size, seed=4)
-    # CTranslate2 itself puts the end behind a target.
+    # CTranslate2 adds the end token to targets.
     results = engine.score_batch(as_tokens(sources), as_tokens(row[:-1] for row in targets))
     for result, ours in zip(results, model.score(sources, targets).log_probs, strict=True):
         theirs = torch.tensor(result.log_probs, dtype=torch.float64)
@@ -176,7 +176,7 @@ def test_the_table_of_positions_is_as_long_as_asked_for(tiny_model, tmp_path):
 
 @pytest.fixture
 def folder(tiny_model, tmp_path):
-    """A saved model with a tokenizer that names fewer tokens than the model has."""
+    """A saved model whose tokenizer has fewer tokens than the model."""
     tokenizer = VaswaniTokenizer.train_from_iterator(
         ["a b c d", "e f g h"], kind="word", vocab_size=17, show_progress=False
     )

@@ -1,6 +1,7 @@
-"""Claims about fairseq's checkpoints, against a restatement of its network, search and dictionary.
+"""Conversion of fairseq's checkpoints, compared with our own version of fairseq's code.
 
-The checkpoints are written here in fairseq's layout: its names, its classes, its old and new forms.
+The network, search and dictionary of fairseq are written again here. The tests write checkpoints
+with fairseq's names and classes, in its old and new layouts.
 """
 
 import io
@@ -68,7 +69,7 @@ LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True}
 
 
 def positions(tokens):
-    """Padding is position 1, real tokens count from 2, wherever the padding stands."""
+    """Return positions: padding has position 1, and real tokens count from 2."""
     real = (tokens != PAD).long()
     return real.cumsum(1) * real + PAD
 
@@ -174,7 +175,7 @@ class Stack(nn.Module):
 
 
 class Fairseq(nn.Module):
-    """The network by fairseq's names, with random biases and norms."""
+    """The network with fairseq's names, and random biases and norms."""
 
     def __init__(self, options, source=SOURCE, target=TARGET, final_norm=True):
         super().__init__()
@@ -214,7 +215,7 @@ class Fairseq(nn.Module):
 
 
 def checkpoint(path, network, args=None, cfg=None, model=None, zipped=True, **others):
-    """Save what fairseq's trainer saves; `others` replace parts of it."""
+    """Save a checkpoint as fairseq's trainer does. `others` replace parts of it."""
     args = Namespace(**network.options) if args is None and cfg is None else args
     model = dict(network.state_dict()) if model is None else model
     state = {
@@ -232,7 +233,7 @@ def checkpoint(path, network, args=None, cfg=None, model=None, zipped=True, **ot
 
 
 def batch(seed=0, source=SOURCE, target=TARGET):
-    """Sources padded on the left, as fairseq does, and on the right; decoder inputs."""
+    """Return sources padded on the left, as in fairseq, and on the right, and decoder inputs."""
     generator = torch.Generator().manual_seed(seed)
     lengths, target_lengths = [7, 2, 5, 1], [4, 6, 1, 3]
     left = torch.full((4, 7), PAD)
@@ -291,7 +292,7 @@ def test_fairseqs_sinusoids_and_offset_are_not_the_papers(tmp_path):
 
 
 def old_names(model, shared=False):
-    """The names of fairseq before 0.7: one matrix for q, k, v, numbered norms, embed_out."""
+    """Return weights with names before fairseq 0.7: joined q, k, v, numbered norms, embed_out."""
     old = {}
     norms = {"encoder": ("self_attn", "final"), "decoder": ("self_attn", "encoder_attn", "final")}
     for name, tensor in model.items():
@@ -345,7 +346,7 @@ def test_the_rules_give_the_current_names_back_bit_by_bit(tmp_path):
 
 
 def grouped(options):
-    """The model's options as fairseq's dataclasses hold them."""
+    """Return the options of a model in the groups of fairseq's dataclasses."""
     names = [name for name in options if re.match(r"encoder_|decoder_", name)]
     groups = {"encoder": {"_name": None}, "decoder": {"_name": None}}
     for name in names:
@@ -436,7 +437,7 @@ def test_the_training_loss_is_fairseqs_label_smoothed_cross_entropy(tmp_path):
     assert model.config.label_smoothing == 0
 
 
-# What is refused
+# Errors
 
 REFUSED = [
     ({"adaptive_softmax_cutoff": "10,20"}, "--adaptive-softmax-cutoff 10,20"),
@@ -464,7 +465,7 @@ REFUSED = [
     ),
     (PRE_NORM | {"no_decoder_final_norm": True}, "--no-decoder-final-norm"),
     (LEARNED | {"max_target_positions": 9}, "--max-target-positions 9"),
-    # what fairseq 0.12 does not have
+    # options that fairseq 0.12 does not have
     ({"moe_freq": 2}, "--moe-freq 2"),
     ({"scale_heads": True}, "--scale-heads"),
     ({"max_relative_position": 4}, "--max-relative-position 4"),
@@ -610,7 +611,7 @@ def test_hostile_checkpoints_are_refused_wherever_it_hides_and_not_run(
 
 
 def fairseqs_beam_search(network, source, beams=5, lenpen=1.0, normalized=True, least=1, limit=200):
-    """The best hypothesis of one sentence, and its score, by fairseq's rules."""
+    """Return the best hypothesis of one sentence and its score, by fairseq's rules."""
     open_ones, finished = [(0.0, [EOS])], []
     for step in range(limit + 1):
         tokens = torch.tensor([tokens for _, tokens in open_ones])
@@ -636,7 +637,7 @@ def fairseqs_beam_search(network, source, beams=5, lenpen=1.0, normalized=True, 
 @pytest.mark.parametrize(("scale", "shift"), [(1, 2), (2, 1)], ids=["short", "long"])
 def test_generate_finds_what_fairseq_generate_finds(tmp_path, scale, shift):
     network = Fairseq(OPTIONS)
-    with torch.no_grad():  # sentences that end, and padding that is likely
+    with torch.no_grad():  # make ends and padding likely
         bias = network.decoder.layers[-1].final_layer_norm.bias
         network.decoder.output_projection.weight *= scale
         network.decoder.output_projection.weight[[PAD, EOS]] += shift * bias
@@ -696,7 +697,7 @@ def test_max_len_a_and_b_limit_each_sentence_where_fairseq_ends_it_alone(tmp_pat
         padded = torch.tensor([row + [PAD] * (5 - len(row)) for row in sources])
         outputs = model.generate(padded, attention_mask=(padded != PAD).long()).tolist()
         for source, output in zip(sources, outputs, strict=True):
-            limit = int(a * len(source) + b)  # words before the end
+            limit = int(a * len(source) + b)  # words before the end token
             assert EOS not in output[1 : 1 + limit]
             assert output[1 + limit :] == [EOS] + [PAD] * (len(output) - limit - 2)
 
@@ -741,7 +742,7 @@ def dictionary(path, words, extra=""):
 
 
 def looked_up(line, words):
-    """fairseq's Dictionary.encode_line, but for control symbols."""
+    """Return the ids of fairseq's Dictionary.encode_line, except for control symbols."""
     ids = {word: number for number, word in enumerate(words, start=4)}
     return [ids.get(word, UNK) for word in re.sub(r"\s+", " ", line).strip().split()] + [EOS]
 
@@ -930,7 +931,7 @@ def learned_codes(lines, merges):
 
 
 def old_codes(codes):
-    """Codes as subword-nmt learned them until 2017: the end of a word is merged by itself."""
+    """Return codes in subword-nmt's format until 2017, where the end of a word is a symbol."""
     pairs = []
     for line in codes.strip().split("\n")[1:]:
         left, right = line.split(" ")
@@ -952,7 +953,7 @@ def words_over(letters, count, seed, longest=9):
 
 
 def pair_tokenizer(tmp_path, codes, keep=lambda entry: True, corpus=()):
-    """The tokenizer of codes and of a dictionary, subword-nmt's segmenter, the dictionary."""
+    """Return the tokenizer of codes and a dictionary, subword-nmt's segmenter, the dictionary."""
     apply_bpe = pytest.importorskip("subword_nmt.apply_bpe", reason="is compared with")
     segmenter = apply_bpe.BPE(io.StringIO(codes))
     entries = sorted({e for e in segmenter.process_line(" ".join(corpus)).split() if keep(e)})
@@ -970,12 +971,12 @@ def test_words_are_cut_as_by_subword_nmt_and_only_known_ids_come_out(tmp_path, l
     corpus = words_over(letters, 400, seed=1)
     codes = learned_codes([" ".join(corpus)], 60)
     codes = old_codes(codes) if old else codes
-    codes += "\n" * old + codes.split("\n")[not old]  # what stands there twice counts once
+    codes += "\n" * old + codes.split("\n")[not old]  # repeat a merge, which has no effect
     hidden = set(words_over(letters, 30, seed=3, longest=3))
     tokenizer, segmenter, entries = pair_tokenizer(
         tmp_path, codes, lambda entry: entry.removesuffix("@@") not in hidden, corpus
     )
-    assert len(tokenizer) > len(entries) + 4  # merges go through what the dictionary lacks
+    assert len(tokenizer) > len(entries) + 4  # merges have results that the dictionary lacks
     lines = [" ".join(words_over(letters + "x\U0001f469", 6, seed=n)) for n in range(5, 155)]
     lines += [*letters, "", " ", "  a  ab ", "a" * 50, "ab" * 40]
     unknown = 0
@@ -1030,7 +1031,7 @@ def test_codes_of_fastbpe_are_those_of_subword_nmt_with_counts(tmp_path):
         ("#version: 0.2\na b c\n", "'a b c', which is not a pair"),
         ("#version: 0.2\na\n", "'a', which is not a pair"),
         ("", "'', which is not a pair"),
-        # "abc" is merged before the second pair that makes it
+        # "abc" is merged before the second pair that produces it
         ("#version: 0.2\na b\nab c\nabc a\nb c\na bc\n", "the code a bc"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Converters take ids on the Hub wherever they take folders.
+"""Converters accept Hub ids as well as folders.
 
-One process of `hub_clients` runs all commands against the Hub of `loopback_hub`.
+A process of `hub_clients` runs all commands with the Hub of `loopback_hub`.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""JoeyNMT's checkpoints: its formulas restated here, and its own code in an environment of its own.
+"""Conversion of JoeyNMT's checkpoints, compared with its formulas and its code.
 
 The fast tests write checkpoints in JoeyNMT's layout and compute their logits by `their_logits`,
 which follows joeynmt 2.3 with operations of torch alone.
@@ -32,7 +32,7 @@ ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}
 
 
 def a_config(layer_norm="pre", **changes):
-    """A config.yaml; changes are values for paths such as "model.encoder.alpha"."""
+    """Return a config.yaml. `changes` are values for paths such as "model.encoder.alpha"."""
     stack = {
         "type": "transformer",
         "num_layers": 2,
@@ -76,7 +76,7 @@ def their_positions(length, width):
 
 
 def a_checkpoint(config, source, target, seed=0):
-    """Random tensors under the names of JoeyNMT's model."""
+    """Return random tensors with the names of JoeyNMT's model."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
 
@@ -122,7 +122,7 @@ def a_checkpoint(config, source, target, seed=0):
 
 
 def their_logits(tensors, config, source, target):
-    """What JoeyNMT computes for ids padded with 1: logits after each target token."""
+    """Return JoeyNMT's logits after each target token, for ids padded with 1."""
     model = config["model"]
 
     def linear(name, x):
@@ -202,7 +202,7 @@ def their_logits(tensors, config, source, target):
 
 @pytest.fixture
 def save(tmp_path):
-    """Write what a training of JoeyNMT leaves, and return folder and tensors."""
+    """Write the files of a JoeyNMT training, and return the folder and the tensors."""
 
     def write(config, source=None, target=None, tensors=None, name="10.ckpt", folder=None):
         folder = folder or tmp_path / "joey"
@@ -443,7 +443,7 @@ def test_vocabularies_are_found_named_and_checked(save, tmp_path):
     with pytest.raises(ConversionError, match=r"words.txt: name it by --source-vocab"):
         load(folder)
     assert load(folder, source_vocab=tmp_path / "moved.txt").tokenizer("b").input_ids == [5, 3]
-    # A file of the user's own: JoeyNMT puts the special tokens first, and drops what repeats.
+    # In a user's own file, JoeyNMT puts the special tokens first and drops repeated tokens.
     (folder / "words.txt").write_text("\n".join(["a", "<s>", "b", "a", *SOURCE_WORDS[2:]]))
     assert load(folder).tokenizer("b").input_ids == [5, 3]
     (folder / "words.txt").write_text("a\nb\n")
@@ -462,7 +462,7 @@ def test_checkpoints_are_found_as_joeynmt_finds_them(save, tmp_path):
         load(folder)
     (folder / "best.ckpt").symlink_to("20.ckpt")
     load(folder)
-    (folder / "20.ckpt").unlink()  # best.ckpt leads nowhere now
+    (folder / "20.ckpt").unlink()  # best.ckpt is now a broken link
     with pytest.raises(ConversionError, match="name the checkpoint"):
         load(folder)
     moved = (folder / "config.yaml").rename(tmp_path / "other.yaml")
@@ -588,7 +588,7 @@ def test_texts_become_the_pieces_of_sentencepiece(model_type, shortened, save, t
         with pytest.raises(ConversionError, match=r"its piece .* is not in src_vocab.txt"):
             load(folder)
         return
-    if shortened:  # as SetVocabulary did, which sentencepiece 0.2.3 no longer has
+    if shortened:  # as by SetVocabulary, which sentencepiece 0.2.3 no longer has
         model = pb2.ModelProto()
         model.ParseFromString((folder / "sp.model").read_bytes())
         for piece in model.pieces:
@@ -694,7 +694,7 @@ SCRIPT = Path(__file__).parent / "toolkits" / "joeynmt.py"
 
 @pytest.fixture(scope="module")
 def joeynmts_folders(tmp_path_factory):
-    """What JoeyNMT itself saves, in an environment that sees the packages of this one."""
+    """Folders saved by JoeyNMT, run in an environment with the packages of this one."""
     for package in ("matplotlib", "sacrebleu", "sentencepiece", "subword_nmt", "tensorboard"):
         pytest.importorskip(package, reason=f"JoeyNMT imports {package}, which is not installed")
     folder = tmp_path_factory.mktemp("joeynmt")
@@ -751,7 +751,8 @@ def test_joeynmts_own_models_give_its_ids_logits_and_translations(name, joeynmts
     assert difference < 1e-5
 
     for search in ("greedy", "beam"):
-        # Their greedy search may choose <pad>, their beam search may not; testing asks for a beam.
+        # JoeyNMT's greedy search may choose <pad>, its beam search may not. The section testing
+        # sets a beam.
         settings = {"num_beams": 1, "suppress_tokens": [2]} if search == "greedy" else {}
         output = model.generate(
             **batch, **settings, return_dict_in_generate=True, output_scores=True

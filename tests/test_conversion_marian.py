@@ -1,4 +1,4 @@
-"""Marian: every weight and setting there and back, held against transformers and CTranslate2."""
+"""Conversion from and to Marian, compared with transformers and CTranslate2."""
 
 import io
 import json
@@ -38,7 +38,7 @@ TARGET_LINES = [
     "Was macht eine Matte? Fast (nichts)!",
     "faule Füchse springen schnell < 1 > 2",
 ] * 4
-SIZE = 161  # of the vocabularies, pad included
+SIZE = 161  # of the vocabularies, including the padding token
 CODES = [">>deu<<", ">>nds<<"]
 
 
@@ -70,7 +70,7 @@ def pieces(model):
 
 @pytest.fixture(scope="module")
 def vocabulary(spms):
-    """Entries in Marian's order: the end, unknown, what both sides use."""
+    """The vocabulary in Marian's order: end token, unknown token, pieces of both sides."""
     names = ["</s>", "<unk>", *CODES]
     names += sorted({*pieces(spms["source"]), *pieces(spms["target"])} - set(names))
     names += [f"▁filler{number}" for number in range(SIZE - 1 - len(names))]
@@ -79,7 +79,7 @@ def vocabulary(spms):
 
 
 def randomise(model):
-    """Give every weight that starts at a constant a value of its own."""
+    """Replace weights with constant initial values by random values."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "layer_norm" in name and name.endswith("weight"):
@@ -220,7 +220,7 @@ def test_settings_of_the_source_are_kept(write):
 
 
 def test_old_folders_are_read(write, batch, tmp_path):
-    """One pickle, half precision, tables of positions, search settings in config.json."""
+    """Old folders have a pickle, half precision, tables of positions, and search settings."""
     theirs = their_model().half()
     folder = write(theirs)
     (folder / "model.safetensors").unlink()
@@ -274,7 +274,7 @@ def test_there_and_back_is_bit_identical(write, tmp_path, settings, dtype):
     theirs = MarianMTModel.from_pretrained(tmp_path / "again").state_dict()
     before = MarianMTModel.from_pretrained(tmp_path / "theirs").state_dict()
     if "tie_word_embeddings" in settings:
-        del before["model.shared.weight"]  # which nothing reads where nothing is tied
+        del before["model.shared.weight"]  # not used without ties
     for name, tensor in before.items():
         assert torch.equal(tensor, theirs[name]), name
 
@@ -348,7 +348,7 @@ def test_refusals_name_every_reason(tiny_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# What cannot be read
+# Errors
 
 
 def edited(folder, **changes):
@@ -503,7 +503,7 @@ def test_target_text_gets_the_ids_of_marian_and_comes_back(both_tokenizers, line
 
 
 def test_random_text_gets_the_ids_of_marian(both_tokenizers, spms):
-    """Sequences that no one has written, of all characters that the model knows."""
+    """Random sequences of all characters that the model knows."""
     ours, _, theirs = both_tokenizers
     letters = sorted({letter for line in SOURCE_LINES for letter in line})
     generator = np.random.default_rng(0)
@@ -651,7 +651,7 @@ OPTIONS = {
 
 
 def marian_weights(options):
-    """Random weights by the names and in the layout of Marian's transformer."""
+    """Return random weights with the names and the layout of Marian's transformer."""
     width, inner = options["dim-emb"], options["transformer-dim-ffn"]
     generator = np.random.default_rng(3)
     weights = {}
@@ -694,7 +694,7 @@ def marian_weights(options):
 
 
 def marian_logits(weights, options, source, target):
-    """What Marian's source does with one sentence, in float64: (T, V) logits."""
+    """Return the logits (T, V) of Marian's formulas for one sentence, in float64."""
     weights = {name: torch.from_numpy(array).double() for name, array in weights.items()}
     width, heads = options["dim-emb"], options["transformer-heads"]
     pre = "n" in options["transformer-preprocess"]
@@ -779,7 +779,7 @@ def marian_logits(weights, options, source, target):
 
 @pytest.fixture
 def write_marian(tmp_path, spms, vocabulary):
-    """Write a folder as OPUS-MT publishes them."""
+    """Write a folder in the format of OPUS-MT."""
 
     def to(name="opus", vocabularies=None, decoder=None, weights=None, **changes):
         options = {**OPTIONS, **{key.replace("_", "-"): value for key, value in changes.items()}}
@@ -840,7 +840,7 @@ def test_logits_equal_those_of_marians_formulas(write_marian, batch, changes):
         expected = marian_logits(weights, options, source, batch["decoder_input_ids"][row, 1:])
         assert expected.std() > 0.5
         torch.testing.assert_close(found[row, :, :-1], expected, atol=1e-5, rtol=1e-5)
-        # The pad token has no part in the softmax: Marian has none.
+        # Marian has no padding token, so the softmax leaves it out.
         torch.testing.assert_close(
             found[row].log_softmax(-1)[:, :-1], expected.log_softmax(-1), atol=1e-5, rtol=1e-5
         )

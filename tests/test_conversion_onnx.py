@@ -1,4 +1,4 @@
-"""The graphs in onnxruntime, and the search over them, against the model and its `generate`."""
+"""The ONNX graphs and their search, compared with the model and its `generate`."""
 
 import logging
 import sys
@@ -64,7 +64,7 @@ def exporting():
 
 
 class ModelAsSession:
-    """Answers as onnxruntime's session of a graph would, by the model itself."""
+    """A session like onnxruntime's that runs the model instead of a graph."""
 
     def __init__(self, model, path):
         self.model, self.part = model, path.rpartition("/")[2].removesuffix(".onnx")
@@ -120,7 +120,7 @@ class ModelAsSession:
 
 @pytest.fixture
 def translator_of(monkeypatch, tmp_path):
-    """Build a translator whose graphs are the model itself."""
+    """Build a translator that runs the model instead of graphs."""
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
     def build(model, **options):
@@ -149,7 +149,7 @@ def batch_of(sources):
 
 
 def generated(model, sources, **search):
-    """What `generate` gives, without start token and without what follows the end."""
+    """Return the output of `generate` after the start token and up to the end token."""
     factor, offset = search.get("max_length_factor", 1), search.get("max_length_offset", 50)
     limits = [int(factor * len(row) + offset) for row in sources]
     if search.get("max_new_tokens"):
@@ -292,7 +292,7 @@ def test_without_exporters_the_error_says_what_is_needed(monkeypatch, tiny_model
 
 @pytest.fixture
 def quiet():
-    """The exporter's own warnings, on experimental features and the like, are not ours."""
+    """Ignore the exporter's own warnings, for example about experimental features."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -325,7 +325,7 @@ def test_the_graphs_compute_what_the_model_does(tiny_model, tmp_path, options):
     for search in ({"max_length_offset": 9}, {"max_length_offset": 9, "num_beams": 4}):
         assert translator.generate(sources, **search) == generated(model, sources, **search)
 
-    # The model itself is as it was, and its own fast search still runs.
+    # The model is unchanged, and its fast search still runs.
     assert model.config._attn_implementation == "eager"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any("forward" in vars(module) for module in model.modules())

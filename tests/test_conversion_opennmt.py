@@ -1,4 +1,4 @@
-"""OpenNMT-py's checkpoints: its formulas restated here, and its own code, versions 2 and 3.
+"""Conversion of OpenNMT-py's checkpoints, compared with the formulas and code of versions 2 and 3.
 
 The fast tests write checkpoints in OpenNMT-py's layouts and compute their logits by `their_logits`,
 which follows OpenNMT-py 2.3 and 3.5 with operations of torch alone. The slow ones let OpenNMT-py
@@ -91,7 +91,7 @@ def their_positions(kind, length):
 
 
 def some_weights(options, source=SOURCE, target=TARGET, attention_bias=None, ffn_bias=None):
-    """Random tensors under the names of version 3, those of the generator apart."""
+    """Return random tensors with the names of version 3, and those of the generator."""
     generator = torch.Generator().manual_seed(0)
     attention_bias = options.get("add_qkvbias", True) if attention_bias is None else attention_bias
     ffn_bias = options.get("add_ffnbias", True) if ffn_bias is None else ffn_bias
@@ -144,7 +144,7 @@ def some_weights(options, source=SOURCE, target=TARGET, attention_bias=None, ffn
 
 
 def their_logits(options, tensors, head, source, lengths, target):
-    """Logits (B, T, V), computed in float64 as OpenNMT-py's modules do."""
+    """Return the logits (B, T, V) of OpenNMT-py's formulas in float64."""
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
 
     def linear(name, states):
@@ -198,7 +198,7 @@ def their_logits(options, tensors, head, source, lengths, target):
 
 
 class Pickled:
-    """Classes that pickle under the names of version 2 and of torchtext."""
+    """Classes that are pickled with the names of version 2 and of torchtext."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -237,7 +237,7 @@ class Pickled:
 
 @pytest.fixture
 def save(tmp_path, monkeypatch):
-    """Write a checkpoint; a change of a part of it is a function that changes it in place."""
+    """Write a checkpoint. `change` is a function that modifies its content in place."""
     pickled = Pickled(monkeypatch)
 
     def write(version, options, weights, source=SOURCE, target=TARGET, change=None):
@@ -349,7 +349,7 @@ def test_generation_has_the_defaults_of_opennmts_translate(save, tmp_path, versi
     settings = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").generation_config
     assert (settings.num_beams, settings.length_penalty_type) == (5, "hf")
     assert settings.max_length_offset == 0
-    # A length penalty of 0 leaves log-probabilities as they are; the start token counts here.
+    # A length penalty of 0 does not change log-probabilities. The start token counts here.
     expected = {2: (0.0, "never", 100), 3: (1.0, False, 250)}[version]
     assert expected == (
         settings.length_penalty, settings.early_stopping, settings.max_length - 1
@@ -728,7 +728,7 @@ def test_opennmts_own_model_gives_the_same_logits_and_translations(toolkits, ver
     lines = computed["lines"]
     batch = tokenizer(lines, padding=True, return_tensors="pt")
     for (beams, penalty, alpha), (their_scores, theirs) in computed["searches"].items():
-        # The length that OpenNMT-py penalises counts the start token.
+        # OpenNMT-py's length penalty counts the start token.
         pairs = [(line, text) for line, texts in zip(lines, theirs, strict=True) for text in texts]
         sources, targets = zip(*pairs, strict=True)
         labels = target_tokenizer(text_target=list(targets))["input_ids"]
@@ -742,11 +742,11 @@ def test_opennmts_own_model_gives_the_same_logits_and_translations(toolkits, ver
         )
         assert ended.float().mean() > 0.9
 
-        # With penalties, and one more or less in a length, another hypothesis may be the best.
+        # With a penalty, lengths that differ by one may make another hypothesis the best.
         if beams == 1 or penalty == "none":
             ours = model.generate(
                 **batch, num_beams=beams, length_penalty=0.0, early_stopping="never", max_length=31
             )
-            # Of ours, <unk> is left out.
+            # Our decoding leaves out <unk>.
             best = [re.sub(r" ?<unk>", "", texts[0]).strip() for texts in theirs]
             assert target_tokenizer.batch_decode(ours, skip_special_tokens=True) == best

@@ -1,4 +1,4 @@
-"""Claims about the core of all converters: rules, checkpoints of strangers, folders."""
+"""The common parts of all converters: rules, untrusted checkpoints, folders and errors."""
 
 import argparse
 import copy
@@ -152,7 +152,7 @@ def test_named_classes_are_stood_for_by_something_that_does_nothing(tmp_path):
     assert args.width == 3
     assert args.inner.a == "b"
     with pytest.raises(ConversionError, match=r"holds argparse\.Namespace"):
-        read_checkpoint(tmp_path / "a.pt")  # the permission ended with its call
+        read_checkpoint(tmp_path / "a.pt")  # `harmless` applies to one call only
 
 
 def test_a_function_stood_for_is_not_called(tmp_path):
@@ -160,7 +160,7 @@ def test_a_function_stood_for_is_not_called(tmp_path):
     torch.save([Hostile(os.mkdir, str(trace))], tmp_path / "a.pt")
     module = os.mkdir.__module__
     with pytest.raises(ConversionError, match="mkdir"):
-        # torch blocks this module whatever is allowed.
+        # torch blocks this module even if it is allowed.
         read_checkpoint(tmp_path / "a.pt", [f"{module}.mkdir"])
     torch.save([Hostile(io.open, str(trace), "w")], tmp_path / "a.pt")
     (stand_in,) = read_checkpoint(tmp_path / "a.pt", ["io.open", "_io.open"])
@@ -193,7 +193,7 @@ def test_a_changed_byte_of_a_weight_is_noticed(tmp_path):
 
 
 def save_in_tar(content, path):
-    """The format of torch before 0.1.10."""
+    """Save in the format of torch before 0.1.10."""
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         for name in ("sys_info", "pickle", "tensors", "storages"):
             data = pickle.dumps(content, protocol=2)

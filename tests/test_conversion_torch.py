@@ -1,4 +1,4 @@
-"""torch.nn.Transformer: every weight and setting there and back, held against its own forward."""
+"""Conversion from and to torch.nn.Transformer, compared with its own forward pass."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
 
-# nn.Transformer warns where it does without a prototype of PyTorch's.
+# nn.Transformer warns when it cannot use nested tensors, a prototype feature.
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested.tensor")
 
 WIDTH, SOURCE, TARGET = 16, 19, 23
 
 
 class Table(nn.Module):
-    """Positions as in PyTorch's tutorial: sines and cosines in turn, a buffer (T, 1, D)."""
+    """Positions as in PyTorch's tutorial: alternating sines and cosines in a buffer (T, 1, D)."""
 
     def __init__(self, length=40):
         super().__init__()
@@ -42,7 +42,7 @@ class Learned(nn.Embedding):
 
 
 class Translator(nn.Module):
-    """What people write around nn.Transformer."""
+    """A typical translation module around nn.Transformer."""
 
     def __init__(self, positions=Table, tied=False, shared=False, generator_bias=True, **arguments):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Corpora of many files, filters with counts, and mixtures that treat every pair alike."""
+"""Corpora of many files, filters with counts, and mixtures that see all pairs equally often."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ PAIRS = [(num2words(n), num2words(n, lang="de")) for n in range(60)]
 
 @pytest.fixture
 def write(tmp_path):
-    """Write pairs in the form that the ending of a name says; return the path."""
+    """Write pairs in the form of a name's suffix, and return the path."""
 
     def write_pairs(name, pairs=PAIRS):
         path = tmp_path / name
@@ -275,7 +275,7 @@ def test_batches_of_a_mixture_depend_on_seed_and_epoch_and_keep_budget_and_numbe
         rows = [row for batch in batches for row in batch]
         assert abs(sum(row >= 500 for row in rows) / len(rows) - 2 / 3) < 0.01
         epochs.append(rows)
-        # An update takes the same sentences, however its batches are dealt out.
+        # An update has the same sentences for every distribution of its batches.
         dealt = [batches[rank::processes] for rank in range(processes)]
         per_process = 4 // processes
         for update in range(len(batches) // 4):

@@ -1,4 +1,4 @@
-"""The learning-curve picture shows what the log says."""
+"""The picture of the learning curve shows the values of the log."""
 
 import matplotlib.image
 import pytest
@@ -21,7 +21,7 @@ LOG = [
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What is plotted: the label and the points of each line."""
+    """The plotted lines: the label and the points of each line."""
     lines, plot = {}, Axes.plot
 
     def spy(self, steps, values, **kwargs):

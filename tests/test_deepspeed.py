@@ -22,7 +22,7 @@ from vaswani.training.processes import forget_sharding
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
 TIES = {"paper": {}, "all apart": {"tie_word_embeddings": False}}
-# Name of a run: ZeRO stage, ties, whether in bfloat16, whether DeepSpeed gathers 16-bit weights.
+# Runs by name: ZeRO stage, ties, whether in bfloat16, whether DeepSpeed gathers 16-bit weights.
 RUNS = {
     "ZeRO-2": (2, "paper", False, False),
     "ZeRO-2, bfloat16": (2, "paper", True, False),
@@ -33,7 +33,7 @@ RUNS = {
 FLOAT32 = [name for name, run in RUNS.items() if not run[2]]
 TRAINING = {
     "max_steps": 6,
-    "learning_rate": 1e-4,  # Adam multiplies what differs in the last digit
+    "learning_rate": 1e-4,  # small, because Adam amplifies differences in the last digit
     "save_strategy": "steps",
     "save_steps": 3,
     "per_device_train_batch_size": 4,
@@ -43,7 +43,7 @@ TRAINING = {
 }
 VARIABLES = {
     "DS_ACCELERATOR": "cpu",
-    # DeepSpeed builds what it needs with a tool beside the interpreter.
+    # DeepSpeed builds its extensions with a tool in the interpreter's folder.
     "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
 }
 pytestmark = [
@@ -71,7 +71,7 @@ def trainer_of(name, output, processes=1):
 
 
 def train(output, name):
-    """Train, resume and predict a run, in each of two processes."""
+    """Train, resume and predict in each of two processes."""
     checkpoint = None
     for run in ("whole", "resumed"):
         folder = Path(output) / run
@@ -90,7 +90,7 @@ def train(output, name):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a run by its name, which is trained where it is first asked for."""
+    """Return the folder of a run by its name. Each run is trained at its first use."""
 
     @functools.cache
     def run(name):
@@ -170,7 +170,7 @@ def test_the_readmes_command_writes_a_float32_model_and_a_card_with_its_scores(
 
 
 if __name__ == "__main__":
-    # transformers allows bfloat16 with DeepSpeed on GPUs alone.
+    # transformers allows bfloat16 with DeepSpeed only on GPUs.
     training_args.is_torch_bf16_gpu_available = lambda: True
     if sys.argv[1] == "script":
         main(["train", *sys.argv[2:]])

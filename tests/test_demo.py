@@ -1,4 +1,4 @@
-"""The demo page without a browser: what it asks of a model, and how it shows results."""
+"""The demo page without a browser: translations, scores, links, views, events and errors."""
 
 import ast
 import json
@@ -33,12 +33,12 @@ SPACE = ROOT / "examples" / "space"
 
 @pytest.fixture(scope="module")
 def model():
-    """A Translator of a small trained model."""
+    """The Translator of a small trained model."""
     return Translator(str(FROZEN))
 
 
 class Seen(HTMLParser):
-    """The tags of a page and the text that a reader sees."""
+    """Parser of the tags and the visible text of a page."""
 
     def __init__(self, html):
         super().__init__()
@@ -53,7 +53,7 @@ class Seen(HTMLParser):
         self.texts.append(data)
 
 
-# What the page asks of a model
+# Translations, scores and links
 
 
 def test_the_page_needs_gradio_in_one_file_only():
@@ -152,7 +152,7 @@ def test_a_target_token_has_the_source_word_that_it_attends_to_most(model):
     starts = [match.start() for match in re.finditer(r"\S+", source)]
     expected = []
     for row, token, (start, end) in zip(weights, tokens, target_spans, strict=True):
-        if token not in ("▁", "</s>"):  # the mark of a word's start has no characters
+        if token not in ("▁", "</s>"):  # these tokens have no characters
             attended = int(row[: len(source_spans) - 1].argmax())  # not to "</s>"
             characters = source_spans[attended]
             word = max(n for n, at in enumerate(starts) if at < characters[1])
@@ -176,7 +176,7 @@ def test_a_source_of_white_space_only_has_no_links(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Write a small model with a vocabulary of its own making."""
+    """Write a small model with a vocabulary learned from given lines."""
 
     def write(lines, kind="word", **config):
         tokenizer = VaswaniTokenizer.train_from_iterator(
@@ -193,7 +193,7 @@ def folder(tmp_path):
 
 
 def shown_maps(html):
-    """The heat maps of an attention view: the encoder-decoder's, the encoder's, the decoder's."""
+    """Return the heat maps of an attention view: encoder-decoder, encoder and decoder."""
     ((tag, attributes),) = Seen(html).tags
     assert tag == "vaswani-attention"
     return json.loads(attributes["data"])["maps"]
@@ -306,7 +306,7 @@ def test_a_model_that_is_not_there_or_is_another_is_named(tmp_path, monkeypatch)
         Translator("./marian")
 
 
-# What a model says about itself
+# Descriptions of models
 
 
 def test_results_say_languages_data_pairs_and_examples(tmp_path):
@@ -385,7 +385,7 @@ def test_languages_have_their_english_names(code, name):
     assert language_name(code) == name
 
 
-# How it is shown
+# Views
 
 
 MINUS = "\N{MINUS SIGN}"
@@ -470,7 +470,7 @@ def test_a_translation_that_is_the_models_own_is_not_repeated(model):
     assert f"The model writes {best} with the score" in Seen(views.scores([other])).text
 
 
-# The handlers of events
+# Event handlers
 
 
 @pytest.fixture(scope="module")
@@ -482,7 +482,7 @@ def page():
 
 
 def skipped(value):
-    """Whether an output leaves its component as it is."""
+    """Tell whether an output leaves its component unchanged."""
     return isinstance(value, dict) and value.keys() == {"__type__"}
 
 

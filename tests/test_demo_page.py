@@ -22,7 +22,7 @@ MINUS = "\N{MINUS SIGN}"
 
 @contextlib.contextmanager
 def serving(folder, program, **variables):
-    """Run a program that serves the page in a folder; its address."""
+    """Run a program that serves the page in a folder, and return the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,7 +54,7 @@ def serving(folder, program, **variables):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The page of a model with results."""
+    """The address of the page of a model with results."""
     pytest.importorskip("gradio", reason='needs pip install -e ".[demo]"')
     folder = tmp_path_factory.mktemp("demo")
     place = trained(folder / "model", **RESULTS)
@@ -64,7 +64,7 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def visit(browser, address):
-    """Open the page; at the end nothing may have gone wrong, or have been asked of other hosts."""
+    """Open the page. At the end, check for errors and for requests to other hosts."""
     wrong = []
 
     def open_page(address=address, context=None, **options):
@@ -81,7 +81,7 @@ def visit(browser, address):
             ),
         )
         page.goto(address)
-        page.wait_for_selector("#links .token")  # the links of the first example come last
+        page.wait_for_selector("#links .token")  # the links of the first example are drawn last
         return page
 
     yield open_page
@@ -96,12 +96,12 @@ def ask(page, text):
 
 
 def shows(page, selector, text):
-    """Wait until a part of the page holds a text."""
+    """Wait until a part of the page contains a text."""
     page.locator(selector).filter(has_text=text).wait_for()
 
 
 def width(page):
-    """Of all that is on the page: a phone zooms out to show it."""
+    """Return the width of the content. A phone zooms out to show content wider than its window."""
     return page.evaluate("document.documentElement.scrollWidth")
 
 
@@ -202,7 +202,7 @@ def test_an_example_replaces_all_that_belongs_to_the_old_text(visit):
     shows(page, "#chosen", "Sentence pair")
     attends(page, "neun</s>")
     held = []
-    # The request to translate does not reach the server yet.
+    # Hold back the request to translate.
     page.route("**/queue/join*", lambda route: held.append(route))
     page.get_by_role("button", name=SAMPLES[1], exact=True).click()
     shows(page, "#translations", "appear here")
@@ -378,7 +378,7 @@ def test_the_folder_that_the_readme_makes_works_alone(visit, tmp_path):
     start = next(index for index, line in enumerate(commands) if "--target" in line)
     for command in commands[start : start + 3]:
         name, _, rest = command.partition(" ")
-        if name == "pip":  # without a network, the tools that build are those already here
+        if name == "pip":  # without a network, use the installed build tools
             command = f"{shlex.quote(sys.executable)} -m pip {rest} --no-build-isolation"
         subprocess.run(command, shell=True, cwd=repository, check=True, capture_output=True)
     folder = repository / "space"

@@ -1,4 +1,4 @@
-"""What docs/ says is so: blocks and commands are run or parsed, links and figures looked up."""
+"""The pages of docs/: code blocks, commands, links and figures are checked."""
 
 import ast
 import importlib
@@ -65,7 +65,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def quickstart(folder):
-    """A folder where runs/quickstart is a small model of number words."""
+    """A folder with a small model of number words in runs/quickstart."""
     for auto in (AutoModelForSeq2SeqLM, AutoTokenizer):
         auto.from_pretrained(FROZEN).save_pretrained(folder / "runs" / "quickstart")
     return folder
@@ -73,7 +73,7 @@ def quickstart(folder):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run a command as printed, with more arguments at its end, in this process."""
+    """Run a command as printed, with further arguments, in this process."""
 
     def run(command, more=""):
         program, *words = shlex.split(f"{command} {more}")
@@ -88,7 +88,7 @@ def run(monkeypatch):
 
 
 def run_blocks(page, without=None, smaller=None, names=None):
-    """Run a page's Python blocks, each with the names of those before, and compare the output."""
+    """Run a page's Python blocks with the variables of earlier blocks, and compare the output."""
     names = {} if names is None else names
     for code, expected in page.python():
         if without and without in code:
@@ -153,7 +153,7 @@ def test_every_command_is_understood_by_its_program(page, monkeypatch):
             monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
             assert importlib.import_module(benchmark[1]).parse_args(shlex.split(command)[2:])
         elif not command.startswith(("python -c ", "python -m pytest ", "python run_")):
-            assert parsed(command, monkeypatch)  # the others have tests of their own
+            assert parsed(command, monkeypatch)  # other programs have their own tests
 
 
 def test_the_index_has_every_page():
@@ -287,7 +287,7 @@ def test_settings_of_recipes_are_those_of_their_files():
     assert rows.keys() == {path.stem for path in (ROOT / "examples/recipes").glob("*.yaml")}
     for name, cells in rows.items():
         recipe = recipe_of(name)
-        if "model" in recipe:  # has the sizes of another
+        if "model" in recipe:  # the recipe has the sizes of that model
             recipe = recipe_of(Path(recipe["model"]).name) | recipe
         peak = recipe.get("learning-rate")
         sizes = recipe["set"]
@@ -337,7 +337,7 @@ def test_scores_come_from_results_files():
         assert (several if len(runs) > 1 else f"{mean}, one seed") in row
         assert f"{runs[0]['parameters'] / 1e6:.2f}M parameters" in row
         assert re.search(rf"\b{runs[0]['steps']:,} (further )?updates", row)
-        # The minutes of a run that was resumed are not all of them.
+        # A resumed run counts only the minutes since it was resumed.
         if whole := [run for run in runs if not run["resumed"]]:
             assert {run["hardware"]["threads"] for run in whole} == {1}
             longest = max(run["training_minutes"] for run in whole)
@@ -460,13 +460,13 @@ def test_missed_aims_and_where_the_time_goes_are_as_listed():
 
 # from-fairseq.md
 
-# What the codes "a b" make of "aba b" is "ab@@ a b".
+# The codes "a b" split "aba b" into "ab@@ a b".
 PIECES = ["ab@@", "a@@", "b@@", "a", "b"]
 LINES = ["ab@@ a b", "b ab@@ b a", "a", "a <unk> b"]
 
 
 def old_model(folder, **extra):
-    """The files of a fairseq model whose translations end; return the network."""
+    """Write the files of a fairseq model whose translations end, and return the network."""
     network = Fairseq(OPTIONS)
     with torch.no_grad():
         bias = network.decoder.layers[-1].final_layer_norm.bias
@@ -482,7 +482,7 @@ def old_model(folder, **extra):
 
 
 def generate_log(network, folder, lines=LINES):
-    """What fairseq-generate prints for lines that are cut."""
+    """Return the output of fairseq-generate for segmented lines."""
     entries, names = (
         ["<s>", "<pad>", "</s>", "<unk>"]
         + [entry.split()[0] for entry in (folder / f"dict.{side}.txt").read_text().splitlines()]
@@ -516,7 +516,7 @@ def test_an_old_fairseq_model_is_brought_checked_and_trained_on_as_printed(folde
 
 
 def cut_by_sentencepiece(folder):
-    """Train SentencePiece's model, write dictionaries of its pieces, and return cut lines."""
+    """Train a SentencePiece model, write dictionaries of its pieces, and return segmented lines."""
     spm = pytest.importorskip("sentencepiece", reason="cuts the text")
     (folder / "text").write_text("\n".join(["aba b", "b abb a", "bab aab", "ab bab"] * 9))
     options = {"model_prefix": "spm", "vocab_size": 11, "minloglevel": 2}
@@ -559,7 +559,7 @@ def test_options_of_fairseq_generate_become_the_settings_beside_them(folder):
         path = checkpoint(folder / "a.pt", network, cfg=cfg)
         found = fairseq.load(path).model.generation_config
         settings = settings_of(re.search("`(.+?)`", cell)[1])
-        if "nbest" in options:  # a question of the call
+        if "nbest" in options:  # an argument of the call
             assert settings == {"num_return_sequences": options["nbest"]}
         elif "alone" in flags:  # saved as max_length, which counts the start token
             assert settings["max_length_factor"] == 0
@@ -629,7 +629,7 @@ def test_refusals_are_quoted_as_they_come(folder, run):
 
 
 def settings_of(text):
-    """Keyword arguments as they are written in a call."""
+    """Parse keyword arguments as written in a call."""
     call = ast.parse(f"dict({text})", mode="eval").body
     return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 

@@ -1,4 +1,4 @@
-"""Dropout with cheap random numbers is dropout: rate, scale, independence, gradient (5.4)."""
+"""Dropout with cheap random numbers: rate, scale, independence, gradient (5.4)."""
 
 import math
 
@@ -17,7 +17,7 @@ def test_rate_and_scale_are_those_asked_for(p, shape):
     deviation = math.sqrt(p * (1 - p) / states.numel())
     assert (~kept).double().mean().item() == pytest.approx(p, abs=4 * deviation + 2**-17)
     torch.testing.assert_close(output[kept], states[kept] / (1 - p), rtol=1e-4, atol=0)
-    # The scale is exact for the rate that is drawn, so that the mean is kept.
+    # The scale matches the drawn rate exactly, so the mean is kept.
     scale = (output[kept] / states[kept])[0].item()
     assert (1 / scale * 2**16) == pytest.approx(round(1 / scale * 2**16), abs=1e-6)
 

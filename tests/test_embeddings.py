@@ -1,4 +1,4 @@
-"""Both stacks use one embedding where they share its matrix, and a file holds the matrix once."""
+"""Shared embeddings: both stacks use one module, and a file has its matrix once."""
 
 import pytest
 import torch

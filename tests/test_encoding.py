@@ -1,4 +1,4 @@
-"""Fast encoding gives the tokenizer's own ids, in the smallest integer type."""
+"""Fast encoding returns the ids of the tokenizer, in the smallest integer type."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""The examples do what their manuals say, on small data, and refuse bad input by file and line."""
+"""The examples work on small data as documented, and name file and line of bad input."""
 
 import json
 import os

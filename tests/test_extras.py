@@ -1,4 +1,4 @@
-"""Where a package of an extra is missing, the error is one sentence with the pip command."""
+"""If a package of an extra is missing, the error is one sentence with the pip command."""
 
 import importlib
 import sys
@@ -19,16 +19,16 @@ SCRIPT_NAMES = ("quickstart", "accelerate_loop", "app")
 
 
 def said_without(package, function, capfd):
-    """What a process without a package says when it runs a function; it must fail."""
+    """Return the error of a function in a process without a package."""
 
     def run():
         for name in list(sys.modules):
             if name.split(".")[0] in (package, *SCRIPT_NAMES) or name.startswith(OURS):
                 del sys.modules[name]
                 parent, _, child = name.rpartition(".")
-                if parent in sys.modules:  # or `from parent import child` would find it there
+                if parent in sys.modules:  # otherwise `from parent import child` would find it
                     vars(sys.modules[parent]).pop(child, None)
-        sys.modules[package] = None  # what Python takes for a package that cannot be imported
+        sys.modules[package] = None  # makes Python's import fail
         sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "space")]
         try:
             function()

@@ -1,4 +1,4 @@
-"""Killed, out of disk space or at a NaN: training loses nothing and says what happened."""
+"""Kills, full disks and NaN: training loses no complete checkpoint and reports the fault."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of a run that nothing interrupted."""
+    """The weights of an uninterrupted run."""
     run = make_trainer(tmp_path_factory.mktemp("whole"), **SAVING)
     run.train()
     assert run.state.global_step == STEPS
@@ -42,7 +42,7 @@ def die():
 
 
 def die_in(owner, name, number, when):
-    """Kill this process before, in or after the call of that number of a function."""
+    """Kill this process before, in or after the given call of a function."""
     function, calls = getattr(owner, name), []
 
     def deadly(*args, **kwargs):
@@ -61,8 +61,8 @@ def die_in(owner, name, number, when):
     setattr(owner, name, deadly)
 
 
-# Each checkpoint is a call of save_file, four of torch.save (settings, optimizer, schedule, random
-# numbers) and one of each other function; the second checkpoint is of step 6.
+# A checkpoint calls save_file once, torch.save four times (settings, optimizer, schedule, random
+# numbers), and each other function once. The second checkpoint is that of step 6.
 MOMENTS = {
     "before the folder": (trainer, "begin_checkpoint", 2, "before"),
     "in an empty folder": (trainer, "begin_checkpoint", 2, "after"),
@@ -98,7 +98,7 @@ def test_a_run_killed_inside_a_save_resumes_and_ends_with_the_same_weights(momen
     resumed = make_trainer(tmp_path, **SAVING)
     resumed.train(resume_from_checkpoint=True)
     assert_bit_for_bit(weights(resumed), whole)
-    # Nothing is left of what the kill left behind.
+    # The remains of the killed save are removed.
     names = {path.name for path in tmp_path.iterdir() if "checkpoint" in path.name}
     assert names == {f"checkpoint-{STEPS}"}
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_an_earlier_run_does_not_complete_one_of_the_same_number
 def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
     file, whole, five_checkpoints, tmp_path
 ):
-    """Files may grow to some size only: the system refuses to write on, as a full disk does."""
+    """A limit on the size of files makes writing fail as a full disk does."""
     sizes = json.loads((five_checkpoints / "checkpoint-3" / checkpoints._MANIFEST).read_text())
     assert sizes["model.safetensors"] < sizes["optimizer.pt"]
     output, message = tmp_path / "run", tmp_path / "message"
@@ -379,7 +379,7 @@ def test_a_number_that_is_not_finite_ends_training_before_it_reaches_the_weights
         loss = compute_loss(model, *args, **kwargs)
         calls.append(loss)
         if len(calls) == 5 * accumulate:
-            # The square root is 0, a number; its derivative is not.
+            # The square root of 0 is finite, but its derivative is not.
             zero = 0 * next(model.parameters()).sum()
             return loss * float("nan") if what == "loss" else loss + zero.sqrt()
         return loss
@@ -396,7 +396,7 @@ def test_a_number_that_is_not_finite_ends_training_before_it_reaches_the_weights
 
 
 def launch(*arguments):
-    """Run `main` below in two processes on the CPU; return how it ended."""
+    """Run `main` below in two processes on the CPU, and return the completed process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", __file__, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -411,7 +411,7 @@ def main(job, output):
     run = make_trainer(output, **SAVING)
     assert run.accelerator.num_processes == 2
     if job == "killed" and run.args.process_index == 1:
-        # This process saves nothing but its random numbers.
+        # This process saves only its random numbers.
         die_in(torch, "save", 2, "before")
     run.train(resume_from_checkpoint=True if job == "resumed" else None)
     run.save_model()

@@ -1,7 +1,7 @@
 """Private and undocumented names of other packages that this package calls or overrides.
 
 An upgrade of transformers, torch, accelerate, peft or sacrebleu may remove or change them without
-notice: a test below then fails by the name. The second half looks for names that the tables lack.
+notice. A test with the name then fails. The second half searches for names missing in the tables.
 """
 
 import ast
@@ -147,7 +147,7 @@ OPERATORS = {
     "str? algorithm) -> Tensor",
     "_reorder_linear_weight": "(Tensor self, int? batch_size=None) -> Tensor",
 }
-# Attributes and keys that code of theirs sets or reads, by the function that does.
+# Attributes and keys that their functions set or read, by function.
 IN_SOURCE = {
     "transformers.GenerationMixin._prepare_special_tokens": "_eos_token_tensor _pad_token_tensor",
     "transformers.GenerationConfig.from_model_config": "_from_model_config",
@@ -163,7 +163,7 @@ IN_SOURCE = {
     "argparse.ArgumentParser.parse_known_args": "_actions",
     "argparse.ArgumentParser._parse_optional": "_option_string_actions",
 }
-# What is imported from modules below the packages' own.
+# Imports from modules below the top level of a package.
 IMPORTS = {
     "accelerate.utils": "broadcast_object_list extract_model_from_parallel set_seed str_to_bool",
     "transformers.activations": "ACT2FN",
@@ -200,18 +200,18 @@ IMPORTS = {
     "transformers.utils.generic": "merge_with_config_defaults",
     "transformers.utils.output_capturing": "OutputRecorder capture_outputs",
 }
-# What we set on objects of theirs, and read again.
+# Attributes that we set on their objects.
 OURS = {"_cache_given", "_limited_by_source"}
-# What evaluate.Metric, whose interface these are, asks for.
+# The interface of evaluate.Metric.
 EVALUATE = {"_compute", "_info"}
-# IPython's documented names, by which a notebook shows an object.
+# IPython's documented names for displaying objects.
 NOTEBOOKS = {"_repr_html_", "_repr_png_"}
-# What Python, torch and abc make in every class.
+# Names that Python, torch and abc define in every class.
 MADE = {"_abc_impl", "_backward_cls", "_is_protocol"}
 
 
 def entries(table):
-    """Owners and single names of a table."""
+    """Return the pairs of owner and name in a table."""
     return [
         (owner, name)
         for owner, names in table.items()
@@ -220,7 +220,7 @@ def entries(table):
 
 
 def found(path):
-    """What a dotted path names."""
+    """Return the object of a dotted path."""
     module, names = path, []
     while True:
         try:
@@ -236,7 +236,7 @@ def found(path):
 
 
 def users(name):
-    """The files of ours that hold a name."""
+    """Return our files that contain a name."""
     return [
         str(path.relative_to(ROOT))
         for path in sources()
@@ -249,12 +249,12 @@ def sources():
 
 
 def parameters(function):
-    """The names of a function's parameters, "cls" among them."""
+    """Return the names of a function's parameters, including "cls"."""
     function = getattr(function, "__func__", function)
     return " ".join(inspect.signature(function).parameters)
 
 
-# The tables hold
+# The names of the tables exist
 
 
 @pytest.mark.parametrize(("owner", "name"), entries(METHODS))
@@ -307,7 +307,7 @@ def test_a_name_that_an_upgrade_removes_or_changes_is_told_by_its_name(monkeypat
 
 
 def overridden():
-    """Private names of foreign classes that classes of ours define: (class of theirs, name)."""
+    """Return the private names of foreign classes that our classes override: (class, name)."""
     names = set()
     for module in modules():
         for cls in vars(module).values():
@@ -322,7 +322,7 @@ def overridden():
 
 
 def modules():
-    """All modules of the package."""
+    """Return all modules of the package."""
     scripts = ("examples", "benchmarks", "space", "vaswani")
     for path in sources():
         room = path.parent.name
@@ -339,7 +339,7 @@ def is_private(name):
 
 
 def foreign_attributes(trees):
-    """Private names that sources use as attributes and do not define: those of other packages."""
+    """Return private attributes that sources use but do not define. Other packages define them."""
     own = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -364,7 +364,7 @@ def foreign_attributes(trees):
 
 
 def deep_imports(trees):
-    """What sources import from modules below the packages' own, torch's documented ones aside."""
+    """Return imports from modules below the top level, except torch's documented modules."""
     return {
         (node.module, alias.name)
         for tree in trees
@@ -376,7 +376,7 @@ def deep_imports(trees):
 
 
 def members_for_others(trees):
-    """Private members of classes that no source uses: code of other packages asks for them."""
+    """Return private members that no source uses. Other packages use them."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     members = set()

@@ -39,7 +39,7 @@ def test_frozen_model_gives_the_same_logits(frozen):
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask", "labels")}
     with torch.no_grad():
         logits = model(**inputs).logits
-    # Other processors add float32 in another order, hence no test for equal bits.
+    # Processors add float32 numbers in different orders, so bits may differ.
     torch.testing.assert_close(logits, tensors["logits"], atol=2e-5, rtol=1e-5)
 
 

@@ -1,7 +1,7 @@
-"""FSDP2 through Accelerate trains, saves and resumes models, however their matrices are tied.
+"""FSDP2 through Accelerate trains, saves and resumes models with all kinds of tied matrices.
 
-The tests run on CPUs with a copy of Accelerate that allows it there (`launches`), and with the
-launch flags that docs/cluster.md prints.
+The tests run on CPUs, with a copy of Accelerate that allows FSDP2 there (`launches`) and the launch
+flags of docs/cluster.md.
 """
 
 import json
@@ -37,7 +37,7 @@ MATRICES = {
     "two vocabularies": ["model.decoder.embed_tokens.weight", "model.encoder.embed_tokens.weight"],
 }
 MATRICES["untied"] = MATRICES["all apart"] = ["lm_head.weight", *MATRICES["two vocabularies"]]
-# Name of a run: ties, trainer, how Accelerate saves, whether in bfloat16.
+# Runs by name: ties, trainer, how Accelerate saves, whether in bfloat16.
 RUNS = {
     **{ties: (ties, VaswaniTrainer, "FULL_STATE_DICT", False) for ties in TIES},
     **{
@@ -55,7 +55,7 @@ RUNS = {
 }
 TRAINING = {
     "max_steps": 6,
-    "learning_rate": 1e-4,  # Adam multiplies what differs in the last digit
+    "learning_rate": 1e-4,  # small, because Adam amplifies differences in the last digit
     "save_strategy": "steps",
     "save_steps": 3,
     "per_device_train_batch_size": 4,
@@ -69,7 +69,7 @@ pytestmark = pytest.mark.slow
 def trainer_of(name, output, processes=1):
     ties, trainer_class, _, bf16 = RUNS[name]
     set_seed(3)
-    # Dropout of several processes is that of one process in none of them.
+    # Dropout differs between one and several processes, so runs in float32 have no dropout.
     dropout = 0.1 if bf16 else 0.0
     model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES, **TIES[ties], dropout=dropout))
     return make_trainer(
@@ -83,7 +83,7 @@ def trainer_of(name, output, processes=1):
 
 
 def train(output):
-    """Train, resume and predict everything in RUNS, in each of two processes."""
+    """Train, resume and predict every run of RUNS in each of two processes."""
     loop(Path(output) / "loop")
     for name, (_, _, how_saved, _) in RUNS.items():
         os.environ["FSDP_STATE_DICT_TYPE"] = how_saved
@@ -97,7 +97,7 @@ def train(output):
             assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
             trainer.save_model()
             checkpoint = str(Path(output) / name / "whole" / "checkpoint-3")
-        # Seq2SeqTrainer keeps the rows that fill up the batch of the last process.
+        # Seq2SeqTrainer keeps the extra rows that fill up the batch of the last process.
         predictions = trainer.predict(training_data(8)).predictions[:8]
         if trainer.is_world_process_zero():
             np.save(folder / "predictions.npy", predictions)

@@ -1,4 +1,4 @@
-"""A disk that fills while something is saved: what was there stays, and one sentence says so."""
+"""A disk that fills during a save: earlier files stay, and the error is one sentence."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ ROOM = r"\(\d+ MiB are free there\)"
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """The system refuses to write on, as a full disk does."""
+    """Limit the size of files, so that writing fails as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -191,7 +191,7 @@ def test_an_average_that_finds_no_room_names_its_folder(tiny_model, tmp_path):
 
 
 def test_a_final_save_of_an_adapter_keeps_what_was_written_in_its_card(tiny_model, tmp_path):
-    """PEFT adds to a card that is there."""
+    """PEFT extends an existing card."""
     adapted = get_peft_model(tiny_model(dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
     run = make_trainer(tmp_path, model=adapted, max_steps=2)
     run.save_model()

@@ -1,4 +1,4 @@
-"""`generate` as transformers' users call it: every way in, the paper's limits in each of them."""
+"""`generate` with all forms of inputs and settings, and the paper's limits in each of them."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def source(padded_batch):
 
 
 def never_ending(model):
-    """Switch the end off, so that only a limit stops the model."""
+    """Make the end token impossible, so that only a limit stops the model."""
     model.generation_config.eos_token_id = None
     return model
 
@@ -300,7 +300,7 @@ def test_rules_that_are_switched_off_stay_off_in_a_saved_model(tiny_model, sourc
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
     call = {**source, "num_beams": 3, "return_dict_in_generate": True}
     expected = model.generate(**call)
-    # With the same weights in the same memory: elsewhere they may be summed in another order.
+    # Use the same memory for the weights. Otherwise sums may be computed in another order.
     model.generation_config = loaded.generation_config
     found = model.generate(**call)
     assert torch.equal(found.sequences, expected.sequences)
@@ -341,7 +341,7 @@ def test_the_trainers_predictions_come_out_whole(tiny_model, tmp_path, monkeypat
 
 @pytest.fixture(params=[19, 31, 13])
 def two_vocabularies(request, tiny_model):
-    """A model with 19 source tokens and as many target tokens, more or fewer."""
+    """A model with 19 source tokens, and with the same number of target tokens, more or fewer."""
     return tiny_model(decoder_vocab_size=request.param, share_encoder_decoder_embeddings=False)
 
 

@@ -96,7 +96,7 @@ def test_a_warm_start_names_the_weights_that_neither_half_has(pretrained):
     own = model.model.decoder.state_dict()
     for name, weight in decoder.model.decoder.state_dict().items():
         assert torch.equal(own[name], weight), name
-    assert not model.config.share_encoder_decoder_embeddings  # the two were trained apart
+    assert not model.config.share_encoder_decoder_embeddings  # they were trained separately
 
 
 def test_an_encoder_alone_gives_a_new_decoder_its_embedding(pretrained):

@@ -1,4 +1,4 @@
-"""The hoverable view shows the attention of the network, in a page and in a notebook."""
+"""The hoverable view shows the attention of the network in a page and in a notebook."""
 
 import base64
 import itertools
@@ -30,12 +30,12 @@ def tokenizer():
 
 @pytest.fixture
 def model(tiny_model):
-    """Two layers of four heads in the decoder, three layers of four heads in the encoder."""
+    """A model with two decoder layers, three encoder layers, and four heads per layer."""
     return tiny_model(vocab_size=340, encoder_layers=3)
 
 
 class Element(HTMLParser):
-    """The attributes of the one element of some HTML, and the text inside it."""
+    """Parser of a single HTML element: its attributes and its text."""
 
     def __init__(self, html):
         super().__init__()
@@ -61,7 +61,7 @@ def weights_of(shown):
 
 
 def eager_attention(model, tokenizer, source, target):
-    """What the eager network itself returns for each kind: (layers, heads, rows, columns)."""
+    """Return the eager network's attention of each kind: (layers, heads, rows, columns)."""
     ids, labels = tokenizer(source)["input_ids"], tokenizer(text_target=target)["input_ids"]
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_tokens_that_look_like_markup_stay_text(model, tokenizer):
     element = Element(view.html)
     assert element.tag == "vaswani-attention"
     assert "".join(maps_of(view)[1]["rows"]) == "␣\"'><script>x</script>&amp;</s>"
-    assert "need JavaScript" in element.text  # where no script runs
+    assert "need JavaScript" in element.text  # shown where no script runs
 
 
 def test_a_notebook_shows_the_view_with_its_script_and_asks_no_server(model, tokenizer):
@@ -130,7 +130,7 @@ def test_a_notebook_shows_the_view_with_its_script_and_asks_no_server(model, tok
 
 @pytest.fixture
 def visit(browser, model, tokenizer):
-    """Open a page that holds a view; at the end nothing may have gone wrong."""
+    """Open a page with a view. At the end, check that no errors occurred."""
     wrong = []
 
     def open_page(source=SOURCE, target=TARGET, theme="light", **options):
@@ -159,7 +159,7 @@ def point_at(page, row, column):
 
 
 def expected_weight(model, tokenizer, row, column, layers=(0, 1), heads=range(4)):
-    """The mean over layers and heads of the network's weight, as exactly as it is printed."""
+    """Return the network's mean weight over layers and heads, rounded as on the page."""
     cross, _, _ = eager_attention(model, tokenizer, SOURCE, TARGET)
     mean = cross[np.ix_(layers, heads)].mean(axis=(0, 1))
     return pytest.approx(mean[row, column], abs=6e-4)
@@ -236,7 +236,7 @@ def test_layers_heads_and_kinds_are_chosen_from_lists_and_small_maps(visit, mode
 
 
 def colours(page):
-    """Red, green and blue of every cell: (rows, columns, 3)."""
+    """Return red, green and blue of every cell: (rows, columns, 3)."""
     canvas = page.locator(".cells canvas")
     width, height, data = canvas.evaluate(
         """canvas => {
@@ -291,7 +291,7 @@ def test_the_tokens_of_a_long_pair_stay_readable_and_scroll_with_the_map(visit, 
     assert page.evaluate("document.documentElement.scrollWidth") <= pixels
     place = page.locator(".scroll").bounding_box()
     page.locator(".scroll").evaluate("scroll => scroll.scrollTo(1e4, 1e4)")
-    # The names stay beside the cells, wherever these are.
+    # The labels stay beside their cells.
     assert rows.last.bounding_box()["x"] >= place["x"] - 0.5
     assert columns.last.bounding_box()["y"] >= place["y"] - 0.5
 

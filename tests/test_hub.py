@@ -1,7 +1,7 @@
-"""A Hub's round trip, by huggingface_hub's own client: versions, privacy, faults on either side.
+"""Pushing and pulling with huggingface_hub's client: versions, privacy, faults on both sides.
 
-Two processes of `hub_clients` do the work: the owner, who has the package, then a reader, who has
-not. The Hub is `loopback_hub`'s; its faults are set before they start.
+Two processes of `hub_clients` do the work: first the owner with the package, then a reader without
+it. The Hub is that of `loopback_hub`. Its faults are set before the processes start.
 """
 
 import json
@@ -47,7 +47,7 @@ def too_long(header):
 
 
 def with_header(weights, change):
-    """The same safetensors file with another header."""
+    """Return the same safetensors file with another header."""
     end = 8 + int.from_bytes(weights[:8], "little")
     header = json.loads(weights[8:end])
     change(header)
@@ -60,7 +60,7 @@ def with_fields(config, **fields):
 
 
 def damaged(files):
-    """A sound repository's files, with one fault each."""
+    """Return the files of a valid repository, with one fault each."""
     weights, config = files["model.safetensors"], files["config.json"]
     code = files["search_vaswani.py"]
     *_, last_block = re.finditer(rb"^ +(?:if|for) .*:\n", code, re.M)
@@ -118,7 +118,7 @@ def saved(original, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_vocabularies(original, saved):
-    """What a translator says whose target has a vocabulary of its own, in both of its versions."""
+    """The results of both versions of a translator with a separate target vocabulary."""
     versions = {"v1": chars("abcdefgh"), "main": chars("ABCDEFGH")}
     config = VaswaniConfig(
         vocab_size=300,
@@ -159,7 +159,7 @@ def hub(saved, broken):
             hub.publish(repo_id, files)
         for name, variant in broken.items():
             hub.publish(f"broken/{name}", variant)
-        # huggingface_hub asks six times, except for a commit, which might be made twice.
+        # huggingface_hub tries six times, except for a commit, which would be made twice.
         hub.cut("PUT", "/store/interrupted/upload/.*", times=6)
         hub.cut("POST", "/api/models/interrupted/publication/commit/main", times=1)
         hub.cut("POST", "/api/models/interrupted/training/commit/main", times=1)
@@ -182,7 +182,7 @@ def read(hub, saved, work, broken, published):
 
 
 def commits_of(hub, name):
-    """What a trainer pushed: all states of a repository but the empty first."""
+    """Return the commits that a trainer pushed, without the first, which is empty."""
     return hub.commits(f"trained/{name}")[1:]
 
 
@@ -337,7 +337,7 @@ def test_a_download_goes_on_where_it_was_lost(read, expected):
     assert read["incomplete downloads"] == []
 
 
-# Repositories with a fault: which parts cannot be loaded, the error, and what it says
+# Repositories with a fault: the parts that cannot be loaded, the error, and its message
 
 FAULTS = [
     ("weights-cut-off", ["translator"], "OSError", "deserializing header: incomplete metadata"),
@@ -378,7 +378,7 @@ FAULTS = [
         "/generation_config.json' is not a valid JSON file",
     ),
     ("tokenizer-cut-off", ["tokenizer"], "OSError", "/tokenizer.json is damaged: EOF while"),
-    # AutoTokenizer reads it before our class is known.
+    # AutoTokenizer reads the file before it knows our class.
     ("tokenizer-config-cut-off", ["tokenizer"], "JSONDecodeError", "Unterminated string"),
     ("no-tokenizer.json", ["tokenizer"], "OSError", "no-tokenizer.json has no tokenizer.json."),
 ]

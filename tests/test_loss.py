@@ -1,4 +1,4 @@
-"""The loss that never holds the logits of a batch is plain label-smoothed cross-entropy (5.4)."""
+"""The chunked loss equals the plain label-smoothed cross-entropy (5.4), with less memory."""
 
 import math
 
@@ -12,7 +12,7 @@ from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
 
 
 def plain_loss(hidden_states, weight, targets, epsilon):
-    """The formula of 5.4, token by token: (1 - eps) * nll(target) + eps * mean nll."""
+    """Return the loss of 5.4, token by token: (1 - eps) * nll(target) + eps * mean nll."""
     log_probabilities = (hidden_states @ weight.t()).log_softmax(dim=-1)
     nll = -log_probabilities.gather(1, targets[:, None]).squeeze(1)
     return ((1 - epsilon) * nll - epsilon * log_probabilities.mean(dim=-1)).sum()
@@ -64,7 +64,7 @@ def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
     hidden_states, weight, targets = inputs(11, 5, 7, torch.float64)
     bias = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
     total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1, bias)
-    # A bias is one more column, times one more input that is always 1.
+    # A bias equals one more column with an input that is always 1.
     widened = torch.cat([hidden_states, hidden_states.new_ones(11, 1)], dim=1)
     expected = plain_loss(widened, torch.cat([weight, bias[:, None]], dim=1), targets, 0.1)
     parameters = (hidden_states, weight, bias)
@@ -88,7 +88,7 @@ def test_bfloat16_is_summed_in_float32():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Note the largest floating-point tensor that any operation returns."""
+    """Record the largest floating-point tensor that any operation returns."""
 
     elements = 0
 
@@ -108,7 +108,7 @@ def test_training_never_holds_the_logits_of_a_batch(tiny_model, monkeypatch):
         output = model(input_ids=labels, labels=labels)
         output.loss.backward()
     assert output.logits is None
-    # The vocabulary's own matrix (1000, 16) is the largest; the logits would be 240,000.
+    # The largest tensor is the vocabulary's matrix (1000, 16). The logits would have 240,000.
     assert largest.elements == 16_000
 
 
@@ -137,7 +137,7 @@ def test_compiled_training_holds_no_logits_and_has_the_same_gradients(tiny_model
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     output, gradients = gradients_of(model, compiled, **batch)
     assert output.logits is None
-    assert max(sizes) == 16_000  # the vocabulary's matrix; the logits would be 240,000
+    assert max(sizes) == 16_000  # the vocabulary's matrix; the logits would have 240,000
     torch.testing.assert_close(output.loss, plain.loss, atol=1e-12, rtol=0)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=0)
@@ -219,7 +219,7 @@ def test_under_autocast_it_is_as_close_to_exact_as_the_plain_loss(tiny_model):
 
 
 class Wrapped(nn.Module):
-    """A head with an adapter beside it, as LoRA makes them."""
+    """A head with an adapter beside it, as in LoRA."""
 
     def __init__(self, base):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scores of translations and of models, against their formulas and against other programs."""
+"""Scores of translations and models, compared with their formulas and other programs."""
 
 import copy
 import json
@@ -89,7 +89,7 @@ def chrf_by_hand(predictions, references):
             ours = ngrams("".join(prediction.split()), n)
             theirs = ngrams("".join(reference.split()), n)
             match += sum((ours & theirs).values())
-            # sacreBLEU leaves a sentence out of a precision whose reference has no such n-gram.
+            # sacreBLEU ignores a sentence if its reference has no n-gram of this order.
             ours_total += sum(ours.values()) if theirs else 0
             theirs_total += sum(theirs.values())
         precisions.append(match / ours_total)
@@ -135,9 +135,9 @@ def test_compound_split_bleu_has_no_smoothing_as_multi_bleu_has_none():
     [
         ("a rich-text format", "a rich ##AT##-##AT## text format"),
         ("a - b -c d- --", "a - b -c d- --"),
-        # A character belongs to one match only, so a single one between hyphens parts them once.
+        # Matches do not overlap, so a single character between hyphens is split once.
         ("x-y-z ab-cd-ef", "x ##AT##-##AT## y-z ab ##AT##-##AT## cd ##AT##-##AT## ef"),
-        # The expression sees bytes, and "ö" has two.
+        # The expression reads bytes, and "ö" has two bytes.
         ("ä-ö-ü", "ä ##AT##-##AT## ö ##AT##-##AT## ü"),
         ("", ""),
     ],
@@ -309,7 +309,7 @@ def test_compound_split_bleu_can_tokenise_by_moses_as_tensor2tensor_did():
 
 @pytest.fixture(scope="module")
 def translator():
-    """The frozen model of number words, its tokenizer, and pairs of which some are wrong."""
+    """The frozen model of number words, its tokenizer, and pairs, some with wrong references."""
     model = AutoModelForSeq2SeqLM.from_pretrained(FROZEN).eval()
     tokenizer = AutoTokenizer.from_pretrained(FROZEN)
     numbers = random.Random(0).sample(range(1000), 40)
@@ -393,7 +393,7 @@ def test_no_more_than_one_window_of_lines_is_read_ahead(translator):
 
     class Recorder(TranslationMetric):
         def add_batch(self, *, predictions=None, references=None, **kwargs):
-            """Record how far the source was read."""
+            """Record how many lines of the source were read."""
             scored.append((read, len(predictions)))
             super().add_batch(predictions=predictions, references=references, **kwargs)
 
@@ -454,7 +454,7 @@ def test_nbest_accuracy_counts_references_among_the_first_candidates():
     candidates = [["a", "b", "c"], ["x", "a", "x"], ["b", "c", "d"], ["c", "c", "a"]]
     assert nbest_accuracy(iter(candidates), iter(["a", "a", "a", "a"])) == [25, 50, 75]
     assert nbest_accuracy([["a"], ["b"]], ["a", "a"]) == [50]
-    # Lists of unequal length: as far as all of them reach.
+    # With lists of unequal length, the shortest list decides.
     assert nbest_accuracy([["b", "a"], ["b", "c", "a"]], ["a", "c"]) == [0, 100]
     assert nbest_accuracy([["b", "c", "a"], ["b", "a"]], ["a", "a"]) == [0, 50]
 

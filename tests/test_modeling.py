@@ -1,6 +1,6 @@
-"""The network against independent implementations, and its promises: caches, masks, losses.
+"""The network compared with independent implementations, and its caches, masks and losses.
 
-Comparisons run in float64, where agreement to 1e-10 is no accident.
+Comparisons run in float64, so that agreement to 1e-10 is significant.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def gradients(model):
 
 
 def outputs_of(sequences, eos=2, pad=None):
-    """Strip the start token, what follows the end of sentence, and padding behind the rest."""
+    """Remove the start token, tokens after the end token, and padding."""
     rows = []
     for row in sequences.tolist():
         output = row[1 : row.index(eos, 1) + 1] if eos in row[1:] else row[1:]
@@ -61,11 +61,11 @@ def outputs_of(sequences, eos=2, pad=None):
 
 
 def enliven(model):
-    """Give a model with an output map of its own varied outputs, in words and in length.
+    """Give a model with an untied `lm_head` outputs that vary in words and length.
 
-    Random maps repeat one word for ever. Here each word's vector is a state the decoder visits,
-    whitened, so that every word is likely somewhere and unlikely elsewhere; quiet embeddings make
-    the position matter, and the end of sentence has the mean state of the fifth position.
+    Random maps repeat one word for ever. Here the vector of each word is a whitened state of the
+    decoder, so that every word is likely at some positions and unlikely at others. Small embeddings
+    give positions an effect. The end token has the mean state of the fifth position.
     """
     config, head = model.config, model.lm_head.weight
     source = torch.randint(0, config.vocab_size, (8, 5))
@@ -97,7 +97,7 @@ def lively_model(tiny_model):
 
 @pytest.fixture
 def endless_model(tiny_model):
-    """Build a model that never ends a sentence by itself: that logit is about -1000."""
+    """Build a model that never ends a sentence: the logit of the end token is about -1000."""
 
     def build(**overrides):
         model = tiny_model(tie_word_embeddings=False, **overrides)
@@ -141,7 +141,7 @@ def layer_pairs(ours, theirs):
 
 
 def torch_transformer(model):
-    """Build torch.nn.Transformer with the same weights, and list which parameters correspond."""
+    """Build torch.nn.Transformer with the same weights, and list the corresponding parameters."""
     config = model.config
     reference = nn.Transformer(
         config.d_model,
@@ -162,7 +162,7 @@ def torch_transformer(model):
             pairs += norm_pairs(ours.layer_norm, theirs.norm)
         else:
             theirs.norm = (
-                None  # torch puts one more LayerNorm behind a post-norm stack; the paper does not
+                None  # torch has one more LayerNorm after a post-norm stack than the paper
             )
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -218,7 +218,7 @@ def test_states_and_all_gradients_equal_torch_nn_transformer(
     x, y = (states.detach() for states in layer_inputs(full, **batch))
     ours = model(**batch)
     future = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).triu(1)
-    reference.train()  # torch's inference kernel would zero the padding; there is no dropout anyway
+    reference.train()  # torch's inference kernel would zero the padding; dropout is 0
     encoded = reference.encoder(x, src_key_padding_mask=source_mask == 0)
     decoded = reference.decoder(
         y,
@@ -248,7 +248,7 @@ MARIAN_IDS = {"pad_token_id": 18, "eos_token_id": 2, "decoder_start_token_id": 1
 
 
 def marian_twin(model):
-    """Build MarianMTModel with the weights of `model`, and the table of positions with them."""
+    """Build MarianMTModel with the weights and the table of positions of `model`."""
     ours = model.config
     sizes = {
         name: getattr(ours, name)
@@ -306,7 +306,7 @@ def test_logits_under_padding_equal_marian(marian_like_model, padded_batch, seed
     labels, label_mask = padded_batch([2, 5, 4], seed=2, vocab_size=18)
     labels = labels.masked_fill(label_mask == 0, -100)
     batch = {"input_ids": source, "attention_mask": mask, "labels": labels}
-    # Marian's table of positions went through float32, ours through float32 angles.
+    # Marian's table of positions was rounded to float32, and our angles were.
     torch.testing.assert_close(model(**batch).logits, twin(**batch).logits, atol=2e-5, rtol=0)
     for stack in (twin.model.encoder, twin.model.decoder):
         positions = model.model.encoder.embed_positions(0, 64, source.device)
@@ -385,7 +385,7 @@ def test_learned_positions_add_one_trained_vector_each(tiny_model, layer_inputs,
 
 @pytest.mark.parametrize("position_encoding", SINUSOIDS)
 def test_sinusoids_have_no_longest_sequence(tiny_model, position_encoding):
-    """A long sequence works after a short one, and begins with the states of the short one."""
+    """A long sequence works after a short one, and starts with the same states."""
     model = tiny_model(position_encoding=position_encoding, encoder_layers=1, decoder_layers=1)
     source, target = torch.tensor([[3, 4, 5]]), torch.randint(3, 19, (1, 700))
     short = model(source, decoder_input_ids=target[:, :4]).logits
@@ -540,7 +540,7 @@ def test_a_sentence_is_translated_alike_alone_and_in_a_batch(
 
 
 def test_one_beam_is_greedy_search(lively_model):
-    """Greedy search restated: append the most probable word until the end of sentence."""
+    """Greedy search appends the most probable word until the end token."""
     for seed in range(4):
         model = lively_model(seed=seed)
         source = torch.randint(3, 19, (1, 5))
@@ -629,7 +629,7 @@ def test_a_source_that_is_all_padding_gives_finite_numbers(
 
 @pytest.mark.slow
 def test_flex_attention_gives_the_eager_logits_under_padding(tiny_model, padded_batch):
-    sizes = {"d_model": 64, "dtype": torch.float32}  # flex attention wants heads at least 16 wide
+    sizes = {"d_model": 64, "dtype": torch.float32}  # flex attention needs a head size of 16
     source, mask = padded_batch([6, 2, 4], seed=1)
     target, target_mask = padded_batch([3, 7, 5], seed=2)
     logits = {}
@@ -916,7 +916,7 @@ def test_the_target_of_a_shared_vocabulary_cannot_be_resized_alone(tiny_model):
 def test_loading_gives_the_saved_positions_and_logits_in_every_dtype(
     tiny_model, layer_inputs, tmp_path, position_encoding
 ):
-    """`from_pretrained` builds the model without memory, where computed values are easily lost."""
+    """`from_pretrained` builds the model on the meta device, which loses computed values."""
     sizes = {"position_encoding": position_encoding, "max_position_embeddings": 9}
     tiny_model(dtype=torch.float32, **sizes).save_pretrained(tmp_path)
     batch = {
@@ -1102,7 +1102,7 @@ def test_changed_generation_settings_survive_saving(tiny_model, tmp_path):
 
 
 def every_output(model, source, length):
-    """Score every output of at most `length` words: {words: log-probability}, ended or cut off."""
+    """Return {words: log-probability} of all outputs of at most `length` words, ended or cut."""
     words = list(itertools.product(range(model.config.vocab_size), repeat=length))
     shifted = torch.tensor([[model.config.decoder_start_token_id, *row[:-1]] for row in words])
     with torch.no_grad():
@@ -1150,7 +1150,7 @@ def test_a_beam_as_wide_as_the_search_space_finds_the_best_outputs(lively_model,
 
 
 def test_the_length_penalty_type_changes_the_choice(lively_model):
-    """Otherwise the test above could not tell the two formulas apart by their outputs."""
+    """The test above needs formulas that choose different outputs."""
     choices = set()
     for seed in range(4):
         model = lively_model(seed=seed, vocab_size=4)
@@ -1205,7 +1205,7 @@ def test_a_limit_given_in_the_call_replaces_the_rule(
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_limit_left_in_the_models_config_does_not_cut(endless_model, search):
-    """Seq2SeqTrainer writes max_length=20 there when it evaluates with generate."""
+    """Seq2SeqTrainer writes max_length=20 into the config when it evaluates with generate."""
     model = endless_model()
     model.generation_config.max_length = 20
     assert model.generate(torch.tensor([[3, 4, 2]]), **search).shape[1] == 1 + 3 + 50
@@ -1297,7 +1297,7 @@ def test_a_plain_generation_config_in_the_call_inherits_the_papers_settings(live
 def test_eos_token_id_none_never_ends_a_sentence(tiny_model):
     """None switches the end of sentence off for one call, as everywhere in transformers."""
     model = tiny_model(tie_word_embeddings=False)
-    with torch.no_grad():  # the end of sentence is all the model ever says
+    with torch.no_grad():  # the model writes only end tokens
         model.model.decoder.layers[-1].final_layer_norm.bias[0] = 100.0
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[2, 0] = 10.0

@@ -1,4 +1,4 @@
-"""Objectives: the formulas of their papers, updates that resume, refusals in a sentence."""
+"""Objectives: the formulas of their papers, resumed updates, and errors in one sentence."""
 
 import math
 
@@ -31,7 +31,7 @@ KINDS = pytest.mark.parametrize("form", [lambda batch: batch, packed], ids=["pad
 
 
 def prepared(objective):
-    """An objective with the tokenizer of a trainer."""
+    """Return an objective with the tokenizer of a trainer."""
     objective.tokenizer = Letters()
     return objective
 

@@ -1,4 +1,4 @@
-"""VaswaniTrainer on packed batches: random sentences, real tokens, the updates of padded ones."""
+"""VaswaniTrainer with packed batches: random sentences, real tokens, updates of padded batches."""
 
 import itertools
 
@@ -81,7 +81,7 @@ def test_the_trainer_packs_what_its_collator_pads_and_evaluates_on_padded_batche
 
 
 def padding(batch):
-    """The padded form of a packed batch."""
+    """Return the padded form of a packed batch."""
     ends = batch["cu_seq_lens_q"], batch["decoder_cu_seq_lens_q"]
     sides = []
     for name, end in zip(("input_ids", "labels"), ends, strict=True):
@@ -94,7 +94,7 @@ def padding(batch):
 
 
 class PaddedAgain(VaswaniTrainer):
-    """The same batches with their padding."""
+    """A trainer with the same batches, padded again."""
 
     def _prepare_inputs(self, inputs):
         return super()._prepare_inputs(padding(inputs))

@@ -1,4 +1,4 @@
-"""Packed batches: the numbers of padded ones, without their padding."""
+"""Packed batches give the numbers of padded batches."""
 
 import copy
 
@@ -17,7 +17,7 @@ SOURCES, TARGETS = [7, 1, 3, 11, 2, 3, 40, 5], [5, 9, 1, 13, 1, 2, 31, 6]
 
 @pytest.fixture
 def batches(padded_batch):
-    """A padded batch of odd lengths, and the same packed."""
+    """Build a padded batch of different lengths, and the same batch packed."""
 
     def build(sources=SOURCES, targets=TARGETS):
         input_ids, attention_mask = padded_batch(sources)
@@ -270,7 +270,7 @@ def test_what_cannot_be_packed_is_refused(changes, message):
 
 
 def by_sentence(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
-    """torch's attention by cumulative lengths, written out."""
+    """Compute torch's attention by cumulative lengths, one sentence at a time."""
     outputs = []
     for index in range(len(cu_q) - 1):
         places = slice(cu_q[index], cu_q[index + 1]), slice(cu_k[index], cu_k[index + 1])

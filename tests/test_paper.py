@@ -1,7 +1,7 @@
-"""One test per claim of "Attention Is All You Need", each restating the paper's formula by itself.
+"""One test per claim of "Attention Is All You Need". Each test has the paper's formula.
 
-The functions at the top are sections 3.1-3.3 and 3.5 written a second time, with loops over heads
-and positions; they share no code with the package.
+The functions at the top implement sections 3.1-3.3 and 3.5 again, with loops over heads and
+positions. They share no code with the package.
 """
 
 import math
@@ -30,7 +30,7 @@ def layer_norm(vectors, norm):
 
 
 def attention_head(queries, keys, values, visible):
-    """Equation 1 for one head, query by query; `visible(i)` lists the keys that query i may see."""
+    """Equation 1 for one head, query by query. `visible(i)` lists the keys that query i may see."""
     d_k = queries.shape[-1]
     outputs = []
     for i, query in enumerate(queries):
@@ -106,7 +106,7 @@ def silence(*linear_maps):
 
 
 def on_meta(name, **overrides):
-    """Build a row of Table 3 without its numbers, which only have to be counted."""
+    """Build a row of Table 3 on the meta device, because its parameters are only counted."""
     with torch.device("meta"):
         return VaswaniForConditionalGeneration(VaswaniConfig.preset(name, **overrides))
 
@@ -167,7 +167,7 @@ def test_3_1_decoder_layer_is_self_attention_then_source_attention_then_ffn(tiny
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
 def test_3_1_residual_connection_around_each_sublayer(tiny_model, norm_position):
-    """With a sub-layer that returns zero only the residual connection is left."""
+    """If the sub-layers return zero, only the residual connections are left."""
     model = tiny_model(norm_position=norm_position).model
     x, source = (
         torch.randn(1, 4, 16, dtype=torch.float64),
@@ -209,7 +209,7 @@ def test_3_1_decoder_layers_all_look_at_the_last_encoder_layer(tiny_model, layer
 
 
 def test_3_1_output_embeddings_are_offset_by_one_position(tiny_model):
-    """Position i sees y_1 ... y_(i-1) behind the start token and is asked for y_i."""
+    """Position i sees the start token and y_1 ... y_(i-1), and predicts y_i."""
     model = tiny_model(label_smoothing=0.0)
     source, labels = torch.randint(3, 19, (2, 5)), torch.randint(3, 19, (2, 4))
     start = model.config.decoder_start_token_id
@@ -260,13 +260,13 @@ def test_3_1_gradient_from_an_earlier_logit_to_a_later_target_is_zero(
 def test_3_2_1_scores_are_divided_by_the_square_root_of_d_k(
     tiny_model, attn_implementation, d_k, d_v
 ):
-    """With one head the whole of equation 1 shows, also where d_k is not d_model / h."""
+    """With one head, the output is equation 1, even if d_k is not d_model / h."""
     model = tiny_model(
         d_k=d_k, d_v=d_v, encoder_attention_heads=1, attn_implementation=attn_implementation
     )
     attention = model.model.encoder.layers[0].self_attn
     with torch.no_grad():
-        attention.q_proj.weight.mul_(4)  # far from uniform weights, so that the divisor matters
+        attention.q_proj.weight.mul_(4)  # make weights far from uniform, so the divisor matters
     x = torch.randn(5, 16, dtype=torch.float64)
     query, key, value = (
         x @ p.weight.T for p in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -364,7 +364,7 @@ def test_3_3_feed_forward_has_biases_and_its_own_parameters_in_each_layer():
 
 
 def test_3_4_embeddings_are_multiplied_by_the_square_root_of_d_model(tiny_model, layer_inputs):
-    """What enters the first layers is sqrt(d_model) E[token] + PE(position) (with 3.5)."""
+    """The inputs of the first layers are sqrt(d_model) E[token] + PE(position) (with 3.5)."""
     model = tiny_model()
     source, target = torch.randint(3, 19, (2, 5)), torch.randint(3, 19, (2, 4))
     matrix = model.lm_head.weight
@@ -416,7 +416,7 @@ def test_3_4_gradient_of_the_shared_matrix_is_the_sum_over_its_three_uses(tiny_m
 
 @pytest.fixture
 def encoding(layer_inputs):
-    """Read the positional encodings off a model: embeddings of zero leave nothing else."""
+    """Return the positional encodings of a model. With embeddings of zero, they are the input."""
 
     def read(length, d_model):
         sizes = {
@@ -438,14 +438,14 @@ def encoding(layer_inputs):
 @pytest.mark.parametrize("d_model", [8, 64, 512])
 def test_3_5_sine_at_even_and_cosine_at_odd_dimensions(encoding, d_model):
     table = encoding(300, d_model)
-    # Angles are computed in float32: their error grows with the position, half an ulp at a time.
+    # Angles are computed in float32, so their error grows with the position.
     tolerance = 2.0**-22 * (1 + torch.arange(300, dtype=torch.float64))
     assert ((table - sinusoids(300, d_model)).abs() <= tolerance[:, None]).all()
 
 
 @pytest.mark.parametrize("offset", [1, 7, 50])
 def test_3_5_encoding_at_a_fixed_offset_is_a_linear_function(encoding, offset):
-    """PE(pos + k) = M_k PE(pos), and M_k turns each pair of sine and cosine by its own angle."""
+    """PE(pos + k) = M_k PE(pos), where M_k rotates each pair of sine and cosine by its angle."""
     d_model = 16
     rotation = torch.zeros(d_model, d_model, dtype=torch.float64)
     for i in range(d_model // 2):
@@ -464,7 +464,7 @@ def test_3_5_wavelengths_are_a_geometric_progression_from_2_pi_to_10000_times_2_
     torch.testing.assert_close(wavelengths[0].item(), 2 * math.pi, rtol=1e-6, atol=0)
     expected = torch.full((d_model // 2 - 1,), ratio, dtype=torch.float64)
     torch.testing.assert_close(wavelengths[1:] / wavelengths[:-1], expected, rtol=1e-4, atol=0)
-    # The progression reaches its end at 2i = d_model, one step behind the last pair.
+    # The progression ends at 2i = d_model, one step after the last pair.
     torch.testing.assert_close(
         (wavelengths[-1] * ratio).item(), 10000 * 2 * math.pi, rtol=1e-4, atol=0
     )
@@ -512,7 +512,7 @@ def test_5_4_dropout_is_on_sublayer_outputs_and_embedding_sums_and_nowhere_else(
         if training and p > 0:
             assert p == 0.25
             dropped.append(states)
-        return states  # as in evaluation, so that the sums below can be restated
+        return states  # drop nothing, so that the sums below can be recomputed
 
     monkeypatch.setattr(modeling_vaswani, "drop_out", spy)
     for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
@@ -546,7 +546,7 @@ def test_5_4_sdpa_gets_no_dropout_either(tiny_model, monkeypatch):
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 def test_5_4_dropout_comes_before_the_sum_and_the_norm(tiny_model, attn_implementation):
-    """Where all is dropped, each LayerNorm sees the residual connection alone, at first 0."""
+    """If everything is dropped, each LayerNorm gets only the residual connection, at first 0."""
     model = tiny_model(dropout=1 - 1e-12, attn_implementation=attn_implementation).train()
     outputs = model.model(torch.tensor([[3, 4, 5]]), decoder_input_ids=torch.tensor([[2, 6]]))
     for stack, states in (
@@ -640,7 +640,7 @@ def test_6_1_defaults_are_alpha_0_6_and_input_length_plus_50(tiny_model):
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_6_1_output_is_at_most_input_length_plus_50(tiny_model, num_beams):
     model = tiny_model(tie_word_embeddings=False)
-    with torch.no_grad():  # the end of sentence is out of reach: its logit is about -1000
+    with torch.no_grad():  # make the end token impossible: its logit is about -1000
         model.model.decoder.layers[-1].final_layer_norm.bias[0] = 100.0
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[2, 0] = -10.0

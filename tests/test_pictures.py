@@ -1,4 +1,4 @@
-"""Attention pictures show the attention of the network, by names of tokens that can be read."""
+"""Attention pictures show the attention of the network, with readable names of tokens."""
 
 import gc
 import io
@@ -38,7 +38,7 @@ def tokenizer():
 
 @pytest.fixture
 def model(tiny_model):
-    """Two layers of four heads, in float64, running SDPA."""
+    """A model with two layers of four heads, in float64, with SDPA."""
     return tiny_model(vocab_size=VOCABULARY)
 
 
@@ -50,7 +50,7 @@ def _no_warnings():
 
 
 def eager_attention(model, source, target, kind):
-    """What the eager network itself returns: (layers, heads, rows, columns)."""
+    """Return the eager network's attention: (layers, heads, rows, columns)."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output = model(
@@ -63,7 +63,7 @@ def eager_attention(model, source, target, kind):
 
 
 def panels_of(figure):
-    """The maps of a figure: its last axes are the colour bar."""
+    """Return the maps of a figure, whose last axes are the colour bar."""
     return figure.axes[:-1]
 
 
@@ -72,7 +72,7 @@ def drawn_in(panel):
 
 
 def names_of(panel):
-    """The labels of rows and of columns."""
+    """Return the labels of rows and columns."""
     sides = panel.get_yticklabels(), panel.get_xticklabels()
     return tuple([text.get_text() for text in side] for side in sides)
 
@@ -92,7 +92,7 @@ def drawn(maps, names, **options):
     return draw_heat_maps(maps, **names, **titles, **options)
 
 
-# What is drawn
+# Maps
 
 
 @pytest.mark.parametrize("kind", ["cross", "encoder", "decoder"])
@@ -199,7 +199,7 @@ def test_a_target_vocabulary_of_its_own_is_read_from_the_folder(tiny_model, toke
     assert names_of(panel)[0] == ["zwei", "drei", "</s>"]
     given = plot_attention(model, tokenizer, "two", "zwei drei", target_tokenizer=other)
     assert names_of(panels_of(given)[0]) == names_of(panel)
-    plot_attention(model, tokenizer, "two", kind="encoder")  # which needs none
+    plot_attention(model, tokenizer, "two", kind="encoder")  # needs no target tokenizer
     with pytest.raises(ValueError, match="no subfolder target_tokenizer"):
         plot_attention(model, tokenizer, "two", "zwei drei")
 
@@ -238,7 +238,7 @@ def test_rows_of_a_half_precision_model_sum_to_one(tiny_model, tokenizer):
 
 
 def word_tokenizer(tokens):
-    """A tokenizer of these very tokens, in their order."""
+    """Return a tokenizer with exactly these tokens, in their order."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<unk>", "</s>", *tokens])}
     return VaswaniTokenizer.from_backend(Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")))
 
@@ -296,7 +296,7 @@ def test_labels_of_byte_pairs_join_to_the_text():
 
 
 def make_font(path, family, characters):
-    """A font of squares for some characters."""
+    """Write a font that has squares for the given characters."""
     names = {ord(character): f"u{ord(character):x}" for character in characters}
     pen = TTGlyphPen(None)
     for place, corner in enumerate([(100, 0), (100, 700), (800, 700), (800, 0)]):
@@ -318,7 +318,7 @@ def make_font(path, family, characters):
 
 @pytest.fixture
 def fonts(tmp_path, monkeypatch):
-    """Install fonts of some characters beside matplotlib's own, which alone are there."""
+    """Install fonts besides matplotlib's own, and ignore the fonts of the system."""
     manager = font_manager.fontManager
     monkeypatch.setattr(
         manager, "ttflist", [entry for entry in manager.ttflist if "mpl-data" in entry.fname]
@@ -388,7 +388,7 @@ def test_cells_and_the_lines_between_them_meet_at_whole_pixels():
 
 
 def touching(figure):
-    """Labels of a side that touch each other."""
+    """Return the labels of a side that touch each other."""
     found = []
     for panel in panels_of(figure):
         rows, columns = panel.get_yticklabels(), panel.get_xticklabels()
@@ -398,7 +398,7 @@ def touching(figure):
         for one, other in itertools.pairwise(columns):
             boxes = one.get_window_extent(), other.get_window_extent()
             if one.get_rotation() == 45:
-                # Lines of type that slant stand side by side.
+                # Slanted labels are side by side.
                 apart = (boxes[1].x1 - boxes[0].x1) * np.sin(np.pi / 4)
                 clear = apart >= one.get_fontsize() * figure.dpi / 72
             else:
@@ -409,7 +409,7 @@ def touching(figure):
 
 
 def outside(figure):
-    """Texts that are not wholly inside the figure."""
+    """Return the texts that are not completely inside the figure."""
     texts = [*figure.texts]
     for axes in figure.axes:
         texts += [*axes.get_yticklabels(), *axes.get_xticklabels(), axes.title, axes.yaxis.label]
@@ -453,7 +453,7 @@ def test_the_figure_grows_then_type_shrinks_then_names_are_left_out():
 
 
 def oklab(rgb):
-    """Ottosson's perceptual colour space: lightness and two opponent colours."""
+    """Convert to Ottosson's perceptual colour space: lightness and two opponent colours."""
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     cones = [
         [0.4122214708, 0.5363325363, 0.0514459929],

@@ -1,4 +1,4 @@
-"""The translation pipeline: how it is reached, what goes in and out, and how much it holds."""
+"""The translation pipeline: creation, inputs, outputs and memory."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def translator(parts):
 
 @pytest.fixture
 def batches(parts, monkeypatch):
-    """The shapes of all batches that go to `generate` while a test runs, and its settings."""
+    """The shapes of all batches that a test passes to `generate`, and their settings."""
     model, _ = parts
     seen, generate = [], model.generate
 
@@ -53,7 +53,7 @@ def texts(results):
     return [result["translation_text"] for result in results]
 
 
-# The ways to it
+# Creation
 
 
 def test_a_folder_is_enough_with_the_class(batches):
@@ -123,7 +123,7 @@ def test_a_pipeline_without_a_tokenizer_is_refused(parts):
         VaswaniTranslationPipeline(parts[0], device="cpu")
 
 
-# What goes in and comes out
+# Inputs and outputs
 
 
 def test_a_string_a_list_and_a_stream_have_the_shapes_of_transformers_4(translator):
@@ -347,7 +347,7 @@ def test_an_endless_stream_is_read_one_window_ahead(translator):
 
 
 def test_memory_does_not_grow_with_a_stream(translator):
-    """Lines are blank here, so that there are many: what could pile up is theirs all the same."""
+    """Blank lines are fast, so that there can be many. They would use memory like other lines."""
 
     def peak(lines):
         tracemalloc.start()
@@ -371,7 +371,7 @@ def test_a_progress_bar_is_drawn_for_long_work_or_on_request(translator, capfd, 
             pass
         return capfd.readouterr().err
 
-    logging.enable_progress_bar()  # another test may have switched all bars of transformers off
+    logging.enable_progress_bar()  # another test may have turned off all bars of transformers
     lines = ["", *ENGLISH[:2]]
     assert drawn(lines) == ""
     assert "3/3" in drawn(lines, progress=True)

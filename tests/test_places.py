@@ -1,4 +1,4 @@
-"""Wrong paths and models of other toolkits are told at once, with the command that helps."""
+"""Wrong paths and models of other toolkits are reported at once, with the command that helps."""
 
 import json
 import shlex
@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def looked_up(monkeypatch):
-    """The hosts that were looked up: none has an address. The Hub may be asked once, not again."""
+    """The hosts that were looked up. No host has an address."""
     hosts = []
 
     def getaddrinfo(host, *args, **kwargs):
@@ -66,7 +66,7 @@ def looked_up(monkeypatch):
 
 
 def ends_with(*words):
-    """What a command of `vaswani` ends with; it must fail."""
+    """Return the error of a command of `vaswani`."""
     with pytest.raises(SystemExit) as end:
         main([str(word) for word in words])
     return str(end.value)
@@ -238,7 +238,7 @@ def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(folder, looked_up, 
     for load in (VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer):
         with pytest.raises(FileNotFoundError, match=f"There is no file or folder {place}") as error:
             load.from_pretrained(place)
-        # It could be on the Hub; huggingface_hub looks up one thing more for itself.
+        # The name could be on the Hub. huggingface_hub looks up one more host.
         assert len(looked_up) <= (2 if place in ("runs/en-dee", "modle") else 0)
         looked_up.clear()
     if place == "runs/en-dee":
@@ -323,7 +323,7 @@ def test_a_file_that_is_there_is_not_said_to_be_missing(folder, looked_up):
     assert not looked_up
 
 
-# What is given in vain
+# Options without effect
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])

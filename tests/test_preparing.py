@@ -1,4 +1,4 @@
-"""Corpora are tokenised once, whole or not at all, and every process maps the same files."""
+"""Corpora are tokenised once, completely or not at all, and all processes map the same files."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Preparations of several parts and batches."""
+    """Make preparations have several parts and batches."""
     monkeypatch.setattr(preparing, "_BATCH", 50)
     monkeypatch.setattr(preparing, "_PART", 250)
 
@@ -97,7 +97,7 @@ def test_other_content_tokenizers_and_rules_have_folders_of_their_own(corpus, to
     path.write_text(path.read_text().replace("seven", "eleven"))
     folders.add(prepare(corpus, tokenizer, tokenizer, Rules(), tmp_path, processes=1).folder)
     assert len(folders) == 4
-    # The name of a file says nothing about its content.
+    # The name of a file does not change the key.
     path = path.rename(tmp_path / "renamed.tsv")
     renamed = parse_corpora([str(path)])[0]
     assert prepare(renamed, tokenizer, tokenizer, Rules(), tmp_path, processes=1).folder in folders

@@ -1,4 +1,4 @@
-"""Two processes on a CPU, which talk through gloo, train the model that one process would."""
+"""Two processes on a CPU with gloo train the same model as one process."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def assert_equal_weights(one, two, tolerance):
 
 
 LOOP = ["--vocab-size", 340, "--steps", 12, "--tokens", 300]
-# Adam multiplies what differs in the last digit; at small learning rates it stays there.
+# Adam amplifies differences in the last digit. With small learning rates, they stay small.
 SLOW = ["--warmup", 400]
 
 
@@ -133,7 +133,7 @@ def test_the_first_line_of_several_processes_is_printed_once(number_words, tmp_p
 def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
     number_words, tmp_path
 ):
-    """Two launchers, each of which starts one process, stand for the machines."""
+    """Two launchers with one process each represent the machines."""
     arguments = [
         *TRAIN, "--train", *number_words,
         "--vocab-size", 340, "--steps", 6, *SLOW, "--max-source-tokens", 300,
@@ -156,13 +156,13 @@ def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
 
 
-# What follows runs in the processes that `launch` starts.
+# The code below runs in the processes that `launch` starts.
 
 STEPS, HALF = 8, 5
 
 
 def update(model, optimizer, batches):
-    """One update of this process's batches; their gradients are averaged over processes."""
+    """Make one update with this process's batches. Gradients are averaged over processes."""
     tokens = sum((batch["labels"] != -100).sum() for batch in batches)
     processes = 1
     if distributed.is_initialized():
@@ -185,7 +185,7 @@ def fresh_model():
 
 
 def sharded(output, checkpoint=None):
-    """Train a model sharded by FSDP2; with a checkpoint, from there to the end."""
+    """Train a model sharded by FSDP2, from a checkpoint if one is given."""
     distributed.init_process_group("gloo")
     model, batches = fresh_model()
     for layer in (*model.model.encoder.layers, *model.model.decoder.layers):

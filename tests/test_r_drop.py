@@ -1,4 +1,4 @@
-"""R-Drop is Liang et al.'s (2021) loss, with their gradient, wherever the trainer trains."""
+"""R-Drop has the loss and the gradient of Liang et al. (2021), also in the trainer."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def logits_of_two_passes(dtype=torch.float64):
 
 
 def as_written(logits, labels, alpha, epsilon):
-    """Half of equation 4, as a formula; the smoothed loss as torch has it (5.4)."""
+    """Return half of equation 4, with torch's label-smoothed loss (5.4)."""
     first, second = logits.chunk(2)
     real = labels != -100
     losses = sum(
@@ -48,7 +48,7 @@ def test_loss_and_gradient_are_those_of_the_formula(monkeypatch, alpha, epsilon,
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
     gradients = [torch.autograd.grad(3 * loss, logits)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
-    assert gradients[0][:, 3][:2].abs().sum() == 0  # where there is no token
+    assert gradients[0][:, 3][:2].abs().sum() == 0  # at padding
 
 
 def test_gradient_is_that_of_finite_differences():
@@ -97,7 +97,7 @@ def test_without_dropout_two_passes_agree_and_train_as_one(tmp_path, accumulate)
 
 
 def divergence(model, batch):
-    """How far two passes under dropout are apart, per token."""
+    """Return the divergence of two passes with dropout, per token."""
     labels = batch["labels"]
     inputs = twice({name: value for name, value in batch.items() if name != "labels"})
     inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(
@@ -131,7 +131,7 @@ def test_the_evaluation_loss_is_that_of_one_pass_without_smoothing(tmp_path):
 
 
 def test_the_trainers_loss_is_the_formula_over_all_batches_of_an_update(tmp_path):
-    """With dropout, and passes that disagree."""
+    """The passes have dropout, so their predictions differ."""
     trainer = make_trainer(tmp_path, r_drop=3.0, dropout=0.3)
     model = trainer.model.train()
     parts = [collator(trainer.train_dataset.select(rows)) for rows in (range(5), range(5, 8))]

@@ -1,4 +1,4 @@
-"""Reading pairs: the same from every form of data, and errors that name file and line."""
+"""Reading pairs: equal results for all forms of data, and errors that name file and line."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What the README prints is what happens: blocks are run, commands run or parsed, figures read."""
+"""The README: code blocks and commands are run or parsed, and figures are checked."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def test_the_readme_has_at_most_150_lines():
 
 
 def test_the_first_two_commands_are_those_that_are_run_from_nothing():
-    assert COMMANDS[:2] == SETUP  # .ci/run reads them, in this order
+    assert COMMANDS[:2] == SETUP  # .ci/run reads these commands in this order
     assert PAGE.text.index(SETUP[0]) < PAGE.text.index("```python")
 
 

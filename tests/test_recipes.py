@@ -1,4 +1,4 @@
-"""Recipes say every setting of a published result, and `vaswani train` does what they say."""
+"""Recipes have all settings of a published result, and `vaswani train` follows them."""
 
 import gzip
 import json
@@ -119,7 +119,7 @@ def test_recipes_are_the_published_settings(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_of_a_run_stands_in_its_recipe(name):
-    """A field of the preset that differs from the default has to be visible in the file."""
+    """The file must have every field of the preset that differs from its default."""
     args = recipe_of(name)
     fields = args.set
     preset, default = (VaswaniConfig.preset(row).to_dict() for row in (args.preset, "base"))
@@ -223,7 +223,7 @@ def test_settings_that_need_others_are_refused_without(capsys, arguments, compla
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A recipe of a small run on number words; 80 pairs."""
+    """The recipe of a small run on 80 pairs of number words."""
     rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in range(100, 180)]
     (tmp_path / "pairs.tsv").write_text("".join(rows), encoding="utf-8")
     settings = {
@@ -297,7 +297,7 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(recipe, tmp_pat
     assert results["settings"]["max_target_tokens"] == 150
     assert (output / "learning_curve.png").stat().st_size > 1000
     assert list((output / "runs").rglob("events.out.tfevents.*"))
-    # Equation 3, the first update being step 1.
+    # Equation 3, where the first update is step 1.
     for entry in log:
         if "learning_rate" in entry:
             step = entry["step"]
@@ -404,7 +404,7 @@ def test_a_run_that_ends_with_its_time_is_resumed_and_averaged_to_its_last_updat
     train("--recipe", recipe, *arguments)
     results = json.loads((output / "results.json").read_text())
     assert (results["steps"], results["averaged"]) == (1, ["checkpoint-1"])
-    # A kill may leave one of a higher number than the run now comes to.
+    # A kill may leave a checkpoint with a higher number than the run now reaches.
     checkpoints.begin_checkpoint(output / "checkpoint-50")
     train("--recipe", recipe, *arguments, "--resume")
     results = json.loads((output / "results.json").read_text())
@@ -469,5 +469,5 @@ def test_the_g2p_pattern_makes_a_token_of_every_letter_and_every_phone():
         letters, sounds = tokenizer([word, phones])["input_ids"]
         assert tokenizer.decode(sounds, skip_special_tokens=True) == phones
         assert len(letters) == len(word) + 1
-        # A length mark that stands before its phone, a slip of the data, is a token of its own.
+        # A length mark before its phone, an error in the data, is a separate token.
         assert len(sounds) - 1 - len(phones.split()) == sum(p[0] in "ːˑ" for p in phones.split())

@@ -13,14 +13,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def pins(file):
-    """The versions that a file of constraints pins, by package."""
+    """Return the versions that a constraints file pins, by package."""
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(name): Version(version) for name, version in pairs}
 
 
 def requirements(*extras):
-    """What the package and some of its extras require, this package itself left out."""
+    """Return the requirements of the package and given extras, without the package itself."""
     extra = PROJECT["optional-dependencies"]
     written = [*PROJECT["dependencies"], *(line for name in extras for line in extra[name])]
     return [Requirement(line) for line in written if not line.startswith(PROJECT["name"])]

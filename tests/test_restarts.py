@@ -1,4 +1,4 @@
-"""Unattended runs: processes and machines die at random moments, and the weights are the same."""
+"""Unattended runs: if processes and machines die at random moments, the weights are the same."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
-    """What trains for some seconds and saves often, with dropout, but for the output folder."""
+    """Arguments of a run of a few seconds with dropout and many saves, without the output."""
     folder = tmp_path_factory.mktemp("data")
     random.seed(4)
     for side in ("source", "target"):
@@ -40,7 +40,7 @@ def arguments(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(arguments, tmp_path_factory):
-    """The weights of two processes that nothing interrupts."""
+    """The weights of an uninterrupted run of two processes."""
     output = tmp_path_factory.mktemp("whole")
     run = launcher(["--standalone", "--nproc_per_node", 2], arguments, output)
     assert run.wait(60 * MINUTES) == 0
@@ -48,7 +48,7 @@ def whole(arguments, tmp_path_factory):
 
 
 def launcher(flags, arguments, output):
-    """Start torch's launcher, in a session of its own, with its output beside the run's."""
+    """Start torch's launcher in a separate session, with its log beside the output of the run."""
     command = [sys.executable, "-m", "torch.distributed.run", *flags, *arguments]
     with open(f"{output}.log", "ab") as log:
         return subprocess.Popen(
@@ -62,7 +62,7 @@ def launcher(flags, arguments, output):
 
 
 def workers(run):
-    """The processes that train, without those of data loading and the launcher."""
+    """Return the training processes, without the launcher and the processes of data loaders."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [
             child for child in psutil.Process(run.pid).children() if TRAIN[1] in child.cmdline()
@@ -93,7 +93,7 @@ def test_ranks_killed_at_random_moments_change_no_weight(arguments, whole, tmp_p
 
 
 def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, whole, tmp_path):
-    """Each machine starts its launcher again until it succeeds, as a cluster's manager does."""
+    """Each machine restarts its launcher until it succeeds, as a cluster manager does."""
     chance, output, kills = random.Random(5), tmp_path / "run", 0
     flags = ["--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", RESTARTS]
     flags += [
@@ -126,7 +126,7 @@ def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, 
 
 
 def die(run):
-    """Kill a launcher and all that it has started at once, as a machine's end does."""
+    """Kill a launcher and its processes at once, as in the failure of a machine."""
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [*psutil.Process(run.pid).children(recursive=True)]

@@ -8,7 +8,7 @@ from vaswani.training.schedule import noam_rate, noam_schedule
 
 
 def equation_3(step, d_model, warmup):
-    """Restated: lrate = d_model^-0.5 * min(step_num^-0.5, step_num * warmup_steps^-1.5)."""
+    """Return lrate = d_model^-0.5 * min(step_num^-0.5, step_num * warmup_steps^-1.5)."""
     rising = step / (warmup * warmup**0.5)
     falling = 1 / step**0.5
     return min(rising, falling) / d_model**0.5
@@ -43,7 +43,7 @@ def test_schedule_sets_every_update_whatever_the_optimizer_was_made_with(factor)
 
 
 class Rates(TrainerCallback):
-    """Note the learning rate that each update is made with."""
+    """Record the learning rate of each update."""
 
     def __init__(self):
         self.seen = {}

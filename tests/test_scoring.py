@@ -1,4 +1,4 @@
-"""Forced decoding gives what the network and its beam search give, pair by pair."""
+"""Forced decoding gives the numbers of the network and of its beam search, pair by pair."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ TARGETS = [[9, 8, 7, 6, 2], [10, 2], [4, 5, 6, 7, 8, 9, 10, 11, 2], [3, 2], [2],
 
 @pytest.fixture(scope="module")
 def frozen():
-    """A model of number words that was trained, and its tokenizer."""
+    """A trained model of number words and its tokenizer."""
     return (
         AutoModelForSeq2SeqLM.from_pretrained(FROZEN).eval(),
         AutoTokenizer.from_pretrained(FROZEN),
@@ -27,7 +27,7 @@ def frozen():
 
 
 def by_definition(model, source, target):
-    """log P(y_t | y_<t, x) of one pair alone, from the logits of the plain network."""
+    """Return log P(y_t | y_<t, x) of a single pair, from the logits of the plain network."""
     start = model.config.decoder_start_token_id
     inputs = {"input_ids": [source], "decoder_input_ids": [[start, *target[:-1]]]}
     with torch.no_grad():
@@ -37,7 +37,7 @@ def by_definition(model, source, target):
 
 
 def attention_by_definition(model, source, target):
-    """What the eager network itself returns: (layers, heads, T, S) of one pair alone."""
+    """Return the eager network's attention of a single pair: (layers, heads, T, S)."""
     inputs = {"input_ids": [source], "decoder_input_ids": [[2, *target[:-1]]]}
     tensors = {name: torch.tensor(ids) for name, ids in inputs.items()}
     model.set_attn_implementation("eager")
@@ -87,7 +87,7 @@ def test_scores_are_what_beam_search_reports_for_its_own_output(
     reported = output.sequences_scores
     sources = inputs["input_ids"].repeat_interleave(3, dim=0)
     found = model.score(sources, output.sequences[:, 1:]).sequences_scores.to(reported.dtype)
-    # transformers' own search adds up float32, whatever the model's numbers are.
+    # transformers' search sums in float32 for all dtypes of the model.
     tolerance = 1e-10 if reported.dtype == torch.float64 else 1e-5
     torch.testing.assert_close(found, reported, rtol=tolerance, atol=tolerance)
 
@@ -357,12 +357,12 @@ def test_token_links_are_the_strongest_attention_without_the_ends(tiny_model):
         assert links[i] == " ".join(f"{s}-{t}" for t, s in enumerate(best))
         best = weights.argmax(1).tolist()
         assert with_ends[i] == " ".join(f"{s}-{t}" for t, s in enumerate(best))
-    assert links[3:5] == ["", ""]  # a source, and a target, of "</s>" alone
+    assert links[3:5] == ["", ""]  # a source, and a target, with only "</s>"
     assert len(links[5].split()) == 3  # a target cut off before its end
 
 
 def test_words_are_linked_where_their_tokens_are(tiny_model, monkeypatch):
-    """The attention is written by hand here, over characters as tokens."""
+    """The attention is given by hand, with characters as tokens."""
     model = tiny_model(vocab_size=40)
     tokenizer = VaswaniTokenizer.train_from_iterator(
         ["ab cd", "xy z"], kind="char", vocab_size=40, show_progress=False

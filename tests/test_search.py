@@ -1,4 +1,4 @@
-"""Our own searches: exact, equal to transformers', the same whatever shares the batch."""
+"""Our searches: exact, equal to those of transformers, and independent of the batch."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def source(padded_batch):
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Count the calls of our two searches and of transformers'."""
+    """Count the calls of our two searches and of transformers' searches."""
     calls = dict.fromkeys(("beam_search", "greedy_search", "_beam_search", "_sample"), 0)
 
     def counted(owner, name):
@@ -61,7 +61,7 @@ def searches(monkeypatch):
 
 
 def log_probabilities_of(model, source, tokens):
-    """The sum of log P(token | source, tokens before), by one forward pass per sentence."""
+    """Return the sum of log P(token | source, tokens before), by one pass per sentence."""
     decoder_input_ids = torch.tensor([[2, *tokens[:-1]]])
     logits = model(**source, decoder_input_ids=decoder_input_ids).logits[0]
     return logits.log_softmax(dim=-1)[range(len(tokens)), list(tokens)].sum().item()
@@ -103,7 +103,7 @@ def test_a_wide_beam_finds_the_best_of_all_sentences(tiny_model, seed, penalty_t
         assert score == pytest.approx(best_score, abs=1e-10)
 
 
-# Rules of transformers that our searches know.
+# Rules of transformers that our searches support.
 RULES = [
     {"suppress_tokens": [3, 0, 19]},
     {"bad_words_ids": [[4], [6], [11]]},
@@ -150,7 +150,7 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     searches.update(dict.fromkeys(searches, 0))
     model = tiny_model(seed=call["seed"], vocab_size=call["vocab_size"], decoder_layers=1)
     with torch.no_grad():
-        model.lm_head.weight.mul_(2)  # clearer decisions, and ends that come in time
+        model.lm_head.weight.mul_(2)  # make decisions clearer, and sentences shorter
     input_ids, mask = padded_batch(call["lengths"], call["seed"], call["vocab_size"])
     kwargs = {
         name: call[name]
@@ -170,7 +170,7 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     assert (searches["beam_search"], searches["_beam_search"]) == (1, 1)
     assert torch.equal(ours.sequences, theirs.sequences)
     assert torch.equal(ours.beam_indices, theirs.beam_indices)
-    # transformers adds up in float32
+    # transformers sums in float32
     torch.testing.assert_close(
         ours.sequences_scores.float(), theirs.sequences_scores, rtol=2e-6, atol=2e-6
     )
@@ -205,7 +205,7 @@ def test_a_forced_end_comes_at_each_sentences_own_limit(tiny_model, source, num_
         suppress_tokens=[2],
     )  # fmt: skip
     sequences = output.sequences if scored else output
-    limits = [10, 7, 5, 8]  # of sources of 7, 4, 2 and 5 tokens, behind the start token
+    limits = [10, 7, 5, 8]  # for sources of 7, 4, 2 and 5 tokens, after the start token
     assert [row[limit].item() for row, limit in zip(sequences, limits, strict=True)] == [5] * 4
 
 
@@ -309,13 +309,13 @@ def test_a_last_token_that_is_banned_is_left_to_transformers():
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_processes_in_step_run_transformers_search(tiny_model, source, searches, num_beams):
-    with pytest.raises(ValueError, match="process group"):  # it asks the others, of which are none
+    with pytest.raises(ValueError, match="process group"):  # there are no other processes
         tiny_model().generate(**source, num_beams=num_beams, synced_gpus=True)
     assert (searches["beam_search"], searches["greedy_search"]) == (0, 0)
 
 
 class Collector:
-    """A streamer that keeps what it is given."""
+    """A streamer that keeps its tokens."""
 
     def __init__(self):
         self.tokens = []
@@ -337,7 +337,7 @@ def test_a_streamer_gets_every_token_from_transformers_search(tiny_model, source
 
 
 class Plain(VaswaniForConditionalGeneration):
-    """The network under transformers' own `generate`, whole and untouched."""
+    """The network with transformers' own `generate`."""
 
     generate = GenerationMixin.generate
     _beam_search = GenerationMixin._beam_search
@@ -360,7 +360,7 @@ class Plain(VaswaniForConditionalGeneration):
 def test_constraints_that_bind_give_what_transformers_generate_gives(
     tiny_model, source, num_beams, constraint
 ):
-    # A pad id of 0 is none to transformers' beam search.
+    # transformers' beam search treats a pad id of 0 as None.
     settings = {"max_new_tokens": 14, "num_beams": num_beams, "early_stopping": False}
     settings |= {"eos_token_id": [2, 5, 6, 7], "pad_token_id": 1}
     if num_beams > 1:
@@ -487,7 +487,7 @@ def test_tokens_are_sampled_by_their_probabilities(tiny_model, searches):
     counts = torch.zeros(5, 5, dtype=torch.float64)
     for one, two in samples[:, 1:].tolist():
         counts[one, two] += 1
-    # Nothing follows the end, token 2, but padding.
+    # Only padding follows the end token, 2.
     expected[2] = torch.eye(5, dtype=torch.float64)[0] * expected[2].sum()
     deviation = (expected * (1 - expected) / number).sqrt()
     assert ((counts / number - expected).abs() <= 4.5 * deviation + 1e-12).all()
@@ -560,7 +560,7 @@ def test_finished_sentences_leave_the_batch(tiny_model, source, monkeypatch, num
         "step",
         lambda self, tokens, *args: widths.append(len(tokens)) or step(self, tokens, *args),
     )
-    # Sentences of 7, 4, 2 and 5 tokens that never end of themselves stop 3 tokens later.
+    # Sentences without end token stop 3 tokens after the length of their sources (7, 4, 2 and 5).
     model.generate(**source, num_beams=num_beams, max_length_offset=3, eos_token_id=None)
     assert widths == [4] * 4 + [3] * 2 + [2] + [1] * 2
 
@@ -606,7 +606,7 @@ def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, so
 @pytest.mark.parametrize("banned", [[], [0, 3], [1, 4, 513, 1030, 4096]])
 def test_best_continuations_are_the_best(vocabulary, sentences, beams, count, dtype, banned):
     logits = torch.randn(sentences * beams, vocabulary).mul(3).to(dtype)
-    logits[0, -1] = 20.0  # in what is left over behind the blocks
+    logits[0, -1] = 20.0  # in the shorter last block
     wide = torch.promote_types(dtype, torch.float32)
     running = -torch.rand(sentences, beams, dtype=wide)
     running[0, 0] = 0
@@ -732,6 +732,6 @@ def test_a_subclass_of_a_layers_part_is_run(tiny_model, source, searches):
 def test_two_evaluations_of_the_trainer_come_out_whole(tiny_model, source):
     model = tiny_model()
     whole = model.generate(**source, eos_token_id=None)
-    model.generation_config.max_length = 20  # as Seq2SeqTrainer leaves it behind
+    model.generation_config.max_length = 20  # Seq2SeqTrainer sets this value
     assert torch.equal(model.generate(**source, eos_token_id=None), whole)
     assert whole.shape[1] == 1 + 7 + 50

@@ -1,7 +1,7 @@
-"""What is saved or pushed works elsewhere, with this package and without it.
+"""Saved and pushed models work elsewhere, with and without this package.
 
-Three processes of `hub_clients` do all the work, in the order publisher, stranger, heir, and the
-tests assert on the facts they report.
+Three processes of `hub_clients` do the work: publisher, stranger, heir, in this order. The tests
+check the facts that they report.
 """
 
 import inspect
@@ -66,7 +66,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original():
-    """A model and its tokenizer in memory, with settings that are nobody's default."""
+    """A model and its tokenizer in memory, with settings other than all defaults."""
     torch.manual_seed(0)
     tokenizer = VaswaniTokenizer.train_from_iterator(SENTENCES, vocab_size=300, show_progress=False)
     config = VaswaniConfig(vocab_size=len(tokenizer), norm_position="pre", **SIZES)
@@ -82,7 +82,7 @@ def expected(original):
 
 @pytest.fixture(scope="module")
 def saved(original, tmp_path_factory):
-    """The folder with model and tokenizer; beside it, one folder for each of the other saves."""
+    """The folder with model and tokenizer, next to a folder for each of the other saves."""
     folder = tmp_path_factory.mktemp("saved") / "both"
     original["translator"].save_pretrained(folder)
     original["tokenizer"].save_pretrained(folder)
@@ -143,7 +143,7 @@ def test_with_the_package_nothing_changes_by_saving_and_loading(saved, expected)
     assert behaviour(load(saved)) == expected
 
 
-# What a save leaves
+# Saved files
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_push_from_pulled_classes_is_complete_and_points_to_itself(hub, saved,
     assert set(files) - CARD == MODEL_FILES | TOKENIZER_FILES
     for name in CODE:
         assert files[name] == (saved / name).read_bytes()
-    # "repository--module.Class" would fetch the code from the repository it was pulled from.
+    # "repository--module.Class" would load the code from the repository of the pull.
     for name in ("config.json", "tokenizer_config.json"):
         assert b"--" not in files[name]
 

@@ -1,4 +1,4 @@
-"""The siblings in other libraries: pipelines, sentence-transformers, TRL, EncoderDecoderModel."""
+"""Encoders and language models in other libraries: pipelines, sentence-transformers, TRL, ..."""
 
 import importlib
 import re

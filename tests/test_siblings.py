@@ -1,4 +1,4 @@
-"""The encoder alone and the decoder alone, against PyTorch's layers and transformers' search."""
+"""Encoders and decoders alone, compared with PyTorch's layers and transformers' search."""
 
 import math
 

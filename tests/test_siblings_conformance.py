@@ -1,4 +1,4 @@
-"""transformers' own common tests for the encoder alone and the decoder alone."""
+"""The common tests of transformers for the encoder alone and the decoder alone."""
 
 import unittest
 from typing import ClassVar
@@ -23,7 +23,7 @@ SIZES = {"vocab_size": 99, "d_model": 32, "num_hidden_layers": 2, "num_attention
 
 
 class SiblingTester:
-    """What ModelTesterMixin asks of a model: a small config, and inputs that fit it."""
+    """The small config and inputs that ModelTesterMixin needs."""
 
     batch_size = 13
     seq_length = encoder_seq_length = decoder_seq_length = 7
@@ -46,7 +46,7 @@ class SiblingTester:
 
 
 class SiblingTests:
-    # It is skipped unless the config's file tells a recent year.
+    # This test is skipped unless the file of the config has a recent year.
     test_can_init_all_missing_weights_before_2023 = True
     model_type: str
     tasks: ClassVar[dict]
@@ -54,7 +54,7 @@ class SiblingTests:
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        # By these names the mixin knows which models take labels; registering does not enter them.
+        # The mixin reads these names to find models with labels. Registration does not add them.
         for task, model_class in cls.tasks.items():
             names = getattr(modeling_auto, f"{task}_MAPPING_NAMES")
             entry = {cls.model_type: model_class.__name__}

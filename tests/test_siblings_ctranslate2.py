@@ -1,4 +1,4 @@
-"""A language model in CTranslate2 writes and scores as `generate` and the model do."""
+"""A language model in CTranslate2 gives the texts of `generate` and the scores of the model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The page on encoders and language models runs as printed, and its figures are those measured."""
+"""docs/siblings.md: the blocks run as printed, and the figures are in the results files."""
 
 import json
 import shlex

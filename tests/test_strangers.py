@@ -1,4 +1,4 @@
-"""A save never repeats references to a stranger's code: who trusts our folder runs ours alone."""
+"""A save drops references to foreign code: trusting our folder runs only our code."""
 
 import copy
 import json
@@ -59,7 +59,7 @@ def clean(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A repository whose weights and code are ours, and which names more code."""
+    """A repository with our weights and code, and references to further code."""
     folder = tmp_path_factory.mktemp("hostile")
     save_clean(folder)
     (folder / "custom_generate").mkdir()
@@ -160,7 +160,7 @@ WAYS = [
 
 
 def foreign_in(folder):
-    """The files of a folder that name the stranger."""
+    """Return the files of a folder that refer to the foreign code."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     assert files
     return [path.name for path in files if b"mallory" in path.read_bytes()]
@@ -242,7 +242,7 @@ def test_references_to_code_that_are_no_mapping_are_refused_by_file_and_value(
 
 
 def test_a_class_that_a_user_registers_is_saved_with_its_code(clean, tmp_path, monkeypatch):
-    """As everywhere in transformers: what this process has run is no stranger's."""
+    """As in all of transformers, code that this process defines is trusted."""
     (tmp_path / "mine.py").write_text(
         "from vaswani import VaswaniForConditionalGeneration\n\n\n"
         "class MyModel(VaswaniForConditionalGeneration):\n    pass\n"

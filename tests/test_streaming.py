@@ -1,4 +1,4 @@
-"""Data that are never counted: budgets, every row once a pass, training that resumes exactly."""
+"""Streams: budgets, every row once per pass, and training that resumes exactly."""
 
 import itertools
 import json

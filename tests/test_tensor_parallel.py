@@ -1,4 +1,4 @@
-"""Models divided among processes by transformers give what one process gives."""
+"""Models that transformers divides among processes give the results of one process."""
 
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ DIVISIONS = {
 
 
 def answers(model):
-    """Logits, loss, gradients and translations of some sentences."""
+    """Return logits, loss, gradients and translations of a few sentences."""
     generator = torch.Generator().manual_seed(1)
     source, target = (
         torch.randint(3, 19, shape, generator=generator) for shape in ((3, 7), (3, 5))
@@ -57,7 +57,7 @@ def answers(model):
     for name, settings in {
         "greedy": {"num_beams": 1},
         "beams": {"num_beams": 3},
-        # Divided models sample by transformers' search. The penalty makes whole ones do so too.
+        # Divided models sample by transformers' search. The penalty makes other models do the same.
         "sampled": {"num_beams": 1, "do_sample": True, "repetition_penalty": 1.1},
     }.items():
         torch.manual_seed(2)
@@ -73,7 +73,7 @@ def answers(model):
 
 
 def divide(folder):
-    """Load every model in each of two processes, divided, and save what it answers."""
+    """Load every model in two processes, divided, and save its results."""
     for name in MODELS:
         for division, settings in DIVISIONS.items():
             model = AutoModelForSeq2SeqLM.from_pretrained(Path(folder) / name, **settings)
@@ -89,7 +89,7 @@ def divide(folder):
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """Saved models, and what two processes have made of them."""
+    """Saved models, and the results of two processes with them."""
     folder = tmp_path_factory.mktemp("models")
     for name, fields in MODELS.items():
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_a_divided_model_is_saved_whole(divided, name, division):
 
 
 def matrices(model):
-    """The names of layers with a matrix to divide, with * for numbers."""
+    """Return the names of layers with a matrix to divide, with * for numbers."""
     return {
         ".".join("*" if part.isdigit() else part for part in name.split("."))
         for name, module in model.named_modules()

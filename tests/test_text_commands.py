@@ -1,4 +1,4 @@
-"""`vaswani translate`, `score` and `align`: lines in, lines out, and nothing lost."""
+"""`vaswani translate`, `score` and `align`: line by line, without losing lines."""
 
 import gzip
 import os

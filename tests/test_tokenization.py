@@ -1,4 +1,4 @@
-"""Claims about the tokenizer: what it restores, where it ends, what it refuses (section 5.1)."""
+"""The tokenizer: decoding, special tokens, vocabularies, files and errors (section 5.1)."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ LINES = [
     "Das ist ein Haus , und das ist keine Maus .",
     "this is a house , and this is not a mouse .",
     "two  spaces\tand a tab",
-    # Often enough for a trainer to learn these as tokens, were it not kept from that.
+    # These are frequent enough to become tokens, if the trainer did not prevent it.
     *(["</s> <pad> <unk> </s> \\</s> \\\\<pad> \\</s> <0x41> <0x41>"] * 20),
     *(["▁ ▂ ▂1 ▁▁ x</s>y"] * 5),
 ]
@@ -37,7 +37,7 @@ REACTIONS = [
     "F/C=C\\I",
     "C%12CC%12",
 ]
-# Whatever differs in form but not in looks, or that a decoder, a regex or a file might trip over.
+# Texts that look alike but differ in form, or that may break a decoder, a regex or a file.
 NASTY = [
     "",
     " ",
@@ -110,7 +110,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_variant = pytest.mark.parametrize(("kind", "options"), VARIANTS)
 
 
-# What decoding restores
+# Decoding
 
 
 @settings(max_examples=300, deadline=None)
@@ -155,7 +155,7 @@ def test_word_restores_known_words_with_white_space_collapsed(words, gap):
 @example(REACTIONS[0])
 def test_regex_restores_text_of_known_tokens_exactly(text):
     ids = SMILES(text)["input_ids"]
-    # Two tokens side by side may read as one that was never seen: "C" and "l", ">" and ">".
+    # Two neighbouring tokens may match as one unseen token: "C" and "l", ">" and ">".
     if UNK not in ids:
         assert SMILES.decode(ids, skip_special_tokens=True) == text
 
@@ -380,7 +380,7 @@ def test_saving_and_loading_gives_the_same_ids(kind, options, tmp_path):
     tokenizer = tokenizer_of(kind, options)
     tokenizer.save_pretrained(tmp_path)
     expected = tokenizer([*LINES, *NASTY])["input_ids"]
-    # The plain backend is what a machine without this package falls back to.
+    # A machine without this package loads the plain backend.
     for loader in (VaswaniTokenizer, AutoTokenizer, TokenizersBackend):
         loaded = loader.from_pretrained(tmp_path)
         assert loaded([*LINES, *NASTY])["input_ids"] == expected
@@ -413,7 +413,7 @@ def test_train_new_from_iterator_equals_training_afresh(kind, options):
     assert restored(new, lines[0]) == lines[0]
 
 
-# What is refused
+# Errors
 
 
 def test_unknown_kind_lists_the_six():

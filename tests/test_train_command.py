@@ -1,4 +1,4 @@
-"""`vaswani train` does what its manual says, on small data, and refuses wrong settings."""
+"""`vaswani train` on small data: results, fine-tuning, resuming, and wrong settings."""
 
 import gzip
 import json
@@ -78,7 +78,7 @@ def test_training_on_parallel_files_writes_a_model_that_auto_classes_load(
     results = json.loads((output / "results.json").read_text())
     assert results["steps"] == 20
     assert [entry["eval_bleu"] for entry in results["log"] if "eval_bleu" in entry]
-    # The score in the file is sacreBLEU's of the translations in the file beside it.
+    # The score is sacreBLEU's for the translations in test.txt.
     translations = (output / "test.txt").read_text(encoding="utf-8").splitlines()
     score = sacrebleu.corpus_bleu(translations, [[german for _, german in pairs]])
     assert results["test"]["bleu"] == round(score.score, 2)
@@ -106,7 +106,7 @@ def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(com
     batch = tokenizer([english], text_target=[german], return_tensors="pt")
     with torch.no_grad():
         assert after(**batch).loss < before(**batch).loss
-    # And again from there: a fine-tuned checkpoint is a checkpoint like any other.
+    # Fine-tune the fine-tuned model again.
     command(
         "train", "--model", output, "--train", pairs, "--steps", 2,
         "--output", tmp_path / "again",
@@ -115,7 +115,7 @@ def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(com
 
 
 def test_validation_bleu_is_sacrebleus_of_the_models_own_greedy_translations(command, tmp_path):
-    # Sentences of several words and lengths: any shuffling of predictions would show.
+    # The sentences have different words and lengths, so shuffled predictions would be detected.
     numbers = [n * 37 % 1000 for n in range(1, 41)]
     english = [f"{num2words(n)} {num2words(n + 1)}" for n in numbers]
     pairs = [(words, num2words(n, lang="de")) for words, n in zip(english, numbers, strict=True)]
@@ -233,7 +233,7 @@ def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
 def test_training_does_not_replace_a_model_that_it_did_not_save(
     resume, command, parallel_files, tmp_path
 ):
-    """Above all the one that is fine-tuned."""
+    """The most important case is the model that is fine-tuned."""
     shutil.copytree(FROZEN, tmp_path / "model")
     before = {path: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     with pytest.raises(SystemExit, match=r"model\.safetensors would be replaced: pass another"):

@@ -1,4 +1,4 @@
-"""Every call of `generate` answers from the weights that the model has when the call starts."""
+"""Every call of `generate` uses the weights that the model has when the call starts."""
 
 import copy
 import ctypes
@@ -60,10 +60,10 @@ def build(dtype=torch.float32, seed=0, **overrides):
 
 
 def answer(model, num_beams=4, **call):
-    """Tokens and scores of a beam search over a few steps."""
+    """Return tokens and scores of a beam search over a few steps."""
     call = {"max_new_tokens": 6, "eos_token_id": None, "return_dict_in_generate": True, **call}
     output = model.generate(SOURCE, num_beams=num_beams, **call)
-    if output.sequences_scores is None:  # transformers keeps them beside all scores only
+    if output.sequences_scores is None:  # transformers returns them only with output_scores
         output = model.generate(SOURCE, num_beams=num_beams, **call, output_scores=True)
     return output.sequences, output.sequences_scores
 
@@ -77,7 +77,7 @@ def layer_of(model):
 
 
 def bits(tensor):
-    """A NumPy view of a parameter: its own memory, whatever its type."""
+    """Return a NumPy view of the memory of a parameter with any dtype."""
     return tensor.detach().view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy()
 
 
@@ -324,7 +324,8 @@ def test_a_global_hook_sees_the_modules_of_the_model(num_beams):
 
 
 def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while():
-    # torch gives a module with two names, such as a shared embedding, another weight back.
+    # After functional_call, torch restores another weight for a module with two names, such as a
+    # shared embedding.
     model = build(share_encoder_decoder_embeddings=False)
     before = answer(model)
     others = {name: value * 0.5 for name, value in model.named_parameters()}
@@ -335,7 +336,7 @@ def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while():
 
 
 class OpenCall:
-    """A call of `generate` that waits in its second step until it is told to go on."""
+    """A call of `generate` that waits in its second step until it is released."""
 
     def __init__(self, model):
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -382,7 +383,7 @@ def test_a_copy_made_during_a_call_is_a_model_of_its_own(make):
     expected = answer(model)
     with OpenCall(model):
         copied = make(model)
-    if make is not copy.copy:  # a shallow copy shares its parameters
+    if make is not copy.copy:  # a shallow copy shares the parameters
         copied.train()(input_ids=SOURCE, labels=SOURCE).loss.backward()
         assert all(parameter.grad is not None for parameter in copied.parameters())
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -391,7 +392,7 @@ def test_a_copy_made_during_a_call_is_a_model_of_its_own(make):
 
 
 def attributes(model):
-    """Everything that is set on a model and its parts, by identity."""
+    """Return the identities of all attributes of a model and its parts."""
     return {
         (name, key): id(value)
         for name, module in model.named_modules()
@@ -465,7 +466,7 @@ def test_eight_threads_answer_while_another_trains():
         try:
             for _ in range(6):
                 answer(model)
-        except Exception as error:  # the threads' own errors would be lost
+        except Exception as error:  # errors in threads would be lost
             failures.append(error)
 
     trainer = threading.Thread(target=train)
@@ -541,7 +542,7 @@ def test_60_models_and_300_calls_leave_no_memory_behind():
 
 @packs
 class TestPrepare:
-    """`prepare`: the same products, from packed weights that are made once and shared."""
+    """`prepare` computes the same products, with packed weights that are made once and shared."""
 
     @pytest.fixture
     def layers(self):

@@ -2,8 +2,9 @@
 
 python tests/frozen/make.py tests/frozen/0.1
 
-A small model of number words below 1000, English to German, with its logits and beam output.
-Later versions must load it and give the same (tests/test_frozen.py); never remake an old one.
+The checkpoint is a small English-German model of number words below 1000, with its logits and beam
+output. Later versions must load it with the same results (tests/test_frozen.py). Never make an old
+checkpoint again.
 """
 
 import json
@@ -22,7 +23,7 @@ SENTENCES = ["three hundred and forty-two", "seven", "nine hundred and ninety-ni
 
 
 def train() -> tuple[VaswaniForConditionalGeneration, VaswaniTokenizer]:
-    """Train on the numbers below 1000; a plain loop, so that nothing else can change the result."""
+    """Train on the numbers below 1000, in a plain loop without trainers that may change."""
     set_seed(0)
     english = [num2words(n) for n in range(1000)]
     german = [num2words(n, lang="de") for n in range(1000)]
@@ -57,7 +58,7 @@ def train() -> tuple[VaswaniForConditionalGeneration, VaswaniTokenizer]:
 
 
 def main() -> None:
-    """Write the checkpoint and what it gives."""
+    """Write the checkpoint and its results."""
     folder = Path(sys.argv[1])
     if folder.exists():
         sys.exit(f"{folder} exists; a frozen checkpoint is never remade.")
@@ -66,7 +67,7 @@ def main() -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for copy in folder.glob("*.py"):
-        copy.unlink()  # it is the package of later versions that must load the folder
+        copy.unlink()  # the package of later versions must load the folder, without saved code
     batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
     with torch.no_grad():
         beams = model.generate(

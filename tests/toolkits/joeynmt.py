@@ -1,10 +1,10 @@
-"""Run in an environment with JoeyNMT: let it save small models with what it computes from them.
+"""Let JoeyNMT save small models with its results. Run it in an environment with JoeyNMT.
 
     python -P joeynmt.py OUT
 
-Each folder of OUT is what JoeyNMT's training leaves (config.yaml, vocabularies, a checkpoint); the
-first is one that it has trained. expected.pt beside them holds texts, the ids that JoeyNMT makes of
-them, logits under padding, and the output of its greedy and beam search.
+Each folder of OUT has the files of a JoeyNMT training (config.yaml, vocabularies, a checkpoint).
+JoeyNMT has trained the first model. The file expected.pt has texts, JoeyNMT's ids of them, logits
+with padding, and the outputs of its greedy and beam search.
 """
 
 import random
@@ -59,7 +59,7 @@ def write_lines(path, lines):
 
 
 def train_reversal(out):
-    """A model that JoeyNMT trains to reverse words."""
+    """Let JoeyNMT train a model to reverse words."""
     folder, data = out / "trained", out / "data"
     data.mkdir()
     folder.mkdir()
@@ -92,7 +92,7 @@ def train_reversal(out):
 
 
 def save_random(folder, config):
-    """A model that JoeyNMT builds, in a checkpoint as its trainer saves it."""
+    """Save a model that JoeyNMT builds, in the format of its trainer."""
     write(folder / "config.yaml", config)
     args = parse_global_args(load_config(folder / "config.yaml"), mode="translate")
     source, target = build_vocab(args.data, model_dir=folder)
@@ -156,7 +156,7 @@ def pieces(out, model_type):
 
 
 def expect(folder):
-    """Let JoeyNMT open a folder again, and keep what it computes."""
+    """Let JoeyNMT load a folder, and save its results."""
     config = load_config(folder / "config.yaml")
     config["model_dir"] = str(folder)
     args = parse_global_args(config, mode="translate")

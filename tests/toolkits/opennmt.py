@@ -1,10 +1,10 @@
-"""OpenNMT-py trains a small model, translates, and writes all that it computed into a folder.
+"""Let OpenNMT-py train a small model and translate, and write its results into a folder.
 
     python opennmt.py FOLDER [OPTION ...]
 
-runs where OpenNMT-py 2 or 3 can be imported, and needs nothing of ours. Every OPTION is passed on
-to its training. FOLDER then holds the checkpoint as OpenNMT-py saved it, and computed.pt with its
-version, its logits for a padded batch and, by beam size and length penalty, its translations.
+It needs OpenNMT-py 2 or 3, but not this package. Every OPTION is passed to the training. FOLDER
+then has the checkpoint of OpenNMT-py, and computed.pt with its version, its logits for a padded
+batch, and its translations by beam size and length penalty.
 """
 
 import functools
@@ -15,7 +15,7 @@ import sys
 import types
 from pathlib import Path
 
-# What is imported for downloads and transforms that are not used here.
+# Modules that OpenNMT-py imports for downloads and transforms, which are not used here.
 for _name in ("spacy", "fasttext", "rapidfuzz", "ahocorasick", "requests", "sentencepiece"):
     if importlib.util.find_spec(_name) is None:
         sys.modules[_name] = types.ModuleType(_name)
@@ -23,7 +23,7 @@ for _name in ("spacy", "fasttext", "rapidfuzz", "ahocorasick", "requests", "sent
 
 import torch  # noqa: E402
 
-# It trusts its own checkpoints, whose options are no plain data.
+# OpenNMT-py's checkpoints have options that are not plain data, so load them without restrictions.
 torch.load = functools.partial(torch.load, weights_only=False)
 
 from onmt import opts  # noqa: E402
@@ -63,7 +63,7 @@ if not OLD:
 
 
 def sentences(number, seed):
-    """Pairs: a source sentence, and its words doubled, changed and turned round."""
+    """Return pairs of a source and its words, doubled, changed and reversed."""
     chance = random.Random(seed)
     for _ in range(number):
         source = chance.choices(WORDS, k=chance.randint(2, 9))
@@ -83,7 +83,7 @@ def write_corpus(folder):
 
 
 def train_model(folder, options):
-    """Train as its command line does, and return the checkpoint."""
+    """Train as OpenNMT-py's command line does, and return the checkpoint."""
     write_corpus(folder)
     shared = "--share_vocab" in options
     data = f"{{c: {{path_src: {folder}/src.txt, path_tgt: {folder}/tgt.txt, weight: 1}}}}"
@@ -133,7 +133,7 @@ def translation_parser():
 
 
 def translated(checkpoint, lines, settings):
-    """Scores and texts of the best translations of each line, as its command line has them."""
+    """Return scores and texts of the best translations, as by OpenNMT-py's command line."""
     source = checkpoint.parent / "test.txt"
     source.write_text("".join(f"{line}\n" for line in lines))
     arguments = ["--model", str(checkpoint), "--src", str(source)]
