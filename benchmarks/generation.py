@@ -336,17 +336,17 @@ def judge(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for ratio in ratios:
         if ratio["beams"] != 4 or ratio["ours"].startswith(EARLY):
             continue
-        least = None
+        minimum = None
         if ratio["peer"].startswith("MarianMT"):
-            least = {1: 2.0, 32: 2.5}.get(ratio["batch"])
+            minimum = {1: 2.0, 32: 2.5}.get(ratio["batch"])
         elif ratio["peer"] == "CTranslate2 float32":
-            least = 1.0
+            minimum = 1.0
         elif ratio["peer"].startswith("CTranslate2 int8"):
-            least = 1.2
-        if least is not None:
+            minimum = 1.2
+        if minimum is not None:
             name = f"{ratio['ours']} over {ratio['peer']}, beam 4, batch {ratio['batch']}"
             value = ratio["ratio"]
-            wanted.append({"aim": name, "least": least, "value": value, "met": value >= least})
+            wanted.append({"aim": name, "least": minimum, "value": value, "met": value >= minimum})
     for ratio in ratios:
         # Also compare with the peer's rules, so that a better search does not hide what bfloat16
         # costs.
@@ -548,8 +548,8 @@ def main(argv: list[str] | None = None) -> None:
             "missing": missing,
             "distance_of_twins": check_twins(model, folder, text),
         }
-        for one in missing:
-            print(f"{one['engine']} {one['precision']} is missing: {one['reason']}")
+        for engine in missing:
+            print(f"{engine['engine']} {engine['precision']} is missing: {engine['reason']}")
         if "memory" in args.parts and text.tokenizer is not None:
             results["memory"] = measure_memory(args, Path(scratch), text)
         if "speed" in args.parts:

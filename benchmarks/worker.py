@@ -22,10 +22,10 @@ class Worker:
 
     def __init__(self, make: Callable[..., Callable], *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, other = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(other, make, arguments), daemon=True)
+        self._pipe, child_end = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(child_end, make, arguments), daemon=True)
         self._process.start()
-        other.close()
+        child_end.close()
 
     def wait(self) -> None:
         """Wait until the function is built.

@@ -28,11 +28,11 @@ def make_parser() -> CommandParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Average."""
+    """Average the checkpoints, and print the new folder."""
     from ..training.averaging import average_checkpoints
 
-    one = len(args.checkpoints) == 1
-    checkpoints = args.checkpoints[0] if one else args.checkpoints
+    is_run = len(args.checkpoints) == 1
+    checkpoints = args.checkpoints[0] if is_run else args.checkpoints
     try:
         print(average_checkpoints(checkpoints, args.output, args.last))
     except (OSError, ValueError) as error:

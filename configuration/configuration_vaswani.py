@@ -41,7 +41,7 @@ _CUSTOM_PIPELINES = {
     }
 }
 _CODE_FIELDS = ("auto_map", "custom_pipelines")
-# A damaged config.json might ask for so many layers that building them takes hours.
+# A damaged config.json might have a number of layers that takes hours to build.
 _MOST_LAYERS = 1000
 
 

@@ -19,10 +19,10 @@ def needs(requirement: str, error: type[BaseException] = ModuleNotFoundError) ->
         yield
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
-        told = error(f"{package} is not installed: pip install '{requirement}'")
-        if isinstance(told, ModuleNotFoundError):
-            told.name = package
-        raise told from None
+        shown = error(f"{package} is not installed: pip install '{requirement}'")
+        if isinstance(shown, ModuleNotFoundError):
+            shown.name = package
+        raise shown from None
 
 
 __all__ = ["needs"]

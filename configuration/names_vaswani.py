@@ -1,4 +1,4 @@
-"""Misspelt and foreign names of settings, and the known names that they stand for."""
+"""Misspelt and foreign names of settings, and the known names that they mean."""
 
 import difflib
 from collections.abc import Collection, Iterable
@@ -117,7 +117,7 @@ def meant_names(name: str, known: Collection[str]) -> list[str]:
     """
     folded = name.lower().replace("-", "_")
     for fields, foreign in _FOREIGN_NAMES.items():
-        # A model of one stack alone has one of the two fields.
+        # A model with a single stack has one of the two fields.
         meant = [field for field in fields.split() if field in known]
         if folded in foreign.split() and meant:
             return meant
@@ -139,15 +139,15 @@ def complaints(names: Iterable[str], known: Collection[str]) -> str:
     return " ".join(found)
 
 
-def _distance(word: str, other: str) -> int:
-    """Count the letters to insert, delete, replace or swap until `word` becomes `other`."""
+def _distance(word: str, target: str) -> int:
+    """Count the letters to insert, delete, replace or swap until `word` becomes `target`."""
     before: list[int] = []
-    row = list(range(len(other) + 1))
+    row = list(range(len(target) + 1))
     for i, letter in enumerate(word, start=1):
         above, row = row, [i]
-        for j, wanted in enumerate(other, start=1):
+        for j, wanted in enumerate(target, start=1):
             cheapest = min(above[j] + 1, row[-1] + 1, above[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and (word[i - 2], letter) == (wanted, other[j - 2]):
+            if i > 1 and j > 1 and (word[i - 2], letter) == (wanted, target[j - 2]):
                 cheapest = min(cheapest, before[j - 2] + 1)
             row.append(cheapest)
         before = above

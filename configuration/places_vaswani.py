@@ -112,9 +112,9 @@ def check_toolkit(place: str | os.PathLike) -> None:
     path = Path(place)
     found = None
     if path.is_dir() and not (path / "config.json").is_file():
-        found = _of_folder(path)
+        found = _toolkit_of_folder(path)
     elif path.is_file():
-        found = _of_file(path)
+        found = _toolkit_of_file(path)
     if found is not None:
         toolkit, arguments = found
         command = f"vaswani convert {arguments} OUTPUT"
@@ -148,7 +148,7 @@ def check_model_type(place: str | os.PathLike, model_type: str | None, *ours: st
     )
 
 
-def _of_folder(folder: Path) -> tuple[str, str] | None:
+def _toolkit_of_folder(folder: Path) -> tuple[str, str] | None:
     """Return the toolkit of a folder without config.json, and the converter's arguments."""
     if (folder / "decoder.yml").is_file() or any(folder.glob("*.npz")):
         return "Marian", f"marian {shlex.quote(str(folder))}"
@@ -156,10 +156,10 @@ def _of_folder(folder: Path) -> tuple[str, str] | None:
         return "JoeyNMT", f"joeynmt {shlex.quote(str(folder))}"
     files = sorted(folder.glob("*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
     preferred = [path for path in files if path.name in ("checkpoint_best.pt", "model.pt")]
-    return next((found for path in preferred + files if (found := _of_file(path))), None)
+    return next((found for path in preferred + files if (found := _toolkit_of_file(path))), None)
 
 
-def _of_file(path: Path) -> tuple[str, str] | None:
+def _toolkit_of_file(path: Path) -> tuple[str, str] | None:
     """Return the toolkit of a file, and the converter's arguments."""
     quoted = shlex.quote(str(path))
     if path.suffix == ".npz":

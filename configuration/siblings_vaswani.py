@@ -22,12 +22,12 @@ class VaswaniHalfConfig(VaswaniConfig):
     def validate_architecture(self) -> None:
         """Refuse fields of the stack that the model does not have."""
         super().validate_architecture()
-        other = "decoder" if self.stacks == ("encoder",) else "encoder"
-        for name in (f"{other}_layers", f"{other}_attention_heads", f"{other}_ffn_dim"):
+        absent = "decoder" if self.stacks == ("encoder",) else "encoder"
+        for name in (f"{absent}_layers", f"{absent}_attention_heads", f"{absent}_ffn_dim"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
-                    f"{type(self).__name__} has no {name}, got {value!r}: the model is the "
-                    f"{self.stacks[0]} alone; VaswaniConfig is for both stacks."
+                    f"{type(self).__name__} has no {name}, got {value!r}: the model has only the "
+                    f"{self.stacks[0]}. Leave {name} out, or use VaswaniConfig for both stacks."
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class VaswaniHalfConfig(VaswaniConfig):
 
     @classmethod
     def of(cls, config: Any, **changes: Any) -> Any:
-        """Take this half out of a translation model's configuration; `changes` replace fields.
+        """Return this half of a translation model's configuration. `changes` override fields.
 
         A configuration of this half is copied.
         """
@@ -56,7 +56,7 @@ class VaswaniHalfConfig(VaswaniConfig):
 
     @classmethod
     def _own_part(cls, found: dict[str, Any]) -> dict[str, Any]:
-        """Take this half out of a config.json, which may be a translation model's."""
+        """Return this half of a config.json, which may be a translation model's."""
         if found.get("model_type") != VaswaniConfig.model_type:
             return found
         # Generation, code and loss of a translation model are not those of its halves.
@@ -71,7 +71,7 @@ class VaswaniHalfConfig(VaswaniConfig):
 
     @classmethod
     def _sizes_of_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
-        """Say what this half has of another size, or under another name, in the whole."""
+        """Return the fields whose size or name in the translation model differs."""
         return {}
 
 
@@ -83,9 +83,9 @@ class VaswaniEncoderConfig(VaswaniHalfConfig):
     model's config.json too, and takes the encoder's part of it.
 
     Args:
-        pooling: what represents a sequence for classification: the "mean" of its real positions, or
-            the "first" position.
-        classifier_dropout: rate before the classifier; None is `dropout`.
+        pooling: vector of a sequence for classification: the "mean" of its real positions, or the
+            "first" position.
+        classifier_dropout: rate before the classifier; None means `dropout`.
         label_smoothing: as in `VaswaniConfig`, for masked words; 0 by default, because it hurts
             perplexity (5.4).
     """
@@ -116,7 +116,7 @@ class VaswaniEncoderConfig(VaswaniHalfConfig):
 
     @property
     def attends_to_source(self) -> bool:
-        """Whether there is attention to another encoder's output: there is no decoder."""
+        """False, because a model without decoder has no attention to an encoder's output."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Options of fairseq's checkpoints, and the configurations that they stand for."""
+"""Options of fairseq's checkpoints, converted to configurations of this package."""
 
 import re
 from pathlib import Path
@@ -77,7 +77,7 @@ _ACTIVATIONS = {
     "tanh": "tanh",
     "linear": "linear",
 }
-# Options that stand for parts this model does not have, unless they are empty or false.
+# Options of parts that this model does not have. Empty or false values are harmless.
 _REFUSED = """
 adaptive_input adaptive_softmax_cutoff base_layers char_inputs cross_self_attention
 decoder_layers_to_keep decoder_xformers_att_config encoder_layers_to_keep

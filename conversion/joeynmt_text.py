@@ -16,7 +16,7 @@ from .sentencepiece import SPACE, SentencePiece
 from .subword_nmt import SPACES, joined_by_spaces
 
 _NAMES = {"unk": "<unk>", "pad": "<pad>", "bos": "<s>", "eos": "</s>"}  # in the order of ids
-_EMPTY_WORD = "\n"  # stands for the empty word, because no line of a vocabulary contains it
+_EMPTY_WORD = "\n"  # represents the empty word, because no line of a vocabulary contains it
 _OUTER_SPACE = Regex(rf"\A[{SPACES}]+|[{SPACES}]+\z")  # the spaces that str.strip removes
 # Replacements that the option normalize makes in sources and in translations.
 _TIDY: list[tuple[str | Regex, str]] = [

@@ -1,7 +1,7 @@
 """Strict loading: models of converted tensors, and saved models of this package.
 
-A model is loaded whole or refused. The refusal names every tensor that is missing, left over or of
-the wrong shape.
+A model is loaded completely or refused. The error names every tensor that is missing, left over or
+of the wrong shape.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Options and vocabularies of OpenNMT-py's checkpoints, and the configurations they stand for."""
+"""Options and vocabularies of OpenNMT-py's checkpoints, converted to our configurations."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -75,7 +75,7 @@ def translations(lines: list[str], results: list[list[Translation]], unfamiliar:
 
 
 def word_links(links: WordLinks) -> str:
-    """Source words in colours of their own, and target tokens in the colours of their words."""
+    """Source words in different colours, and target tokens in the colours of their words."""
     source = " ".join(_linked(word, place) for place, word in enumerate(links.words))
     target = "".join(_piece(piece) for piece in links.pieces)
     pharaoh = " ".join(f"<code>{link}</code>" for link in links.pharaoh.split()) or "none"

@@ -1,6 +1,6 @@
 """How long each translation may become (section 6.1).
 
-A source sets the limit of its own translation, whatever shares its batch:
+The limit depends only on the sentence's own source, not on the other sentences of its batch:
 limit = max_length_factor * source length + max_length_offset, in tokens after the decoder prompt.
 """
 

@@ -29,17 +29,17 @@ _RULED = 0.12  # smallest cells with lines between them
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a cell, of the smallest map and of all maps, in inches; sizes of type, in points."""
+    """Sizes of a cell, of the smallest map and of all maps in inches, and of type in points."""
 
     cell: float
-    least: float
+    shortest: float
     longest: float
     type: float
     smallest_type: float
 
 
-_ONE_MAP = _Sizes(cell=0.3, least=0.9, longest=12, type=10, smallest_type=5)
-_GRID = _Sizes(cell=0.14, least=1.1, longest=16, type=7, smallest_type=4.5)
+_ONE_MAP = _Sizes(cell=0.3, shortest=0.9, longest=12, type=10, smallest_type=5)
+_GRID = _Sizes(cell=0.14, shortest=1.1, longest=16, type=7, smallest_type=4.5)
 
 
 class Picture(Figure):
@@ -127,7 +127,7 @@ def _side(tokens: int, longest: float, sizes: _Sizes) -> float:
     cell = min(sizes.cell, longest / tokens)
     if cell >= _RULED:
         cell = math.floor(_DPI * cell + 1e-6) / _DPI
-    return max(tokens * cell, sizes.least)
+    return max(tokens * cell, sizes.shortest)
 
 
 def _type(tokens: int, side: float, sizes: _Sizes) -> tuple[float, int]:

@@ -53,7 +53,7 @@ def hoverable_attention(
         model: a VaswaniForConditionalGeneration. The call changes nothing about the model.
         tokenizer: the tokenizer of the source, and of the target unless that has another.
         source: one sentence, or its token ids.
-        target: its translation, or the token ids of `model.score`. None stands for the model's own
+        target: its translation, or the token ids of `model.score`. None means the model's own
             translation by `generate`.
         target_tokenizer: the tokenizer of the target. None looks for it as the
             VaswaniTranslationPipeline does.

@@ -113,7 +113,7 @@ def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]
             "make one call for each sentence."
         )
     if isinstance(sentence, str) and not sentence.strip():
-        way_out = "pass some text" if name == "source" else "None stands for the model's own"
+        way_out = "pass some text" if name == "source" else "None means the model's own translation"
         raise ValueError(f"{name} is empty ({sentence!r}): {way_out}.")
     argument, size = "text", model.config.vocab_size
     if name == "target":

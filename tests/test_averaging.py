@@ -1,6 +1,7 @@
 """Checkpoint averaging (section 6.1): the mean, the saved folder and the errors."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -436,9 +437,7 @@ def test_the_help_of_the_command_shows_examples_and_the_papers_numbers(capsys):
     assert exit_of.value.code == 0
     text = capsys.readouterr().out
     assert "vaswani average runs/en-de --last 5 --output runs/en-de-averaged" in text
-    assert "last 5 checkpoints of its base models and the last 20 of its big ones" in " ".join(
-        text.split()
-    )
+    assert re.search(r"last 5 .* base .* last 20 .* big", " ".join(text.split()))
 
 
 @pytest.fixture

@@ -548,7 +548,7 @@ def test_a_write_that_fails_leaves_what_was_there(model, tokenizer, tmp_path, mo
         ({"heads": [0.5]}, TypeError, r"heads must be .*\[0.5\]"),
         ({"kind": "self"}, ValueError, "'cross', 'encoder', 'decoder', got 'self'"),
         ({"source": " \n"}, ValueError, r"source is empty \(' \\n'\)"),
-        ({"target": ""}, ValueError, "target is empty .*None stands for the model's own"),
+        ({"target": ""}, ValueError, "target is empty .*None means"),
         ({"source": ["one", "two"]}, ValueError, "source must be one sentence.*holds 2"),
         ({"target": [[3, 2], [4, 2]]}, ValueError, "target must be one sentence.*holds 2"),
         ({"source": torch.ones(1, 3, dtype=int)}, ValueError, "source must be one sentence"),

@@ -324,7 +324,7 @@ def test_a_global_hook_sees_the_modules_of_the_model(num_beams):
 
 
 def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while():
-    # After functional_call, torch restores another weight for a module with two names, such as a
+    # Afterwards torch restores another weight for a module with two names, such as a
     # shared embedding.
     model = build(share_encoder_decoder_embeddings=False)
     before = answer(model)

@@ -465,7 +465,7 @@ class VaswaniTokenizer(TokenizersBackend):
     def for_language_model(self) -> Self:
         """Return a copy that puts "</s>" before a text and not behind it, for a language model.
 
-        The model goes on writing the text. The copy pads on the left, and recognises special tokens
+        The model continues the text. The copy pads on the left, and recognises special tokens
         that are written in a text: trainers of language models write "</s>" behind each text.
         """
         new = copy.deepcopy(self)

@@ -44,7 +44,7 @@ _FREE_FIELDS = ("transformers_version", "_name_or_path")
 def average_checkpoints(
     checkpoints: PathLike | Sequence[PathLike], output: PathLike, last: int | None = None
 ) -> Path:
-    """Save the mean of several checkpoints of one run as a model of its own (section 6.1).
+    """Save the mean of several checkpoints of one run as a new model (section 6.1).
 
     Tensors are summed in float32 and saved in the checkpoints' dtype. Memory holds the sums and one
     checkpoint at a time. A tied matrix is stored, and so averaged, once. Configuration, code,

@@ -13,7 +13,7 @@ _stores: list[TCPStore] = []
 
 
 def renew_store() -> None:
-    """Give the processes that torch's launcher has started a rendezvous store of their own.
+    """Give the processes that torch's launcher has started a separate rendezvous store.
 
     In torch 2.13, processes meet in a store of the launcher, which outlives them. Restarted
     processes find the addresses of dead processes in it, and fail to connect or wait for half an

@@ -88,7 +88,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` are then ignored.
         noam_factor: factor of that learning rate. The paper has 1.
         objective: the training loss: a name ("risk", "reinforce", "scheduled_sampling", "r_drop"),
-            an Objective with settings of its own, or a function (model, inputs, update) -> loss.
+            an Objective with its settings, or a function (model, inputs, update) -> loss.
             None means the model's own loss (5.4). Evaluation always uses the model's own loss.
         r_drop: `r_drop=alpha` is short for `objective=RDrop(alpha)` (Liang et al., 2021). 0 is off.
 
