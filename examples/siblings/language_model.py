@@ -93,6 +93,36 @@ def log_probability(model: torch.nn.Module, sentences: list[list[int]]) -> float
     return total
 
 
+def language_model(vocabulary: int) -> VaswaniForCausalLM:
+    """Build the decoder alone."""
+    config = VaswaniDecoderConfig(
+        vocab_size=vocabulary,
+        d_model=WIDTH,
+        decoder_layers=LAYERS,
+        decoder_attention_heads=HEADS,
+        decoder_ffn_dim=4 * WIDTH,
+        dropout=DROPOUT,
+    )
+    return VaswaniForCausalLM(config)
+
+
+def gpt2(vocabulary: int) -> GPT2LMHeadModel:
+    """Build GPT-2's class of the same size."""
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=LONGEST,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=DROPOUT,
+        embd_pdrop=DROPOUT,
+        attn_pdrop=0.0,
+        bos_token_id=END,
+        eos_token_id=END,
+    )
+    return GPT2LMHeadModel(config)
+
+
 def main() -> None:
     """Train the models and write their perplexities."""
     parser = arguments(__doc__, "siblings-language-model.json", updates=2000)
@@ -112,31 +142,8 @@ def main() -> None:
         ngrams = KneserNey(train_set, order, len(tokenizer))
         total = sum(map(ngrams.log_probability, test_set))
         results[f"kneser-ney-{order}"] = {"perplexity_per_word": math.exp(-total / words)}
-    ours = VaswaniForCausalLM(
-        VaswaniDecoderConfig(
-            vocab_size=len(tokenizer),
-            d_model=WIDTH,
-            decoder_layers=LAYERS,
-            decoder_attention_heads=HEADS,
-            decoder_ffn_dim=4 * WIDTH,
-            dropout=DROPOUT,
-        )
-    )
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=LONGEST,
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            resid_pdrop=DROPOUT,
-            embd_pdrop=DROPOUT,
-            attn_pdrop=0.0,
-            bos_token_id=END,
-            eos_token_id=END,
-        )
-    )
-    for name, model in (("VaswaniForCausalLM", ours), ("GPT2LMHeadModel", theirs)):
+    for model in (language_model(len(tokenizer)), gpt2(len(tokenizer))):
+        name = type(model).__name__
         minutes = train(
             model,
             lambda rows: batch_of([train_set[row] for row in rows]),

@@ -1,7 +1,8 @@
 """Masked words first, translation second: a warm start against a start from scratch.
 
 A masked language model reads both sides of Multi30k. Then translation models are trained on fewer
-pairs, from its encoder and from scratch, with five seeds each.
+pairs, from its encoder and from scratch, with five seeds each. A paired t-test compares the two.
+The test needs `pip install scipy`.
 """
 
 import random
@@ -12,6 +13,7 @@ from typing import Any
 import sacrebleu
 import torch
 from one_stream import Pairs, batch_of_two, translate
+from scipy import stats
 from training_loop import Batch, arguments, multi30k, pad, parameters, train, write_results
 
 from vaswani import (
@@ -29,6 +31,7 @@ SIZES = {
     "encoder_ffn_dim": 256,
     "dropout": 0.1,
 }
+WARM, COLD = "masked words first", "from scratch"
 SPECIAL = 3  # "<pad>", "<unk>", "</s>"
 
 
@@ -77,6 +80,49 @@ def loss_per_token(model: Any, pairs: Pairs) -> float:
     return total / tokens
 
 
+def build(name: str, vocabulary: int, folder: str) -> VaswaniForConditionalGeneration:
+    """Build a translation model, from the encoder in a folder or from scratch."""
+    if name == WARM:
+        return VaswaniForConditionalGeneration.from_encoder_decoder_pretrained(folder)
+    sizes = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 256}
+    return VaswaniForConditionalGeneration(VaswaniConfig(vocab_size=vocabulary, **SIZES, **sizes))
+
+
+def fine_tune(model: Any, pairs: Pairs, updates: int, seed: int) -> None:
+    """Train a translation model."""
+    train(
+        model,
+        lambda rows: batch_of_two([pairs[row] for row in rows]),
+        [max(map(len, pair)) for pair in pairs],
+        updates=updates,
+        tokens=2000,
+        peak=3e-3,
+        seed=seed,
+    )
+
+
+def score(model: Any, pairs: Pairs, references: list[str], tokenizer: Any) -> dict[str, float]:
+    """Measure the loss per token of the test pairs, and BLEU of greedy search."""
+    found = translate(model, [source for source, _ in pairs], longest=60)
+    texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+    bleu = sacrebleu.corpus_bleu(texts, [references], tokenize="none", force=True)
+    loss = loss_per_token(model, pairs)
+    return {"loss_per_token": round(loss, 4), "bleu": round(bleu.score, 2)}
+
+
+def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Average each measure, and test the differences between runs of the same seed."""
+    found: dict[str, Any] = {}
+    for measure in ("loss_per_token", "bleu"):
+        values = {name: [run[measure] for run in results] for name, results in runs.items()}
+        pairs = list(zip(*values.values(), strict=True))
+        found[measure] = {name: round(statistics.mean(each), 4) for name, each in values.items()}
+        found[measure]["difference"] = round(statistics.mean(a - b for a, b in pairs), 4)
+        if len(pairs) > 1:
+            found[measure]["p_value"] = float(f"{stats.ttest_rel(*values.values()).pvalue:.2g}")
+    return found
+
+
 def main() -> None:
     """Pretrain once, and train translation with and without it."""
     parser = arguments(__doc__, "siblings-masked-words.json", updates=500)
@@ -84,6 +130,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
+    settings = {name: value for name, value in vars(args).items() if name != "results"}
     sides = {language: multi30k("train", language, args.lines) for language in ("en", "de")}
     tests = {language: multi30k("test_2016_flickr", language) for language in ("en", "de")}
     tokenizer = VaswaniTokenizer.train_from_iterator(
@@ -92,64 +139,23 @@ def main() -> None:
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     ids = {language: tokenizer(lines)["input_ids"] for language, lines in sides.items()}
     masked, minutes = pretrain(ids["en"] + ids["de"], len(tokenizer), args.pretraining_updates)
+    pretraining = {"parameters": parameters(masked), "minutes": minutes}
     train_pairs = list(zip(ids["en"], ids["de"], strict=True))[: args.pairs]
-    test_ids = {language: tokenizer(lines)["input_ids"] for language, lines in tests.items()}
-    test_pairs = list(zip(test_ids["en"], test_ids["de"], strict=True))
-
-    runs: dict[str, list[dict[str, float]]] = {"masked words first": [], "from scratch": []}
+    test_ids = [tokenizer(tests[language])["input_ids"] for language in ("en", "de")]
+    test_pairs = list(zip(*test_ids, strict=True))
+    runs: dict[str, list[dict[str, float]]] = {WARM: [], COLD: []}
     with tempfile.TemporaryDirectory() as folder:
         masked.save_pretrained(folder)
-        sizes = {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 256}
         for seed in range(1, args.seeds + 1):
-            for name, kept in runs.items():
+            for name, results in runs.items():
                 torch.manual_seed(seed)
-                if name == "from scratch":
-                    config = VaswaniConfig(vocab_size=len(tokenizer), **SIZES, **sizes)
-                    model = VaswaniForConditionalGeneration(config)
-                else:
-                    model = VaswaniForConditionalGeneration.from_encoder_decoder_pretrained(folder)
-                train(
-                    model,
-                    lambda rows: batch_of_two([train_pairs[row] for row in rows]),
-                    [max(map(len, pair)) for pair in train_pairs],
-                    updates=args.updates,
-                    tokens=2000,
-                    peak=3e-3,
-                    seed=seed,
-                )
-                found = translate(model, test_ids["en"], longest=60)
-                texts = tokenizer.batch_decode(found, skip_special_tokens=True)
-                bleu = sacrebleu.corpus_bleu(texts, [tests["de"]], tokenize="none", force=True)
-                kept.append(
-                    {
-                        "seed": seed,
-                        "loss_per_token": round(loss_per_token(model, test_pairs), 4),
-                        "bleu": round(bleu.score, 2),
-                    }
-                )
-                print(name, kept[-1], flush=True)
-                summary = {
-                    way: {
-                        measure: {
-                            "mean": round(statistics.mean(run[measure] for run in results), 4),
-                            "deviation": round(statistics.stdev(run[measure] for run in results), 4)
-                            if len(results) > 1
-                            else None,
-                        }
-                        for measure in ("loss_per_token", "bleu")
-                    }
-                    for way, results in runs.items()
-                    if results
-                }
-                write_results(
-                    args.results,
-                    settings={
-                        name: value for name, value in vars(args).items() if name != "results"
-                    },
-                    pretraining={"parameters": parameters(masked), "minutes": minutes},
-                    summary=summary,
-                    runs=runs,
-                )
+                model = build(name, len(tokenizer), folder)
+                fine_tune(model, train_pairs, args.updates, seed)
+                scores = score(model, test_pairs, tests["de"], tokenizer)
+                results.append({"seed": seed, **scores})
+                print(name, results[-1], flush=True)
+            found = {"pretraining": pretraining, "summary": summary(runs), "runs": runs}
+            write_results(args.results, settings=settings, **found)
 
 
 if __name__ == "__main__":

@@ -172,20 +172,24 @@ def multi30k_bleu(pairs: int, updates: int) -> dict[str, Any]:
     )
 
 
+# The sizes of each training set, and the function that trains and scores on it.
+DATA = {
+    "number words": ((500, 2000, 8000), number_words),
+    "Multi30k": ((29_000, 5000), multi30k_bleu),
+}
+
+
 def main() -> None:
     """Compare the two on number words and on Multi30k, with few and with many pairs."""
     parser = arguments(__doc__, "siblings-one-stream.json", updates=800)
-    parser.add_argument("--multi30k-updates", type=int, default=800)
+    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     args = parser.parse_args()
     results: dict[str, Any] = {}
-    for pairs in (500, 2000, 8000):
-        name = f"number words, {pairs} pairs"
-        results[name] = number_words(min(pairs, args.lines or pairs), args.updates)
-        write_results(args.results, results=results)
-    for pairs in (29_000, 5000):
-        name = f"Multi30k, {pairs} pairs"
-        results[name] = multi30k_bleu(min(pairs, args.lines or pairs), args.multi30k_updates)
-        write_results(args.results, results=results)
+    for data in args.data:
+        sizes, run = DATA[data]
+        for pairs in sizes:
+            results[f"{data}, {pairs} pairs"] = run(min(pairs, args.lines or pairs), args.updates)
+            write_results(args.results, settings={"updates": args.updates}, results=results)
 
 
 if __name__ == "__main__":
