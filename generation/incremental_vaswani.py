@@ -107,7 +107,8 @@ class IncrementalDecoder:
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
         self.position = 0  # position of the next token in the sentence, padding included
         weight = self.decoder.embed_tokens.weight
-        self.positions = weight.new_empty((0, weight.shape[1]))  # encodings, computed in advance
+        # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
+        self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
 
     def _cached_width(self) -> int:
         """Return the width of the keys and values of a position, in the heads of this process."""

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .int8_vaswani import Int8Linear, Int8Product, multiplies_exactly, pack
+
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
 
@@ -50,8 +52,10 @@ def prepare(*linears: nn.Linear) -> Product:
     layers = tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
-    if not all(map(_can_prepare, layers)):
+    if not all(map(_can_prepare, layers)) or len(set(map(type, layers))) > 1:
         return functools.partial(_apply, layers)
+    if isinstance(layers[0], Int8Linear):
+        return _prepare_int8(layers)
     few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -66,8 +70,26 @@ def prepare(*linears: nn.Linear) -> Product:
             in_use = True
             return _multiply(states, layers[0].weight, layers[0].bias)
         if weight is None:
-            weight, bias = _packed_weight(layers), _joined_bias(layers)
+            weight, bias = _packed_weight(layers).packed, _joined_bias(layers)
         return _multiply(states, weight, bias)
+
+    return product
+
+
+def _prepare_int8(layers: tuple[Any, ...]) -> Product:
+    """Return a function for layers with int8 weights, as `prepare` does."""
+    prepared: Product | None = None
+    in_use = len(layers) > 1 or len(layers) in _packed_of.get(layers[0], {})
+
+    def product(states: torch.Tensor) -> torch.Tensor:
+        nonlocal prepared, in_use
+        if not in_use:
+            in_use = True
+            return _apply(layers, states)
+        if prepared is None:
+            weights, scales = _packed_weight(layers), [layer.weight_scale for layer in layers]
+            prepared = Int8Product(*weights, torch.cat(scales), _joined_bias(layers))
+        return prepared(states)
 
     return product
 
@@ -137,35 +159,38 @@ def _can_prepare(module: nn.Module) -> bool:
     """Tell whether a module is a plain linear layer on a CPU, of a dtype that oneDNN packs."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False  # oneDNN's products record no gradients and ignore autocast
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    if type(module) not in (nn.Linear, Int8Linear) or "forward" in vars(module):
         return False
     if module._forward_pre_hooks or module._forward_hooks:
         return False
     weight = module.weight
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         return False
+    if (weight.dtype == torch.int8) != isinstance(module, Int8Linear):
+        return False
     if weight.numel() < _WORTH_PACKING or type(weight.data) is not torch.Tensor:
         return False
     return bool(torch.backends.mkldnn.enabled) and weight.dtype in _packed_dtypes()
 
 
-def _packed_weight(layers: tuple[nn.Linear, ...]) -> torch.Tensor:
-    """Return the packed weights of layers; pack them again if any value has changed."""
+def _packed_weight(layers: tuple[nn.Linear, ...]) -> _Packed:
+    """Return the weights of layers and their packed copy; pack again if any value has changed."""
     weights = [layer.weight.detach() for layer in layers]
     by_number = _packed_of.setdefault(layers[0], {})
     earlier = by_number.get(len(layers))
     if earlier is not None and _same_values(earlier.values, weights):
-        return earlier.packed
+        return earlier
     earlier = None
     by_number.pop(len(layers), None)  # free the old copies before the new ones are made
     # Pack the copy, not the weights: another thread may write to the weights meanwhile.
     values = torch.cat(weights)
-    packed = _pack(values)
-    by_number[len(layers)] = _Packed(values, packed)
-    return packed
+    prepared = by_number[len(layers)] = _Packed(values, _pack(values))
+    return prepared
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype == torch.int8:
+        return pack(values)
     return torch.ops.mkldnn._reorder_linear_weight(values)
 
 
@@ -201,10 +226,10 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     """View values as the widest integers that fit, because wide integers are compared fastest."""
     flat = values.view(-1)
     offset = flat.storage_offset() * flat.itemsize
-    for integer in (torch.int64, torch.int32):
+    for integer in (torch.int64, torch.int32, torch.int16):
         if offset % integer.itemsize == 0 and flat.nbytes % integer.itemsize == 0:
             return flat.view(integer)
-    return flat.view(torch.int16)
+    return flat.view(torch.int8)
 
 
 @functools.cache
@@ -232,7 +257,8 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
         bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except AttributeError:
         return ()
-    return (torch.float32, torch.bfloat16) if bfloat16 else (torch.float32,)
+    dtypes = (torch.float32, torch.bfloat16) if bfloat16 else (torch.float32,)
+    return (*dtypes, torch.int8) if multiplies_exactly() else dtypes
 
 
 __all__ = ["PreparedLinear", "prepare", "prepared_copy"]

@@ -50,6 +50,7 @@ from .packing_vaswani import (
     takes_packed_batches,
 )
 from .pickling_vaswani import PicklableModule
+from .quantization_vaswani import RoundableModel
 
 if TYPE_CHECKING:
     # transformers copies the files that remote code imports. This line makes transformers copy the
@@ -334,7 +335,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
         return self.add_norm(hidden_states, self.feed_forward, self.final_layer_norm)
 
 
-class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings):
+class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings, RoundableModel):
     """The base of all models: attributes that transformers reads, and initialisation."""
 
     config: VaswaniConfig

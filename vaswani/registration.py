@@ -34,6 +34,7 @@ from .modeling.modeling_vaswani import (
     VaswaniForConditionalGeneration,
     VaswaniModel,
 )
+from .modeling.quantization_vaswani import VaswaniInt8Config
 from .tokenization.tokenization_vaswani import VaswaniTokenizer
 
 _CONFIGS = (VaswaniConfig, VaswaniEncoderConfig, VaswaniDecoderConfig)
@@ -102,6 +103,7 @@ __all__ = [
     "VaswaniForSequenceClassification",
     "VaswaniForTokenClassification",
     "VaswaniGenerationConfig",
+    "VaswaniInt8Config",
     "VaswaniModel",
     "VaswaniTokenizer",
     "VaswaniTranslationPipeline",

@@ -1,0 +1,230 @@
+"""Linear layers and embeddings with int8 weights, and their products on CPUs.
+
+Each row of a weight, which is an output channel, has a scale: the weight is its int8 values times
+that scale. A product rounds each row of states to int8 too, with a scale of its own.
+
+The sums of a product are exact integers. The result for a row therefore depends neither on the
+other rows nor on the kernel that computes it.
+
+Shapes: R rows of states; a layer maps `in` features to `out`.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+_LARGEST = 127  # -128 is not used, so that rounding is symmetric
+_ZERO_POINT = 128  # of states as unsigned integers
+_FEW_ROWS = 8  # up to here, a weight that is not packed may be faster
+_SMALLEST_SCALE = 1e-30  # keeps a row of zeros from dividing by zero
+
+
+def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row of a weight (out, in): int8 values (out, in) and scales (out,)."""
+    scale = weight.abs().amax(dim=1).float() / _LARGEST + _SMALLEST_SCALE
+    scale = scale.to(weight.dtype)
+    # A scale of 16 bits is rounded itself, so values may exceed the range a little.
+    values = (weight.float() / scale.float()[:, None]).round().clamp(-_LARGEST, _LARGEST)
+    return values.to(torch.int8), scale
+
+
+class _Int8Weight(nn.Module):
+    """A module whose weight is int8, with a scale for each row."""
+
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+
+    def take_weight(self, weight: nn.Parameter, rounded: dict[nn.Parameter, Any]) -> None:
+        """Round a weight, unless it is among the `rounded` ones: tied weights stay tied."""
+        if weight not in rounded:
+            rounded[weight] = tuple(
+                nn.Parameter(values, requires_grad=False)
+                for values in round_weight(weight.detach())
+            )
+        self.weight, self.weight_scale = rounded[weight]
+
+    def float_weight(self) -> torch.Tensor:
+        """Return the weight in floating point (out, in)."""
+        return self.weight * self.weight_scale[:, None]
+
+
+class Int8Linear(_Int8Weight, nn.Linear):
+    """A linear layer with int8 weights, made from `linear`."""
+
+    def __init__(self, linear: nn.Linear, rounded: dict[nn.Parameter, Any]) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.take_weight(linear.weight, rounded)
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the weight: (..., in) to (..., out)."""
+        self._refuse_training(input)
+        if input.device.type != "cpu" or not multiplies_exactly():
+            return F.linear(input, self.float_weight().to(input.dtype), self.bias)
+        return multiply(input, self.weight, self.weight_scale, self.bias)
+
+    def _refuse_training(self, states: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and (self.training or states.requires_grad):
+            raise ValueError(
+                "int8 weights cannot be trained: train the model that they were rounded from, or "
+                "call model.dequantize() first."
+            )
+
+
+class Int8Embedding(_Int8Weight, nn.Embedding):
+    """An embedding with int8 weights, made from `embedding`."""
+
+    def __init__(self, embedding: nn.Embedding, rounded: dict[nn.Parameter, Any]) -> None:
+        nn.Module.__init__(self)
+        for name in nn.Embedding.__constants__:
+            setattr(self, name, getattr(embedding, name))
+        self.take_weight(embedding.weight, rounded)
+        self.train(embedding.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up tokens (...): (..., D)."""
+        return F.embedding(input, self.weight) * F.embedding(input, self.weight_scale[:, None])
+
+
+class Int8Product:
+    """A product with an int8 weight that is used in many steps.
+
+    Args:
+        values: (out, in) int8 values.
+        packed: the same in oneDNN's layout.
+        scale: (out,) of the weight.
+        bias: (out,).
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        packed: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        self.values, self.packed = values, packed
+        self.scale, self.bias = scale.float(), bias
+        self.zeros = torch.zeros(len(scale), dtype=torch.int64)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Round states (..., in), and multiply them by the weight: (..., out)."""
+        rows = states.numel() // states.shape[-1]
+        if rows <= _FEW_ROWS and _is_faster_as_it_lies(rows, *self.values.shape):
+            return multiply(states, self.values, self.scale, self.bias)
+        return _multiply_rounded(states, self._sums, self.bias)
+
+    def _sums(self, rounded: torch.Tensor) -> torch.Tensor:
+        return _packed_sums(rounded, self.packed, self.scale, self.zeros)
+
+
+def multiply(
+    states: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Round states (..., in), and multiply them by a weight that is not packed: (..., out).
+
+    Args:
+        states: (..., in).
+        values: (out, in) int8 values.
+        scale: (out,) of the weight.
+        bias: (out,).
+    """
+    return _multiply_rounded(
+        states, lambda rounded: torch._int_mm(rounded, values.t()) * scale.float(), bias
+    )
+
+
+def _multiply_rounded(
+    states: torch.Tensor,
+    sums: Callable[[torch.Tensor], torch.Tensor],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Round each row of states (..., in), and multiply: (..., out).
+
+    Args:
+        states: (..., in).
+        sums: maps int8 rows (R, in) to sums times the weight's scale (R, out), in float32.
+        bias: (out,).
+    """
+    rows = states.reshape(-1, states.shape[-1]).float()
+    row_scale = rows.abs().amax(dim=1, keepdim=True).mul_(1 / _LARGEST).add_(_SMALLEST_SCALE)
+    output = sums((rows / row_scale).round_().to(torch.int8)).mul_(row_scale)
+    if bias is not None:
+        output.add_(bias)
+    return output.to(states.dtype).view(*states.shape[:-1], -1)
+
+
+def pack(values: torch.Tensor) -> torch.Tensor:
+    """Return int8 values (out, in) in oneDNN's layout."""
+    return torch.ops.onednn.qlinear_prepack(values, None)
+
+
+def _packed_sums(
+    rounded: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    """Multiply int8 rows (R, in) by a packed weight, and by its scale: (R, out)."""
+    # oneDNN is fast on all CPUs with unsigned states only.
+    unsigned = rounded.view(torch.uint8).bitwise_xor_(_ZERO_POINT)
+    number, none = torch.float32, "none"
+    return torch.ops.onednn.qlinear_pointwise(
+        unsigned, 1.0, _ZERO_POINT, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
+    )
+
+
+@functools.cache
+def _is_faster_as_it_lies(rows: int, outputs: int, inputs: int) -> bool:
+    """Measure whether few rows are multiplied faster by a weight that is not packed.
+
+    The answer depends on the CPU. It changes no result, because both products are exact.
+    """
+    values = torch.ones(outputs, inputs, dtype=torch.int8)
+    scale, states = torch.ones(outputs), torch.ones(rows, inputs)
+    product = Int8Product(values, pack(values), scale, None)
+    plain = _shortest_time(lambda: multiply(states, values, scale, None))
+    return plain < _shortest_time(lambda: _multiply_rounded(states, product._sums, None))
+
+
+def _shortest_time(compute: Callable[[], torch.Tensor]) -> float:
+    """Return the shortest of several times, which other processes disturb least."""
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        compute()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@functools.cache
+def multiplies_exactly() -> bool:
+    """Tell whether this CPU adds products of int8 without overflow.
+
+    CPUs without VNNI or AMX add pairs of products in 16 bits, which overflow.
+    """
+    rounded = torch.full((2, 64), _LARGEST, dtype=torch.int8)
+    values = torch.full((16, 64), _LARGEST, dtype=torch.int8)
+    expected = 64 * _LARGEST**2
+    try:
+        sums = torch._int_mm(rounded, values.t())
+        zeros = torch.zeros(16, dtype=torch.int64)
+        same = _packed_sums(rounded, pack(values), torch.ones(16), zeros)
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((sums == expected).all() and (same == expected).all())
+
+
+__all__ = [
+    "Int8Embedding",
+    "Int8Linear",
+    "Int8Product",
+    "multiplies_exactly",
+    "multiply",
+    "pack",
+    "round_weight",
+]

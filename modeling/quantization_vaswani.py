@@ -1,0 +1,178 @@
+"""int8 weights through transformers' `quantization_config`.
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, quantization_config=VaswaniInt8Config())
+    model.save_pretrained("int8/")  # a quarter of the size; loads like any other folder
+
+All linear layers and embeddings are rounded, with a scale for each output channel or row. Tied
+weights stay tied. LayerNorm, biases and learned positions keep their dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers import (
+    HfQuantizer,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..generation.int8_vaswani import Int8Embedding, Int8Linear
+
+_METHOD = "vaswani_int8"
+_ROUNDED_FORM: dict[type, Any] = {nn.Linear: Int8Linear, nn.Embedding: Int8Embedding}
+
+
+class VaswaniInt8Config(QuantizationConfigMixin):
+    """Asks `from_pretrained` for int8 weights.
+
+    Args:
+        weight_error: how far rounding moved the weights: the root of the mean squared change, as a
+            fraction of that of the weights. Rounding measures it; None means not yet rounded.
+        quant_method: name of this form, as a config.json states it.
+
+    Raises:
+        ValueError: `quant_method` is the name of another form.
+    """
+
+    def __init__(self, weight_error: float | None = None, quant_method: str = _METHOD) -> None:
+        if quant_method != _METHOD:
+            raise ValueError(f"VaswaniInt8Config is for {_METHOD!r}, got {quant_method!r}.")
+        self.quant_method: Any = quant_method
+        self.weight_error = weight_error
+
+
+class VaswaniInt8Quantizer(HfQuantizer):
+    """Calls the model's own methods, so that it serves models of remote code too."""
+
+    quantization_config: VaswaniInt8Config
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not hasattr(model, "round_to_int8"):
+            raise ValueError(
+                f"VaswaniInt8Config is for models of Vaswani, not for {type(model).__name__}: "
+                "choose another quantization_config, such as TorchAoConfig."
+            )
+        if self.pre_quantized:
+            model.round_to_int8()
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if not self.pre_quantized:
+            self.quantization_config.weight_error = model.round_to_int8()
+        model.requires_grad_(False)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        model.restore_from_int8(dtype or model.dtype)
+        return model
+
+    def is_serializable(self) -> bool:
+        """int8 weights are saved as they are."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """int8 weights have no gradients."""
+        return False
+
+
+# Each folder of remote code has a copy of this file. The first registered class serves them all.
+if _METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(_METHOD)(VaswaniInt8Config)
+    register_quantizer(_METHOD)(VaswaniInt8Quantizer)
+
+
+class RoundableModel(PreTrainedModel):
+    """A model whose linear layers and embeddings can have int8 weights."""
+
+    def round_to_int8(self) -> float | None:
+        """Round all matrices.
+
+        Returns:
+            The root of the mean squared change, as a fraction of that of the weights. None for a
+            model without values, whose weights are loaded later.
+        """
+        rounded: dict[nn.Parameter, Any] = {}
+        self._replace_modules(
+            lambda module: (
+                _ROUNDED_FORM[type(module)](module, rounded)
+                if type(module) in _ROUNDED_FORM
+                else module
+            )
+        )
+        self._set_tied_keys(
+            lambda tied: tied | {f"{name}_scale": f"{tied[name]}_scale" for name in tied}
+        )
+        return _relative_change(rounded)
+
+    def restore_from_int8(self, dtype: torch.dtype) -> None:
+        """Give the matrices a floating-point dtype again, and let them be trained."""
+        restored: dict[nn.Parameter, nn.Parameter] = {}
+        self._replace_modules(lambda module: _float_form(module, restored))
+        self._set_tied_keys(
+            lambda tied: {name: tied[name] for name in tied if not name.endswith("_scale")}
+        )
+        self.tie_weights()
+        self.requires_grad_(True)
+        self.to(dtype)
+
+    def _replace_modules(self, replacement: Callable[[nn.Module], nn.Module]) -> None:
+        """Replace modules of the model; a module that has two names keeps both."""
+        replaced = {module: replacement(module) for module in self.modules() if module is not self}
+        for parent in list(self.modules()):
+            for name, child in parent._modules.items():
+                if child is not None:
+                    parent._modules[name] = replaced[child]
+
+    def _set_tied_keys(self, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+        """Change the names of tied weights, here and in the models inside this one."""
+        for model in self.modules():
+            if isinstance(model, PreTrainedModel):
+                model._tied_weights_keys = change(model._tied_weights_keys or {})
+                model.all_tied_weights_keys = change(model.all_tied_weights_keys)
+
+    def _get_resized_embeddings(self, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(old_embeddings, Int8Embedding):
+            raise ValueError(
+                "A vocabulary of int8 weights cannot be resized: resize that of the model that "
+                "they were rounded from, or call model.dequantize() first."
+            )
+        return super()._get_resized_embeddings(old_embeddings, *args, **kwargs)
+
+
+def _float_form(module: nn.Module, restored: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """Return a float form of a module with int8 weights; other modules as they are."""
+    float_form: Any
+    if isinstance(module, Int8Linear):
+        sizes = (module.in_features, module.out_features, module.bias is not None)
+        float_form = nn.Linear(*sizes, device="meta")
+        float_form.bias = module.bias
+    elif isinstance(module, Int8Embedding):
+        settings = {name: getattr(module, name) for name in nn.Embedding.__constants__}
+        float_form = nn.Embedding(**settings, device="meta")
+    else:
+        return module
+    if module.weight not in restored:
+        restored[module.weight] = nn.Parameter(module.float_weight())
+    float_form.weight = restored[module.weight]
+    return float_form.train(module.training)
+
+
+def _relative_change(rounded: dict[nn.Parameter, Any]) -> float | None:
+    """Return the root mean squared change of rounded weights, relative to the weights."""
+    change = total = 0.0
+    for weight, (values, scale) in rounded.items():
+        if weight.is_meta:
+            return None
+        exact = weight.detach().float()
+        change += (exact - values * scale.float()[:, None]).square().sum().item()
+        total += exact.square().sum().item()
+    return round((change / total) ** 0.5, 5) if total else 0.0
+
+
+__all__ = ["RoundableModel", "VaswaniInt8Config", "VaswaniInt8Quantizer"]
