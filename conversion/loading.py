@@ -21,6 +21,7 @@ from ..corpora.atomic_folder import new_folder
 from ..modeling.causal_lm_vaswani import VaswaniForCausalLM
 from ..modeling.loading_vaswani import first_not_finite, is_finite
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..modeling.quantization_vaswani import refuse_int8
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .errors import ConversionError
 from .reading import is_dense, local_path, pickle_error
@@ -170,6 +171,7 @@ def open_model(
                 f"{type(model).__name__} cannot be converted: pass a "
                 f"{' or '.join(kind.__name__ for kind in classes.values())}."
             )
+        _refuse_int8(model, "The model")
         # The class may also be a copy of ours that a checkpoint brings along.
         return cast(VaswaniForConditionalGeneration, model)
     folder = local_path(model, _SETTINGS, _WEIGHTS)
@@ -196,7 +198,15 @@ def open_model(
         problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise ConversionError(f"{model} is not a complete model: {'; '.join(problems)}.")
+    _refuse_int8(loaded, str(model))
     return loaded.eval()
+
+
+def _refuse_int8(model: PreTrainedModel, place: str) -> None:
+    try:
+        refuse_int8(model, "Conversion")
+    except ValueError as error:
+        raise ConversionError(f"{place} cannot be converted: {error}") from error
 
 
 def open_tokenizers(

@@ -158,7 +158,7 @@ def _multiply_rounded(
     output = sums((rows / row_scale).round_().to(torch.int8)).mul_(row_scale)
     if bias is not None:
         output.add_(bias)
-    return output.to(states.dtype).view(*states.shape[:-1], -1)
+    return output.to(states.dtype).view(*states.shape[:-1], output.shape[1])
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:

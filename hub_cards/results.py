@@ -17,6 +17,7 @@ PROVENANCE = ("command", "commit", "hardware", "versions", "date")
 _METRICS = {
     "bleu": ("BLEU", "bleu"),
     "greedy_bleu": ("BLEU, greedy search", None),
+    "float_bleu": ("BLEU before the weights were rounded", None),
     "chrf": ("chrF", "chrf"),
     "compound_split_bleu": ("compound-split BLEU", None),
     "exact_match": ("exactly right, %", "exact_match"),
@@ -218,7 +219,7 @@ def is_language(code: str) -> bool:
 
 
 def _signature(name: str, figures: Mapping[str, Any]) -> str | None:
-    plain = name in ("bleu", "greedy_bleu")
+    plain = name in ("bleu", "greedy_bleu", "float_bleu")
     return figures.get("signature" if plain else f"{name}_signature")
 
 

@@ -79,12 +79,7 @@ class SavedModel:
     @cached_property
     def parameters(self) -> int:
         """Number of parameters; tied parameters count once."""
-        count = 0
-        for path in self.weights:
-            with safe_open(path, framework="pt") as tensors:
-                shapes = (tensors.get_slice(name).get_shape() for name in tensors.keys())  # noqa: SIM118
-                count += sum(map(math.prod, shapes))
-        return count
+        return count_parameters(self.weights)
 
     @cached_property
     def weights_sha256(self) -> str | None:
@@ -182,6 +177,10 @@ class SavedModel:
         parts = [f"{factor:g} times the tokens of the source"] if factor else []
         return " plus ".join(parts + ([f"{offset} tokens"] if offset else []))
 
+    def rounding(self) -> str:
+        """Describe int8 weights; empty for other weights."""
+        return describe_rounding(self.config)
+
     def differences(self) -> list[tuple[str, Any, Any]]:
         """Return the settings that differ from the base model: name, value, value of base."""
         ours, base = self.config.to_dict(), VaswaniConfig().to_dict()
@@ -192,6 +191,32 @@ class SavedModel:
             for name in names
             if name not in told and not name.endswith("_token_id") and ours[name] != base[name]
         ]
+
+
+def count_parameters(files: Sequence[Path]) -> int:
+    """Count the parameters in files of weights; tied parameters count once.
+
+    The scales of int8 weights do not count, because the model that was rounded has none.
+    """
+    count = 0
+    for path in files:
+        with safe_open(path, framework="pt") as tensors:
+            names = (name for name in tensors.keys() if not name.endswith("weight_scale"))  # noqa: SIM118
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return count
+
+
+def describe_rounding(config: Any) -> str:
+    """Say what a model lost by int8 weights; empty for other weights."""
+    form = getattr(config, "quantization_config", None) or {}
+    if form.get("quant_method") != "vaswani_int8":
+        return ""
+    error = form.get("weight_error")
+    moved = "" if error is None else f" Rounding moved them by {error:.2%} (root mean square)."
+    return (
+        "The matrices are int8 numbers, with a scale for each output channel."
+        f"{moved} Products round their inputs to int8 too, with a scale for each token."
+    )
 
 
 def same_weights(first: Path, second: Path) -> bool:
@@ -216,4 +241,4 @@ def _json_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-__all__ = ["RESULTS", "SavedModel", "same_weights"]
+__all__ = ["RESULTS", "SavedModel", "count_parameters", "describe_rounding", "same_weights"]

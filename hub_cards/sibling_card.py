@@ -1,16 +1,15 @@
 """Model cards of the encoder alone and the decoder alone, by the task of their class."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from safetensors import safe_open
 from transformers import AutoConfig
 
 from ..training.circumstances import weights_sha256
+from .saved_model import count_parameters, describe_rounding
 
 _TEMPLATE = Path(__file__).with_name("sibling_template.md.j2")
 _TEXT = '"Two dogs run."'
@@ -91,6 +90,7 @@ def render_sibling(
         layers=getattr(config, f"{stack}_layers"),
         heads=getattr(config, f"{stack}_attention_heads"),
         parameters=_parameters(folder),
+        rounding=describe_rounding(config),
         weights_sha256=weights_sha256(folder),
         licence_file=licence_file,
     )
@@ -102,12 +102,7 @@ def _parameters(folder: Path) -> int:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors: save the model there first.")
-    count = 0
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            names = tensors.keys()
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-    return count
+    return count_parameters(files)
 
 
 __all__ = ["is_sibling", "render_sibling"]

@@ -16,6 +16,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoderConfig
 from .causal_lm_vaswani import VaswaniForCausalLM
 from .modeling_vaswani import VaswaniEncoderModel, VaswaniForConditionalGeneration
+from .quantization_vaswani import refuse_int8
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +36,11 @@ def split_halves(
 
     The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves`
     restores the translation model, bit for bit.
+
+    Raises:
+        ValueError: the model has int8 weights.
     """
+    refuse_int8(model, "split_halves")
     encoder = VaswaniEncoderModel(VaswaniEncoderConfig.of(model.config))
     decoder = VaswaniForCausalLM(VaswaniDecoderConfig.of(model.config))
     for half in (encoder, decoder):
@@ -65,8 +70,11 @@ def join_halves(
         The model in evaluation mode, and the names of its weights that come from neither half.
 
     Raises:
-        ValueError: the halves do not fit each other. The message names the field that differs.
+        ValueError: the halves do not fit each other. The message names the field that differs. Or a
+            half has int8 weights.
     """
+    for half in (encoder, decoder):
+        refuse_int8(half, "join_halves")
     source = encoder.base_model.encoder
     target = None if decoder is None else decoder.base_model.decoder
     config = _config_of_both(source, target, decoder, overrides)

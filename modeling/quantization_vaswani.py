@@ -145,6 +145,19 @@ class RoundableModel(PreTrainedModel):
         return super()._get_resized_embeddings(old_embeddings, *args, **kwargs)
 
 
+def refuse_int8(model: Any, action: str) -> None:
+    """Refuse an action that needs float weights.
+
+    Raises:
+        ValueError: the model has int8 weights. The error names the ways out.
+    """
+    if getattr(model, "quantization_method", None) == _METHOD:
+        raise ValueError(
+            f"{action} needs float weights, but this model has int8 weights: use the model that "
+            "they were rounded from, or what model.dequantize() returns."
+        )
+
+
 def _float_form(module: nn.Module, restored: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
     """Return a float form of a module with int8 weights; other modules as they are."""
     float_form: Any
@@ -175,4 +188,4 @@ def _relative_change(rounded: dict[nn.Parameter, Any]) -> float | None:
     return round((change / total) ** 0.5, 5) if total else 0.0
 
 
-__all__ = ["RoundableModel", "VaswaniInt8Config", "VaswaniInt8Quantizer"]
+__all__ = ["RoundableModel", "VaswaniInt8Config", "VaswaniInt8Quantizer", "refuse_int8"]

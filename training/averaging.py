@@ -183,6 +183,11 @@ class _Checkpoint:
             raise ValueError(
                 f"{folder} is damaged: {_INDEX} and its weight files disagree about {wrong[0]!r}."
             )
+        if any(dtype == "I8" for dtype, _ in layout.values()):
+            raise ValueError(
+                f"{folder} has int8 weights, which cannot be averaged: average the models that "
+                "they were rounded from."
+            )
         return cls(folder, config, files, layout)
 
 

@@ -29,6 +29,7 @@ from ..corpora.streaming import BUFFER, TokenBatchStream, rows_of_process
 from ..corpora.text_stream import TextStream
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..modeling.quantization_vaswani import refuse_int8
 from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
@@ -134,6 +135,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
             raise ValueError(
                 "batching='packed' needs max_source_tokens, the number of source tokens per batch."
             )
+        refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
         super().__init__(*args, **kwargs)
         if r_drop or objective is not None:
             self._require_own_loss("r_drop" if r_drop else "objective")

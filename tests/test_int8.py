@@ -1,0 +1,427 @@
+"""int8 weights: `from_pretrained(folder, quantization_config=VaswaniInt8Config())`."""
+
+import copy
+import io
+import json
+import pickle
+import subprocess
+import sys
+
+import peft
+import pytest
+import torch
+from launches import environment
+from torch.nn import functional
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+)
+from vaswani.conversion import ctranslate2, onnx, to_marian, to_torch
+from vaswani.conversion.errors import ConversionError
+from vaswani.generation import int8_vaswani
+from vaswani.generation.int8_vaswani import (
+    Int8Embedding,
+    Int8Linear,
+    Int8Product,
+    multiplies_exactly,
+    multiply,
+    pack,
+    round_weight,
+)
+from vaswani.generation.linear_vaswani import prepare
+from vaswani.hub_cards.card import write_model_card
+from vaswani.training.averaging import average_checkpoints
+from vaswani.training.trainer import VaswaniTrainer
+
+from vaswani import (
+    VaswaniConfig,
+    VaswaniDecoderConfig,
+    VaswaniForCausalLM,
+    VaswaniForConditionalGeneration,
+    VaswaniInt8Config,
+    join_halves,
+    split_halves,
+)
+
+SIZES = {
+    "vocab_size": 2000,
+    "d_model": 128,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 256,
+    "decoder_ffn_dim": 256,
+    "attention_bias": True,
+    "dropout": 0.0,
+}
+SOURCE = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2], [13, 14, 2, 0, 0]])
+MASK = (SOURCE != 0).long()
+exact = pytest.mark.skipif(not multiplies_exactly(), reason="this CPU has no exact int8 products")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with float weights."""
+    torch.manual_seed(0)
+    model = VaswaniForConditionalGeneration(VaswaniConfig(**SIZES))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    folder = tmp_path_factory.mktemp("float")
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder, **options):
+    return AutoModelForSeq2SeqLM.from_pretrained(folder, **options)
+
+
+@pytest.fixture
+def rounded(saved):
+    return load(saved, quantization_config=VaswaniInt8Config())
+
+
+@pytest.fixture(scope="module")
+def saved_int8(saved, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("int8")
+    load(saved, quantization_config=VaswaniInt8Config()).save_pretrained(folder)
+    return folder
+
+
+def logits(model, source=SOURCE):
+    with torch.no_grad():
+        return model(input_ids=source, decoder_input_ids=source).logits
+
+
+def translations(model, source=SOURCE, mask=MASK, **call):
+    call = {"num_beams": 4, "max_new_tokens": 8, "eos_token_id": None, **call}
+    return model.generate(source, attention_mask=mask, **call)
+
+
+class TestProducts:
+    """Rounded weights and states, and exact sums of their products."""
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_weights_are_rounded_to_the_nearest_step_of_their_channel(self, dtype):
+        weight = torch.randn(40, 30, dtype=dtype) * torch.logspace(-8, 8, 40, dtype=dtype)[:, None]
+        weight[3] = 0
+        values, scale = round_weight(weight)
+        assert values.dtype == torch.int8
+        step = scale.double()[:, None]
+        # bfloat16 rounds the scale itself by up to 2^-8, and the largest value is 127 steps.
+        bound = {torch.bfloat16: 1.1}.get(dtype, 0.5001)
+        assert ((values.double() * step - weight.double()).abs() <= bound * step).all()
+        others = torch.arange(40) != 3
+        assert (values.abs().amax(dim=1)[others] >= 126).all()
+        assert (values[3] == 0).all()
+
+    def test_a_product_is_that_of_rounded_states_and_rounded_weights(self):
+        states, weight, bias = torch.randn(7, 96), torch.randn(50, 96), torch.randn(50)
+        values, scale = round_weight(weight)
+        step = states.abs().amax(dim=1, keepdim=True).double() / 127
+        expected = (states.double() / step).round() @ values.double().t()
+        expected = expected * step * scale.double() + bias.double()
+        torch.testing.assert_close(
+            multiply(states, values, scale, bias).double(), expected, rtol=1e-5, atol=1e-4
+        )
+
+    @exact
+    @pytest.mark.parametrize("inputs", [33, 512, 2048])
+    def test_a_row_does_not_depend_on_other_rows_nor_on_the_kernel(self, inputs, monkeypatch):
+        states = torch.randn(64, inputs) * torch.logspace(-3, 3, 64)[:, None]
+        values, scale = round_weight(torch.randn(200, inputs))
+        values[:20] = 127  # the largest sums
+        bias = torch.randn(200)
+        whole = multiply(states, values, scale, bias)
+        product = Int8Product(values, pack(values), scale, bias)
+        for faster in (True, False):
+            monkeypatch.setattr(int8_vaswani, "_is_faster_as_it_lies", lambda *_, f=faster: f)
+            for rows in (1, 2, 3, 5, 8, 17, 64):
+                for start in (0, 64 - rows):
+                    some = states[start : start + rows]
+                    assert torch.equal(product(some), whole[start : start + rows])
+                    assert torch.equal(multiply(some, values, scale, bias), product(some))
+
+    def test_rows_of_zeros_and_no_rows_at_all(self):
+        values, scale = round_weight(torch.randn(16, 24))
+        assert (multiply(torch.zeros(2, 3, 24), values, scale, None) == 0).all()
+        assert multiply(torch.zeros(0, 24), values, scale, None).shape == (0, 16)
+
+    def test_a_cpu_whose_sums_overflow_multiplies_in_floating_point(self, monkeypatch):
+        layer = Int8Linear(torch.nn.Linear(64, 48).eval(), {})
+        expected = functional.linear(states := torch.randn(5, 64), layer.float_weight(), layer.bias)
+        monkeypatch.setattr(int8_vaswani, "multiplies_exactly", lambda: False)
+        with torch.no_grad():
+            assert torch.equal(layer(states), expected)
+
+    @exact
+    @pytest.mark.parametrize("number", [1, 3])
+    @torch.no_grad()
+    def test_prepared_layers_answer_as_the_layers_do(self, number):
+        layers = [
+            Int8Linear(torch.nn.Linear(160, width, bias=width != 200).eval(), {})
+            for width in (128, 200, 150)[:number]
+        ]
+        product = prepare(*layers)
+        for rows in (3, 1, 40):
+            states = torch.randn(rows, 160)
+            expected = torch.cat([layer(states) for layer in layers], dim=-1)
+            assert torch.equal(product(states), expected)
+
+    @torch.no_grad()
+    def test_layers_of_both_kinds_are_joined_as_they_are(self):
+        plain = torch.nn.Linear(160, 128).eval()
+        layers = (plain, Int8Linear(plain, {}))
+        states = torch.randn(4, 160)
+        assert torch.equal(prepare(*layers)(states), torch.cat([f(states) for f in layers], dim=-1))
+
+
+class TestLoading:
+    """From float weights to a saved folder, and back."""
+
+    def test_all_matrices_are_int8_and_answers_are_close(self, saved, rounded):
+        kinds = {torch.nn.Linear: Int8Linear, torch.nn.Embedding: Int8Embedding}
+        original = load(saved)
+        for name, module in original.named_modules():
+            expected = kinds.get(type(module), type(module))
+            assert type(rounded.get_submodule(name)) is expected
+        assert rounded.dtype == torch.float32
+        assert rounded.is_quantized
+        assert not any(parameter.requires_grad for parameter in rounded.parameters())
+        wanted, found = logits(original), logits(rounded)
+        assert 0 < (wanted - found).abs().mean() < 0.03 * wanted.std()
+
+    def test_the_weights_error_is_recorded(self, saved, rounded):
+        original, change, total = load(saved), 0.0, 0.0
+        for name, module in rounded.named_modules():  # a shared embedding is visited once
+            if hasattr(module, "weight_scale") and name != "lm_head":
+                weight = original.get_submodule(name).weight.detach()
+                change += (module.float_weight() - weight).square().sum().item()
+                total += weight.square().sum().item()
+        error = rounded.config.quantization_config.weight_error
+        assert error == pytest.approx((change / total) ** 0.5, rel=0.01)
+
+    @pytest.mark.parametrize(
+        "ties",
+        [
+            {},
+            {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 1500},
+            {"tie_word_embeddings": False, "share_encoder_decoder_embeddings": False},
+        ],
+    )
+    def test_tied_matrices_share_one_int8_table(self, ties, tmp_path):
+        model = VaswaniForConditionalGeneration(VaswaniConfig(**{**SIZES, **ties}))
+        model.save_pretrained(tmp_path / "float")
+        rounded = load(tmp_path / "float", quantization_config=VaswaniInt8Config())
+        rounded.save_pretrained(tmp_path / "int8")
+        for loaded in (rounded, load(tmp_path / "int8"), copy.deepcopy(rounded)):
+            tables = [model.lm_head, model.model.encoder.embed_tokens]
+            found = [loaded.lm_head, loaded.model.encoder.embed_tokens]
+            tables.append(model.model.decoder.embed_tokens)
+            found.append(loaded.model.decoder.embed_tokens)
+            for part in ("weight", "weight_scale"):
+                assert len({id(getattr(table, part)) for table in found}) == len(
+                    {id(table.weight) for table in tables}
+                )
+
+    def test_a_saved_folder_is_a_quarter_of_the_size_and_answers_alike(
+        self, saved, saved_int8, rounded
+    ):
+        sizes = [
+            (folder / "model.safetensors").stat().st_size for folder in (saved_int8, saved)
+        ]
+        assert sizes[0] < 0.27 * sizes[1]
+        loaded = load(saved_int8)
+        assert torch.equal(logits(loaded), logits(rounded))
+        assert torch.equal(translations(loaded), translations(rounded))
+        again = load(saved_int8, quantization_config=VaswaniInt8Config())
+        assert torch.equal(logits(again), logits(rounded))
+
+    def test_a_folder_loads_without_the_package(self, saved_int8, rounded, tmp_path):
+        script = (
+            "import sys, torch\n"
+            "sys.meta_path = [f for f in sys.meta_path if 'vaswani' not in repr(f).lower()]\n"
+            "from transformers import AutoModelForSeq2SeqLM\n"
+            f"folder, output = {str(saved_int8)!r}, {str(tmp_path / 'again')!r}\n"
+            "for place in (folder, output):\n"
+            "    model = AutoModelForSeq2SeqLM.from_pretrained(place, trust_remote_code=True)\n"
+            "    assert type(model.lm_head).__name__ == 'Int8Linear', model.lm_head\n"
+            "    assert type(model).__module__.startswith('transformers_modules')\n"
+            "    model.save_pretrained(output)\n"
+            f"source, mask = torch.tensor({SOURCE.tolist()}), torch.tensor({MASK.tolist()})\n"
+            "call = {'num_beams': 4, 'max_new_tokens': 8, 'eos_token_id': None}\n"
+            "print(model.generate(source, attention_mask=mask, **call).tolist())\n"
+        )
+        variables = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            env=environment(**variables) | {"PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout) == translations(rounded).tolist()
+
+    def test_bfloat16_beside_int8_weights(self, saved_int8, rounded):
+        model = load(saved_int8, dtype=torch.bfloat16)
+        assert model.dtype == torch.bfloat16
+        assert model.lm_head.weight.dtype == torch.int8
+        wanted = logits(rounded)
+        assert (logits(model).float() - wanted).abs().mean() < 0.03 * wanted.std()
+        assert translations(model).shape == translations(rounded).shape
+
+    def test_dequantize_gives_float_weights_that_can_be_trained(self, saved, saved_int8, tmp_path):
+        model = load(saved_int8)
+        wanted = {
+            name: module.float_weight()
+            for name, module in model.named_modules()
+            if hasattr(module, "weight_scale")
+        }
+        model = model.dequantize()
+        for name, weight in wanted.items():
+            assert torch.equal(model.get_submodule(name).weight, weight)
+        assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
+        assert model.model.decoder.embed_tokens is model.model.encoder.embed_tokens
+        model.train()(input_ids=SOURCE, labels=SOURCE).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.save_pretrained(tmp_path)
+        assert "quantization" not in (tmp_path / "config.json").read_text()
+        assert torch.equal(logits(load(tmp_path)), logits(model.eval()))
+        # Rounding what was rounded changes nothing.
+        again = load(tmp_path, quantization_config=VaswaniInt8Config())
+        assert torch.equal(again.lm_head.weight, load(saved_int8).lm_head.weight)
+
+    def test_a_language_model_and_the_parts_of_a_folder(self, saved_int8, tmp_path):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 300, "d_model": 128, "decoder_layers": 1, "decoder_ffn_dim": 256}
+        VaswaniForCausalLM(VaswaniDecoderConfig(**sizes)).save_pretrained(tmp_path)
+        options = {"quantization_config": VaswaniInt8Config()}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+        assert type(model.lm_head) is Int8Linear
+        assert model.generate(SOURCE[:2], max_new_tokens=4).shape[1] > 5
+        base = AutoModel.from_pretrained(saved_int8)
+        assert type(base.encoder.embed_tokens) is Int8Embedding
+
+
+class TestSearch:
+    """`generate` with int8 weights."""
+
+    @exact
+    @pytest.mark.parametrize("num_beams", [1, 4])
+    def test_a_sentence_is_translated_alike_alone_and_in_a_batch(self, rounded, num_beams):
+        whole = translations(rounded.double(), num_beams=num_beams)
+        for number, length in enumerate(MASK.sum(dim=1)):
+            alone = translations(
+                rounded,
+                SOURCE[number : number + 1, :length],
+                MASK[number : number + 1, :length],
+                num_beams=num_beams,
+            )
+            assert torch.equal(alone[0], whole[number])
+
+    def test_the_fast_search_finds_what_transformers_search_finds(self, rounded):
+        call = {"return_dict_in_generate": True}
+        ours = translations(rounded, **call)
+        theirs = translations(rounded, **call, output_scores=True)  # kept by transformers' search
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+    def test_a_changed_scale_is_seen(self, rounded):
+        before = translations(rounded)
+        assert torch.equal(translations(rounded), before)
+        rounded.lm_head.weight_scale.data[100:900].mul_(-30)
+        after = translations(rounded)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, translations(copy.deepcopy(rounded)))
+
+
+class TestClients:
+    """What other people's code does with quantised models."""
+
+    def test_copies_and_pickles(self, rounded):
+        expected = translations(rounded)
+        stream = io.BytesIO()
+        torch.save(rounded, stream)
+        stream.seek(0)
+        for copied in (
+            copy.deepcopy(rounded),
+            pickle.loads(pickle.dumps(rounded)),
+            torch.load(stream, weights_only=False),
+        ):
+            assert torch.equal(translations(copied), expected)
+
+    def test_a_state_dict_goes_from_model_to_model(self, saved_int8, rounded):
+        other = load(saved_int8)
+        other.model.decoder.layers[0].fc1.weight.data.neg_()
+        assert not torch.equal(logits(other), logits(rounded))
+        other.load_state_dict(rounded.state_dict())
+        assert torch.equal(logits(other), logits(rounded))
+
+    def test_training_is_refused_with_one_sentence(self, rounded, tmp_path):
+        with pytest.raises(ValueError, match=r"cannot be trained: .*dequantize\(\) first\.$"):
+            rounded.train()(input_ids=SOURCE, labels=SOURCE)
+        arguments = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        with pytest.raises(ValueError, match="Training needs float weights"):
+            VaswaniTrainer(model=rounded, args=arguments)
+        with pytest.raises(ValueError, match="purely quantized"):
+            Seq2SeqTrainer(model=rounded, args=arguments)
+
+    def test_an_adapter_of_the_float_model_answers_alike_and_is_not_trained(
+        self, saved, rounded, tmp_path
+    ):
+        config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, init_lora_weights=False)
+        adapted = peft.get_peft_model(load(saved), config)
+        adapted.save_pretrained(tmp_path / "adapter")
+        on_int8 = peft.PeftModel.from_pretrained(rounded, str(tmp_path / "adapter"))
+        wanted = logits(adapted)
+        assert (logits(on_int8) - wanted).abs().mean() < 0.03 * wanted.std()
+        arguments = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        with pytest.raises(ValueError, match="do not support training"):
+            Seq2SeqTrainer(model=on_int8, args=arguments)
+
+    def test_a_vocabulary_is_not_resized(self, rounded):
+        with pytest.raises(ValueError, match="cannot be resized"):
+            rounded.resize_token_embeddings(2010)
+        assert rounded.config.vocab_size == len(rounded.lm_head.weight) == 2000
+
+    @pytest.mark.parametrize("converter", [ctranslate2, onnx, to_marian, to_torch])
+    def test_conversion_is_refused_with_the_ways_out(
+        self, converter, rounded, saved_int8, tmp_path
+    ):
+        for model in (rounded, saved_int8):
+            with pytest.raises(ConversionError, match=r"int8 weights: .* model\.dequantize\(\)"):
+                converter.save(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_halves_and_averages_are_refused(self, rounded, saved_int8, tmp_path):
+        with pytest.raises(ValueError, match="split_halves needs float weights"):
+            split_halves(rounded)
+        with pytest.raises(ValueError, match="join_halves needs float weights"):
+            join_halves(rounded)
+        with pytest.raises(ValueError, match="int8 weights, which cannot be averaged"):
+            average_checkpoints([saved_int8], tmp_path / "mean")
+
+    def test_other_models_and_other_methods_are_refused(self, tmp_path):
+        BartForConditionalGeneration(
+            BartConfig(vocab_size=20, d_model=16, encoder_layers=1, decoder_layers=1)
+        ).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="for models of Vaswani, not for BartFor"):
+            load(tmp_path, quantization_config=VaswaniInt8Config())
+        with pytest.raises(ValueError, match="VaswaniInt8Config is for 'vaswani_int8', got 'gptq'"):
+            VaswaniInt8Config(quant_method="gptq")
+
+    def test_the_card_says_what_rounding_lost(self, saved, saved_int8, tmp_path):
+        text = write_model_card(saved_int8, output=tmp_path).read_text()
+        error = load(saved_int8).config.quantization_config.weight_error
+        assert f"Rounding moved them by {error:.2%}" in text
+        parameters = f"{load(saved).num_parameters():,} parameters"
+        assert parameters in text
+        plain = write_model_card(saved, output=tmp_path / "plain").read_text()
+        assert "Rounding" not in plain
+        assert parameters in plain
