@@ -39,7 +39,7 @@ class _Int8Weight(nn.Module):
     weight: nn.Parameter
     weight_scale: nn.Parameter
 
-    def take_weight(self, weight: nn.Parameter, rounded: dict[nn.Parameter, Any]) -> None:
+    def take_weight(self, weight: torch.Tensor, rounded: dict[torch.Tensor, Any]) -> None:
         """Round a weight, unless it is among the `rounded` ones: tied weights stay tied."""
         if weight not in rounded:
             rounded[weight] = tuple(
@@ -56,7 +56,7 @@ class _Int8Weight(nn.Module):
 class Int8Linear(_Int8Weight, nn.Linear):
     """A linear layer with int8 weights, made from `linear`."""
 
-    def __init__(self, linear: nn.Linear, rounded: dict[nn.Parameter, Any]) -> None:
+    def __init__(self, linear: nn.Linear, rounded: dict[torch.Tensor, Any]) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.take_weight(linear.weight, rounded)
@@ -81,7 +81,7 @@ class Int8Linear(_Int8Weight, nn.Linear):
 class Int8Embedding(_Int8Weight, nn.Embedding):
     """An embedding with int8 weights, made from `embedding`."""
 
-    def __init__(self, embedding: nn.Embedding, rounded: dict[nn.Parameter, Any]) -> None:
+    def __init__(self, embedding: nn.Embedding, rounded: dict[torch.Tensor, Any]) -> None:
         nn.Module.__init__(self)
         for name in nn.Embedding.__constants__:
             setattr(self, name, getattr(embedding, name))
@@ -142,9 +142,7 @@ def multiply(
 
 
 def _multiply_rounded(
-    states: torch.Tensor,
-    sums: Callable[[torch.Tensor], torch.Tensor],
-    bias: torch.Tensor | None,
+    states: torch.Tensor, sums: Callable[[torch.Tensor], torch.Tensor], bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Round each row of states (..., in), and multiply: (..., out).
 

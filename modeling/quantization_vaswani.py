@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers import (
-    HfQuantizer,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -97,7 +93,7 @@ class RoundableModel(PreTrainedModel):
             The root of the mean squared change, as a fraction of that of the weights. None for a
             model without values, whose weights are loaded later.
         """
-        rounded: dict[nn.Parameter, Any] = {}
+        rounded: dict[torch.Tensor, Any] = {}
         self._replace_modules(
             lambda module: (
                 _ROUNDED_FORM[type(module)](module, rounded)
@@ -119,7 +115,7 @@ class RoundableModel(PreTrainedModel):
         )
         self.tie_weights()
         self.requires_grad_(True)
-        self.to(dtype)
+        nn.Module.to(self, dtype)
 
     def _replace_modules(self, replacement: Callable[[nn.Module], nn.Module]) -> None:
         """Replace modules of the model; a module that has two names keeps both."""
@@ -176,7 +172,7 @@ def _float_form(module: nn.Module, restored: dict[nn.Parameter, nn.Parameter]) -
     return float_form.train(module.training)
 
 
-def _relative_change(rounded: dict[nn.Parameter, Any]) -> float | None:
+def _relative_change(rounded: dict[torch.Tensor, Any]) -> float | None:
     """Return the root mean squared change of rounded weights, relative to the weights."""
     change = total = 0.0
     for weight, (values, scale) in rounded.items():

@@ -70,6 +70,12 @@ METHODS = {
             "cls model distributed_config device_mesh",  # 5.17
         ),
     },
+    "transformers.quantizers.HfQuantizer": {
+        "_dequantize": "self model dtype",
+        "_process_model_after_weight_loading": "self model kwargs",
+        "_process_model_before_weight_loading": "self model kwargs",
+        "is_serializable": "self",
+    },
     "transformers.Pipeline": {
         "_forward": "self input_tensors forward_parameters",
         "_sanitize_parameters": "self pipeline_parameters",
@@ -139,13 +145,19 @@ ATTRIBUTES = {
     """,
     "transformers.PreTrainedTokenizerFast": "_auto_class",
     "transformers.models.auto.configuration_auto.CONFIG_MAPPING": "_extra_content",
+    "torch": "_int_mm",
 }
-# Operators of torch, with their schemas.
+# Operators of torch.ops.mkldnn and torch.ops.onednn, with their schemas.
 OPERATORS = {
     "_is_mkldnn_bf16_supported": "() -> bool",
     "_linear_pointwise": "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
     "str? algorithm) -> Tensor",
     "_reorder_linear_weight": "(Tensor self, int? batch_size=None) -> Tensor",
+    "qlinear_pointwise": "(Tensor qx, float x_scale, int x_zero_point, Tensor qw, Tensor w_scale, "
+    "Tensor w_zero_point, Tensor? bias, float output_scale, int output_zero_point, "
+    "ScalarType? output_dtype, str post_op_name, Scalar?[] post_op_args, "
+    "str post_op_algorithm) -> Tensor",
+    "qlinear_prepack": "(Tensor weight, int[]? x_shape) -> Tensor",
 }
 # Attributes and keys that their functions set or read, by function.
 IN_SOURCE = {
@@ -190,6 +202,8 @@ IMPORTS = {
     "transformers.models.auto.configuration_auto": "CONFIG_MAPPING",
     "transformers.models.whisper.tokenization_whisper": "LANGUAGES",
     "transformers.processing_utils": "Unpack",
+    "transformers.quantizers": "HfQuantizer register_quantization_config register_quantizer",
+    "transformers.quantizers.auto": "AUTO_QUANTIZER_MAPPING",
     "transformers.tokenization_utils_tokenizers": "TokenizersBackend",
     "transformers.trainer_pt_utils": "LabelSmoother LengthGroupedSampler",
     "transformers.trainer_utils": "TrainOutput has_length seed_worker",
@@ -199,6 +213,7 @@ IMPORTS = {
     """,
     "transformers.utils.generic": "merge_with_config_defaults",
     "transformers.utils.output_capturing": "OutputRecorder capture_outputs",
+    "transformers.utils.quantization_config": "QuantizationConfigMixin",
 }
 # Attributes that we set on their objects.
 OURS = {"_cache_given", "_limited_by_source"}
@@ -274,9 +289,10 @@ def test_an_attribute_is_there(owner, name):
 
 @pytest.mark.parametrize(("name", "schema"), OPERATORS.items(), ids=OPERATORS)
 def test_an_operator_of_torch_is_there_with_its_schema(name, schema):
-    operator = found(f"torch.ops.mkldnn.{name}")
-    now = re.sub(r"^[^(]+| \w+$", "", str(operator.default._schema))
-    assert now == schema, f"torch.ops.mkldnn.{name} has another schema: {', '.join(users(name))}"
+    space = "mkldnn" if name.startswith("_") else "onednn"
+    operator = found(f"torch.ops.{space}.{name}")
+    now = re.sub(r"^[^(]+|(?<!->) \w+$", "", str(operator.default._schema))
+    assert now == schema, f"torch.ops.{space}.{name} has another schema: {', '.join(users(name))}"
 
 
 @pytest.mark.parametrize(("function", "name"), entries(IN_SOURCE))

@@ -232,9 +232,7 @@ class TestLoading:
     def test_a_saved_folder_is_a_quarter_of_the_size_and_answers_alike(
         self, saved, saved_int8, rounded
     ):
-        sizes = [
-            (folder / "model.safetensors").stat().st_size for folder in (saved_int8, saved)
-        ]
+        sizes = [(folder / "model.safetensors").stat().st_size for folder in (saved_int8, saved)]
         assert sizes[0] < 0.27 * sizes[1]
         loaded = load(saved_int8)
         assert torch.equal(logits(loaded), logits(rounded))

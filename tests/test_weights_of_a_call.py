@@ -256,9 +256,7 @@ WAYS = {
     "in place": lambda m: layer_of(m).fc1.weight.detach().mul_(2),
     "without gradients": lambda m: torch.no_grad()(layer_of(m).fc1.weight.zero_)(),
     "initialised again": lambda m: nn.init.normal_(layer_of(m).fc2.weight),
-    "new data": lambda m: setattr(
-        layer_of(m).fc2.weight, "data", fresh(layer_of(m).fc2.weight)
-    ),
+    "new data": lambda m: setattr(layer_of(m).fc2.weight, "data", fresh(layer_of(m).fc2.weight)),
     "a new parameter": lambda m: setattr(
         layer_of(m).fc2, "weight", parameter(fresh(layer_of(m).fc2.weight))
     ),
