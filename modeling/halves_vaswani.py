@@ -70,8 +70,8 @@ def join_halves(
         The model in evaluation mode, and the names of its weights that come from neither half.
 
     Raises:
-        ValueError: the halves do not fit each other. The message names the field that differs. Or a
-            half has int8 weights.
+        ValueError: a half has int8 weights, or the halves do not fit each other. The message names
+            the field that differs.
     """
     for half in (encoder, decoder):
         refuse_int8(half, "join_halves")
