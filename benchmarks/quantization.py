@@ -29,6 +29,7 @@ from vaswani.training.circumstances import circumstances
 from worker import PeakMemory, Worker, timed
 
 from generation import DEFAULT_MODEL, Text, batched, load, quieten, write
+from vaswani import VaswaniInt8Config
 
 BATCH = 32
 
@@ -73,9 +74,15 @@ def plain(dtype: torch.dtype) -> Callable[[Path], PreTrainedModel]:
     return lambda folder: copy.deepcopy(AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype))
 
 
+def rounded_to_int8(folder: Path) -> PreTrainedModel:
+    """int8 weights of this package over float32."""
+    return AutoModelForSeq2SeqLM.from_pretrained(folder, quantization_config=VaswaniInt8Config())
+
+
 FORMS: dict[str, Callable[[Path], Any]] = {
     "float32": plain(torch.float32),
     "bfloat16": plain(torch.bfloat16),
+    "VaswaniInt8Config": rounded_to_int8,
     "quantize_dynamic, int8": quantized_dynamically,
     "torchao, int8 weights": torchao_form("Int8WeightOnlyConfig"),
     "torchao, int8": torchao_form("Int8DynamicActivationInt8WeightConfig"),
