@@ -5,7 +5,8 @@
 
 The pairs are lines of Multi30k, joined two by two at random. Three ways tokenise them: this
 package, `load_dataset` and `map` of transformers' run_translation.py, and lists in memory, the way
-of version 0.1. Each way runs in a process of its own, which then reads batches of 4096 tokens.
+of version 0.1. Each way runs in a process of its own, which then reads batches of 4096 tokens. At
+the end, the batches of an epoch of 36 million pairs are planned from their lengths.
 """
 
 import argparse
@@ -38,6 +39,12 @@ def main() -> None:
         "--compare", type=int, default=100_000, help="most pairs for the two other ways"
     )
     parser.add_argument("--batches", type=int, default=0, help="batches to read (default: all)")
+    parser.add_argument(
+        "--plan",
+        type=int,
+        default=36_000_000,
+        help="pairs of a plan of batches (default: 36000000)",
+    )
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -50,8 +57,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder))
     print(table(rows))
+    plan = {"pairs": args.plan, "seconds": plan_seconds(args.plan)}
+    print(plan)
     if args.json:
-        report = {**circumstances(), "budget": BUDGET, "rows": rows}
+        report = {**circumstances(), "budget": BUDGET, "rows": rows, "plan": plan}
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
@@ -171,6 +180,17 @@ def listed(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
         lambda lengths: [length <= 256 for length in lengths], input_columns="length", batched=True
     )
     return data, _token_counts(data)
+
+
+def plan_seconds(pairs: int) -> float:
+    """Time the plan of an epoch's batches, from lengths that are there."""
+    from vaswani.corpora.token_batches import TokenBatchSampler
+
+    lengths = np.random.default_rng(0).integers(5, 60, (pairs, 2), dtype=np.int32)
+    sampler = TokenBatchSampler(lengths, BUDGET)
+    begun = time.monotonic()
+    next(iter(sampler))
+    return round(time.monotonic() - begun, 2)
 
 
 def note(text: str) -> None:
