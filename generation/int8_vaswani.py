@@ -117,7 +117,8 @@ class Int8Product:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Round states (..., in), and multiply them by the weight: (..., out)."""
         rows = states.numel() // states.shape[-1]
-        if rows <= _FEW_ROWS and _is_faster_as_it_lies(rows, *self.values.shape):
+        sizes = (rows, *self.values.shape, torch.get_num_threads())
+        if rows <= _FEW_ROWS and _is_faster_as_it_lies(*sizes):
             return multiply(states, self.values, self.scale, self.bias)
         return _multiply_rounded(states, self._sums, self.bias)
 
@@ -177,10 +178,11 @@ def _packed_sums(
 
 
 @functools.cache
-def _is_faster_as_it_lies(rows: int, outputs: int, inputs: int) -> bool:
+def _is_faster_as_it_lies(rows: int, outputs: int, inputs: int, threads: int) -> bool:
     """Measure whether few rows are multiplied faster by a weight that is not packed.
 
-    The answer depends on the CPU. It changes no result, because both products are exact.
+    The answer depends on the CPU and on the threads. It changes no result, because the sums of both
+    products are exact.
     """
     values = torch.ones(outputs, inputs, dtype=torch.int8)
     scale, states = torch.ones(outputs), torch.ones(rows, inputs)

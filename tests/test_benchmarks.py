@@ -19,6 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import base_model  # noqa: E402
 import engines  # noqa: E402
+import int8  # noqa: E402
 import quantization  # noqa: E402
 import score  # noqa: E402
 
@@ -328,6 +329,29 @@ def test_report_of_quantized_forms_is_whole(model, corpus, tmp_path, capsys):
         assert 0 < row["error"] < 0.2
         assert min(row["sentences_per_second_1"], row["sentences_per_second_4"]) > 0
     assert capsys.readouterr().out.endswith("\n".join(quantization.table(results["forms"])) + "\n")
+
+
+def test_int8_scores_enter_the_card_of_the_rounded_model(model, corpus, tmp_path):
+    tokenizer = VaswaniTokenizer.train_from_iterator(
+        ENGLISH + GERMAN, vocab_size=330, show_progress=False
+    )
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    data = tmp_path / "data" / "multi30k" / "test_2016_flickr.lc.norm.tok"
+    files = [f"{data}.{language}.gz" for language in ("en", "de")]
+    out, report = tmp_path / "int8", tmp_path / "report.json"
+    int8.main(
+        [str(tmp_path / "tiny"), "--test", *files, "--output", str(out), "--json", str(report)]
+    )
+    results = json.loads(report.read_text())
+    assert {"command", "commit", "hardware", "versions", "date"} < results.keys()
+    assert results == json.loads((out / "results" / "int8.json").read_text())
+    assert 0.25 < results["bytes"] / results["float_bytes"] < 0.6  # many scales in so small a model
+    card = (out / "README.md").read_text()
+    assert f"| BLEU | {results['test']['bleu']:.2f} |" in card
+    before = results["test"]["float_bleu"]
+    assert f"| BLEU before the weights were rounded | {before:.2f} |" in card
+    assert f"Rounding moved them by {results['weight_error']:.2%}" in card
 
 
 def test_training_ratios_are_medians_and_aims_are_judged():
