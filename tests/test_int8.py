@@ -21,6 +21,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+from vaswani.commands.main import main
 from vaswani.conversion import ctranslate2, onnx, to_marian, to_torch
 from vaswani.conversion.errors import ConversionError
 from vaswani.generation import int8_vaswani
@@ -369,6 +370,15 @@ class TestClients:
             VaswaniTrainer(model=rounded, args=arguments)
         with pytest.raises(ValueError, match="purely quantized"):
             Seq2SeqTrainer(model=rounded, args=arguments)
+
+    def test_the_command_refuses_to_train_int8_weights(self, saved_int8, tmp_path):
+        for language in ("en", "de"):
+            (tmp_path / f"text.{language}").write_text("one\ntwo\n")
+        files = [str(tmp_path / f"text.{language}") for language in ("en", "de")]
+        data = [word for split in ("train", "valid", "test") for word in (f"--{split}", *files)]
+        output = ["--output", str(tmp_path / "run")]
+        with pytest.raises(SystemExit, match="Training needs float weights"):
+            main(["train", "--model", str(saved_int8), *data, *output, "--steps", "1"])
 
     def test_an_adapter_of_the_float_model_answers_alike_and_is_not_trained(
         self, saved, rounded, tmp_path

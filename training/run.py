@@ -40,6 +40,7 @@ from ..corpora.text_stream import TextStream
 from ..corpora.tokenising import tokenised
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..modeling.quantization_vaswani import refuse_int8
 from .averaging import average_checkpoints
 from .checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
@@ -187,10 +188,12 @@ class TrainingRun:
         options = self.options
         if options.model:
             # Always train in float32, because updates are too small for 16 bits.
-            return (
-                AutoModelForSeq2SeqLM.from_pretrained(options.model, dtype=torch.float32),
-                AutoTokenizer.from_pretrained(options.model),
-            )
+            model = AutoModelForSeq2SeqLM.from_pretrained(options.model, dtype=torch.float32)
+            try:
+                refuse_int8(model, "Training")
+            except ValueError as error:
+                raise RunError(f"{options.model}: {error}") from error
+            return model, AutoTokenizer.from_pretrained(options.model)
         tokenizer = self._build_tokenizer()
         fields = {
             "vocab_size": len(tokenizer),
