@@ -299,7 +299,7 @@ def test_without_ctranslate2_the_error_says_how_to_get_it(monkeypatch, tiny_mode
 def test_the_command_line_writes_the_same_folder(folder, tmp_path):
     ours, *_ = folder
     save(ours, tmp_path / "out", quantization="int8", max_positions=64)
-    command = [sys.executable, "-m", "vaswani.conversion", "to-ctranslate2", str(ours)]
+    command = [sys.executable, "-m", "vaswani", "convert", "to-ctranslate2", str(ours)]
     command += ["--quantization", "int8", "--max-positions", "64", str(tmp_path / "theirs")]
     subprocess.run(command, check=True)
     written = tmp_path / "theirs" / "model.bin"

@@ -126,7 +126,7 @@ def test_the_first_line_of_several_processes_is_printed_once(number_words, tmp_p
     )  # fmt: skip
     line = "Training with 2 processes on cpu (1 thread each)"
     assert printed.splitlines()[0] == line
-    assert printed.count("Training with") == printed.count(" parameters.") == 1
+    assert printed.count("Training with") == printed.count(" parameters") == 1
 
 
 @pytest.mark.slow
