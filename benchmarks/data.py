@@ -28,8 +28,8 @@ BUDGET = 4096
 WAYS = ("vaswani", "map", "lists")
 
 
-def main() -> None:
-    """Measure all ways for all sizes."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,7 +47,12 @@ def main() -> None:
     )
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure all ways for all sizes."""
+    args = parse_args()
     if args.worker:
         way, files, tokenizer, cache, batches = args.worker
         print(json.dumps(worker(way, files, tokenizer, cache, int(batches))))

@@ -385,6 +385,28 @@ def test_training_speed_comes_from_its_results_file():
         assert cells == [*speeds, f"{rows[2]['peak_mb'] / 1024:.1f} GB"]
 
 
+def test_costs_of_data_come_from_their_results_file():
+    page, results = DOCS["results"], results_of("data")
+    assert {"commit", "hardware", "versions", "date"} <= results.keys()
+    assert results["command"] in page.commands()
+    names = {"vaswani": "ours", "map": "`load_dataset` and `map`", "lists": "lists, as in 0.1"}
+    expected = [
+        [
+            f"{row['pairs']:,}",
+            names[row["way"]],
+            f"{row['cpu_seconds']:.1f}",
+            f"{row['wall_seconds']:.1f}",
+            f"{row['second_start_seconds']:.1f}",
+            f"{row['memory_mib'] - row['base_memory_mib']:.0f}",
+            f"{row['memory_of_each_of_two_mib'] - row['base_memory_mib']:.0f}",
+            f"{row['disk_mib']:.0f}",
+        ]
+        for row in results["rows"]
+    ]
+    assert page.rows("pairs | way") == expected
+    assert f"planned in {results['plan']['seconds']:.1f} seconds" in page.text
+
+
 def test_training_compared_with_marian_comes_from_its_results_file():
     page, results = DOCS["results"], results_of("training")
 
