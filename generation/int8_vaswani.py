@@ -22,6 +22,10 @@ _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _ZERO_POINT = 128  # of states as unsigned integers
 _FEW_ROWS = 8  # up to here, a weight that is not packed may be faster
 _SMALLEST_SCALE = 1e-30  # keeps a row of zeros from dividing by zero
+# Operands as tensors, because torch casts a number of Python in each operation, which takes longer
+# than the operation.
+_STEP = torch.tensor(1 / _LARGEST, dtype=torch.float32, device="cpu")
+_OFFSET = torch.tensor(_ZERO_POINT, dtype=torch.uint8, device="cpu")
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +157,7 @@ def _multiply_rounded(
         bias: (out,).
     """
     rows = states.reshape(-1, states.shape[-1]).float()
-    row_scale = rows.abs().amax(dim=1, keepdim=True).mul_(1 / _LARGEST).add_(_SMALLEST_SCALE)
+    row_scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(_SMALLEST_SCALE).mul_(_STEP)
     output = sums((rows / row_scale).round_().to(torch.int8)).mul_(row_scale)
     if bias is not None:
         output.add_(bias)
@@ -170,7 +174,7 @@ def _packed_sums(
 ) -> torch.Tensor:
     """Multiply int8 rows (R, in) by a packed weight, and by its scale: (R, out)."""
     # oneDNN is fast on all CPUs with unsigned states only.
-    unsigned = rounded.view(torch.uint8).bitwise_xor_(_ZERO_POINT)
+    unsigned = rounded.view(torch.uint8).bitwise_xor_(_OFFSET)
     number, none = torch.float32, "none"
     return torch.ops.onednn.qlinear_pointwise(
         unsigned, 1.0, _ZERO_POINT, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
