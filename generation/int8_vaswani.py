@@ -103,7 +103,7 @@ class Int8Product:
     Args:
         values: (out, in) int8 values.
         packed: the same in oneDNN's layout.
-        scale: (out,) of the weight.
+        scale: (out,) of the weight, in float32.
         bias: (out,).
     """
 
@@ -114,8 +114,7 @@ class Int8Product:
         scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
-        self.values, self.packed = values, packed
-        self.scale, self.bias = scale.float(), bias
+        self.values, self.packed, self.scale, self.bias = values, packed, scale, bias
         self.zeros = torch.zeros(len(scale), dtype=torch.int64)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

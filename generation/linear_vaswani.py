@@ -31,10 +31,15 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
 
 
 class _Packed(NamedTuple):
-    """Concatenated weights of layers (out, in), and the same values in oneDNN's layout."""
+    """Concatenated weights of layers (out, in), and the same values in oneDNN's layout.
+
+    int8 weights have scales (out,) too. Where the CPU cannot multiply them exactly, their product
+    in float32 is packed.
+    """
 
     values: torch.Tensor
     packed: torch.Tensor
+    scale: torch.Tensor | None
 
 
 # Packed weights by the first of their layers, then by the number of layers. The keys are weak, so
@@ -87,11 +92,22 @@ def _prepare_int8(layers: tuple[Any, ...]) -> Product:
             in_use = True
             return _apply(layers, states)
         if prepared is None:
-            weights, scales = _packed_weight(layers), [layer.weight_scale for layer in layers]
-            prepared = Int8Product(*weights, torch.cat(scales), _joined_bias(layers))
+            weight, bias = _packed_weight(layers), _joined_bias(layers)
+            if multiplies_exactly():
+                prepared = Int8Product(*weight, bias)
+            else:
+                prepared = functools.partial(_multiply_float32, weight.packed, bias)
         return prepared(states)
 
     return product
+
+
+def _multiply_float32(
+    weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor
+) -> torch.Tensor:
+    """Multiply states of any dtype by a weight in float32."""
+    bias = None if bias is None else bias.float()
+    return _multiply(states.float(), weight, bias).to(states.dtype)
 
 
 def _apply(layers: tuple[nn.Linear, ...], states: torch.Tensor) -> torch.Tensor:
@@ -178,20 +194,35 @@ def _packed_weight(layers: tuple[nn.Linear, ...]) -> _Packed:
     weights = [layer.weight.detach() for layer in layers]
     by_number = _packed_of.setdefault(layers[0], {})
     earlier = by_number.get(len(layers))
-    if earlier is not None and _same_values(earlier.values, weights):
+    scale = _joined_scale(layers)
+    if (
+        earlier is not None
+        and _same_values(earlier.values, weights)
+        and (scale is None or (earlier.scale is not None and torch.equal(scale, earlier.scale)))
+    ):
         return earlier
     earlier = None
     by_number.pop(len(layers), None)  # free the old copies before the new ones are made
     # Pack the copy, not the weights: another thread may write to the weights meanwhile.
     values = torch.cat(weights)
-    prepared = by_number[len(layers)] = _Packed(values, _pack(values))
+    packed = _pack(values) if scale is None else _pack_int8(values, scale)
+    prepared = by_number[len(layers)] = _Packed(values, packed, scale)
     return prepared
 
 
 def _pack(values: torch.Tensor) -> torch.Tensor:
-    if values.dtype == torch.int8:
-        return pack(values)
     return torch.ops.mkldnn._reorder_linear_weight(values)
+
+
+def _pack_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return pack(values) if multiplies_exactly() else _pack(values * scale[:, None])
+
+
+def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor | None:
+    """Concatenate the scales of layers with int8 weights, in float32; None for other layers."""
+    if not isinstance(layers[0], Int8Linear):
+        return None
+    return torch.cat([layer.weight_scale.detach().float() for layer in layers])
 
 
 def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:
@@ -257,8 +288,8 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
         bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     except AttributeError:
         return ()
-    dtypes = (torch.float32, torch.bfloat16) if bfloat16 else (torch.float32,)
-    return (*dtypes, torch.int8) if multiplies_exactly() else dtypes
+    dtypes = (torch.float32, torch.int8)
+    return (*dtypes, torch.bfloat16) if bfloat16 else dtypes
 
 
 __all__ = ["PreparedLinear", "prepare", "prepared_copy"]

@@ -24,7 +24,7 @@ from transformers import (
 from vaswani.commands.main import main
 from vaswani.conversion import ctranslate2, onnx, to_marian, to_torch
 from vaswani.conversion.errors import ConversionError
-from vaswani.generation import int8_vaswani
+from vaswani.generation import int8_vaswani, linear_vaswani
 from vaswani.generation.int8_vaswani import (
     Int8Embedding,
     Int8Linear,
@@ -121,6 +121,7 @@ class TestProducts:
         assert (values.abs().amax(dim=1)[others] >= 126).all()
         assert (values[3] == 0).all()
 
+    @exact
     def test_a_product_is_that_of_rounded_states_and_rounded_weights(self):
         states, weight, bias = torch.randn(7, 96), torch.randn(50, 96), torch.randn(50)
         values, scale = round_weight(weight)
@@ -159,6 +160,22 @@ class TestProducts:
         monkeypatch.setattr(int8_vaswani, "multiplies_exactly", lambda: False)
         with torch.no_grad():
             assert torch.equal(layer(states), expected)
+
+    @pytest.mark.parametrize("number", [1, 3])
+    @torch.no_grad()
+    def test_without_exact_sums_prepared_layers_keep_a_float_copy(self, number, monkeypatch):
+        for module in (int8_vaswani, linear_vaswani):
+            monkeypatch.setattr(module, "multiplies_exactly", lambda: False)
+        layers = [Int8Linear(torch.nn.Linear(160, 128).eval(), {}) for _ in range(number)]
+        states = torch.randn(7, 160)
+        for _ in range(2):  # the second call sees the changed scale
+            product = prepare(*layers)
+            for _ in range(2):
+                expected = torch.cat([layer(states) for layer in layers], dim=-1)
+                torch.testing.assert_close(product(states), expected)
+            copies = linear_vaswani._packed_of[layers[0]][number]
+            assert copies.packed.dtype == torch.float32
+            layers[0].weight_scale.data.mul_(-2)
 
     @exact
     @pytest.mark.parametrize("number", [1, 3])
