@@ -93,8 +93,8 @@ def _prepare_int8(layers: tuple[Any, ...]) -> Product:
             return _apply(layers, states)
         if prepared is None:
             weight, bias = _packed_weight(layers), _joined_bias(layers)
-            if multiplies_exactly():
-                prepared = Int8Product(*weight, bias)
+            if multiplies_exactly() and weight.scale is not None:
+                prepared = Int8Product(weight.values, weight.packed, weight.scale, bias)
             else:
                 prepared = functools.partial(_multiply_float32, weight.packed, bias)
         return prepared(states)
