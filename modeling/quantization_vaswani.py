@@ -104,6 +104,9 @@ class RoundableModel(PreTrainedModel):
         self._set_tied_keys(
             lambda tied: tied | {f"{name}_scale": f"{tied[name]}_scale" for name in tied}
         )
+        for parameter in self.parameters():
+            # A loaded parameter is a view of its file, which stays in memory as long as the view.
+            parameter.data = parameter.data.clone()
         return _relative_change(rounded)
 
     def restore_from_int8(self, dtype: torch.dtype) -> None:
