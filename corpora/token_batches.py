@@ -80,8 +80,10 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._source, self._target = _columns(lengths)
         fits = self._source <= self.max_source_tokens
         fits &= self._target <= self.max_target_tokens
-        self._fitting = np.flatnonzero(fits)
-        self.oversize = np.flatnonzero(~fits)
+        # int32 rows halve the memory of a plan.
+        number = np.int32 if len(fits) < 2**31 else np.int64
+        self._fitting = np.flatnonzero(fits).astype(number)
+        self.oversize = np.flatnonzero(~fits).astype(number)
         self._report_oversize(drop_oversize)
         self._alone = self.oversize[:0] if drop_oversize else self.oversize
         self.num_sentences = len(self._rows()) + len(self._alone)
@@ -138,37 +140,30 @@ class TokenBatchSampler(Sampler[list[int]]):
         of different lengths are similar too.
         """
         rows = self._rows()
-        source, target = self._source[rows], self._target[rows]
-        longer = np.maximum(source, target)
-        longest = int(longer.max(initial=0))
-        # int32 keys halve the memory of a plan.
-        longer = longer.astype(np.int32 if longest < 2**15 else np.int64, copy=False)
-        rank = np.cumsum(np.bincount(longer) > 0, dtype=longer.dtype)[longer]
-        key = np.where((rank + rng.integers(2)) % 2 == 0, source - target, target - source)
-        key += longer * longer.dtype.type(2 * longest + 1)
-        key = _ranks(key)
-        shuffled = rng.permutation(len(key))
-        return rows[shuffled[np.argsort(key[shuffled], kind="stable")]]
+        key = _ranks(_length_keys(self._source[rows], self._target[rows], rng.integers(2)))
+        shuffled = rng.permutation(np.arange(len(rows), dtype=self._fitting.dtype))
+        key = key[shuffled]
+        return rows[shuffled[np.argsort(key, kind="stable")]]
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
         """Cut an order into batches as full as the budgets allow, and return where each ends.
 
         The first batch is shortened to the share `first`, which shifts all later batches.
         """
-        source, target = np.maximum(self._source[order], 1), np.maximum(self._target[order], 1)
-        sizes = np.arange(1, len(order) + 1)
+        sizes = np.arange(1, min(self.max_source_tokens, self.max_target_tokens) + 1)
         ends = []
         start = 0
         while start < len(order):
             # The first sentence alone gives an upper bound of the size of the batch.
             limit = min(
-                self.max_source_tokens // int(source[start]),
-                self.max_target_tokens // int(target[start]),
-                len(order) - start,
+                self.max_source_tokens // max(int(self._source[order[start]]), 1),
+                self.max_target_tokens // max(int(self._target[order[start]]), 1),
             )
-            window = slice(start, start + limit)
-            padded_source = np.maximum.accumulate(source[window]) * sizes[:limit]
-            padded_target = np.maximum.accumulate(target[window]) * sizes[:limit]
+            rows = order[start : start + limit]
+            padded_source, padded_target = (
+                np.maximum.accumulate(np.maximum(side[rows], 1)) * sizes[: len(rows)]
+                for side in (self._source, self._target)
+            )
             fits = padded_source <= self.max_source_tokens
             fits &= padded_target <= self.max_target_tokens
             size = int(np.count_nonzero(fits))
@@ -262,6 +257,20 @@ def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
             f"lengths must be 0 or more; sentence pair {negative[0]} has {pairs[negative[0]]}."
         )
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)
+
+
+def _length_keys(source: np.ndarray, target: np.ndarray, parity: int) -> np.ndarray:
+    """Return sort keys: the longer side first, then the difference, rising and falling in turn."""
+    longer = np.maximum(source, target)
+    longest = int(longer.max(initial=0))
+    # int32 keys halve the memory of a plan.
+    longer = longer.astype(np.int32 if longest < 2**15 else np.int64, copy=False)
+    falls = (np.cumsum(np.bincount(longer) > 0) + parity) % 2 == 1
+    key = (source - target).astype(longer.dtype, copy=False)
+    np.negative(key, out=key, where=falls[longer])
+    longer *= longer.dtype.type(2 * longest + 1)
+    key += longer
+    return key
 
 
 def _ranks(key: np.ndarray) -> np.ndarray:
