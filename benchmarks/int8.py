@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         text = json.dumps(results, indent=1) + "\n"
         (folder / "results").mkdir()
         (folder / "results" / "int8.json").write_text(text, encoding="utf-8")
-        write_model_card(folder)
+    write_model_card(args.output)
     if args.json:
         args.json.write_text(text, encoding="utf-8")
 

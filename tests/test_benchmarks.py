@@ -349,6 +349,7 @@ def test_int8_scores_enter_the_card_of_the_rounded_model(model, corpus, tmp_path
     assert 0.25 < results["bytes"] / results["float_bytes"] < 0.6  # many scales in so small a model
     card = (out / "README.md").read_text()
     assert f"| BLEU | {results['test']['bleu']:.2f} |" in card
+    assert "\n# int8\n" in card
     before = results["test"]["float_bleu"]
     assert f"| BLEU before the weights were rounded | {before:.2f} |" in card
     assert f"Rounding moved them by {results['weight_error']:.2%}" in card
