@@ -140,7 +140,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         of different lengths are similar too.
         """
         rows = self._rows()
-        key = _ranks(_length_keys(self._source[rows], self._target[rows], rng.integers(2)))
+        key = _ranks(_length_keys(self._source[rows], self._target[rows], int(rng.integers(2))))
         shuffled = rng.permutation(np.arange(len(rows), dtype=self._fitting.dtype))
         key = key[shuffled]
         return rows[shuffled[np.argsort(key, kind="stable")]]
