@@ -85,15 +85,6 @@ def test_the_figures_are_those_of_the_results_files():
             assert f"| {found['perplexity_per_word']:.1f} |" in PAGE.text
 
 
-def test_the_table_of_one_stream_on_multi30k_comes_from_its_results_file():
-    found = {
-        int(name.split()[1]): [models[key]["bleu"] for key in ("two streams", "one stream")]
-        for name, models in results("one-stream-multi30k").items()
-    }
-    rows = PAGE.rows("Multi30k, training pairs |")
-    assert rows == [[f"{pairs:,}", f"{a:.1f}", f"{b:.1f}"] for pairs, (a, b) in found.items()]
-
-
 def test_the_table_of_masked_words_comes_from_its_results_file():
     measured = read("siblings-masked-words")
     seeds = [[run["seed"] for run in runs] for runs in measured["runs"].values()]
