@@ -15,13 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = Page(ROOT / "docs" / "siblings.md")
 
 
-def read(name):
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def results(name):
-    return read(f"siblings-{name}")["results"]
+    path = ROOT / "benchmarks" / "results" / f"siblings-{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))["results"]
 
 
 def test_the_blocks_run_as_printed(number_words, tiny_model, tmp_path, monkeypatch):
@@ -83,17 +79,3 @@ def test_the_figures_are_those_of_the_results_files():
     for name, found in results("language-model").items():
         if name.endswith(("Model", "LM", "3", "5")):
             assert f"| {found['perplexity_per_word']:.1f} |" in PAGE.text
-
-
-def test_the_table_of_masked_words_comes_from_its_results_file():
-    measured = read("siblings-masked-words")
-    seeds = [[run["seed"] for run in runs] for runs in measured["runs"].values()]
-    assert seeds == [[1], [1]]
-    ways = ("masked words first", "from scratch")
-    assert PAGE.rows("seed 1 |") == [
-        [name, *(f"{measured['summary'][measure][way]:.{digits}f}" for way in ways)]
-        for name, measure, digits in (
-            ("loss per target token", "loss_per_token", 2),
-            ("BLEU", "bleu", 1),
-        )
-    ]
