@@ -407,6 +407,18 @@ def test_costs_of_data_come_from_their_results_file():
     assert f"planned in {results['plan']['seconds']:.1f} seconds" in page.text
 
 
+def test_scores_of_both_directions_come_from_their_results_file():
+    page, results = DOCS["data"], results_of("both-ways")
+    expected = [
+        [corpus["tag"], str(corpus["bleu"]), str(corpus["chrf"])]
+        for corpus in results["test"]["corpora"]
+    ]
+    assert page.rows("target | BLEU") == expected
+    length = f"{results['steps']} packed updates in {results['training_minutes']:.0f} minutes"
+    assert length in page.text
+    assert results["command"] in page.commands()
+
+
 def test_training_compared_with_marian_comes_from_its_results_file():
     page, results = DOCS["results"], results_of("training")
 
