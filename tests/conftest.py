@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 import torch
 from num2words import num2words
 from torch import nn
@@ -126,3 +127,11 @@ def number_words(tmp_path_factory):
         lines = [num2words(n, lang=language) + "\n" for n in range(100, 220)]
         (folder / f"train.{language}").write_text("".join(lines), encoding="utf-8")
     return [folder / f"train.{language}" for language in ("en", "de")]
+
+
+@pytest.fixture(autouse=True)
+def _transformers_verbosity():
+    """Commands under test silence transformers; the next test hears its warnings again."""
+    before = transformers.utils.logging.get_verbosity()
+    yield
+    transformers.utils.logging.set_verbosity(before)
