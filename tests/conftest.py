@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import transformers
 import torch
+import transformers
 from num2words import num2words
 from torch import nn
 
