@@ -1,4 +1,4 @@
-"""What it takes to turn text files into batches: CPU seconds, wall seconds, memory and disk.
+"""Measure how text files become batches: CPU seconds, wall seconds, memory and disk.
 
     python benchmarks/data.py --data data/multi30k --pairs 100000 1000000 4500000 \
         --json benchmarks/results/data.json

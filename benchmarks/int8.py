@@ -1,4 +1,4 @@
-r"""What int8 weights cost: BLEU of a model in float32, in bfloat16 and with int8 weights.
+r"""Compare the BLEU of a model in float32, in bfloat16 and with int8 weights.
 
     python benchmarks/int8.py runs/en-de --test test.en test.de --output int8/ --json FILE
 

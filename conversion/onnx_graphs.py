@@ -1,4 +1,4 @@
-"""What the ONNX models share: graphs with a cache, and the settings of a folder."""
+"""Base classes of the ONNX models: graphs with a cache, and the settings of a folder."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..generation.search_vaswani import FILL, SearchSettings, TokenRules, beam_s
 
 Array = np.ndarray[Any, Any]
 
-# Settings of a generation config that are followed here, and those that change nothing.
+# Settings of a generation config that this file applies, and settings without an effect here.
 _SEARCH = ("num_beams", "length_penalty", "length_penalty_type", "early_stopping")
 _LIMITS = ("max_new_tokens", "max_length_offset", "max_length_factor", "max_length")
 _TOKENS = ("decoder_start_token_id", "eos_token_id", "pad_token_id", "bos_token_id")

@@ -72,7 +72,7 @@ class _Mappings:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process maps the files again through the tables, so it gets no mappings from here.
+        # A mapping cannot be pickled. The other process maps the files when it loads the tables.
         return _Mappings, ([],)
 
     def release(self) -> None:

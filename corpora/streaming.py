@@ -1,4 +1,4 @@
-"""Batches by tokens from pairs that are read as they come, and never counted (section 5.1)."""
+"""Token batches from streamed pairs, whose number is unknown (section 5.1)."""
 
 import copy
 import itertools
@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..configuration.extras import needs
+from .reading import DataError
 from .text_stream import TextStream, reader_of
 from .token_batches import TokenBatchSampler
 
@@ -18,32 +19,33 @@ with needs("vaswani[train]"):
 Row = dict[str, Any]
 State = dict[str, Any]
 
-# Pairs of which batches are made at a time.
+# Default number of rows in a buffer.
 BUFFER = 20_000
+# The shuffle of a buffer is numbered `buffer * _MOST_WORKERS + worker`, so each one differs.
 _MOST_WORKERS = 2**16
 _BEGIN = {"pass": 0, "rows": None, "block": 0, "given": 0, "total": 0}
 
 
 class TokenBatchStream(IterableDataset):
-    """Batches of at most so many tokens, made from one buffer of rows after another.
+    """Endless token batches: the stream fills a buffer with rows and makes batches of the buffer.
 
-    The stream has no end: after its last row it starts again from the first. Each batch comes with
-    the state of the stream after it, so that a run continues in the middle of a pass without
-    reading again what it has seen, but for one buffer.
+    After the last row, the stream starts again from the first row. Each batch comes with the state
+    of the stream after the batch. A resumed run continues in the middle of a pass, and reads at
+    most one buffer twice.
 
-    Pass it to a DataLoader with `batch_size=None`. With workers, `rows` has to deal its rows out to
-    them, as data sets of Hugging Face `datasets` do.
+    Pass the stream to a DataLoader with `batch_size=None`. With several workers, `rows` must give
+    each worker its own rows, as data sets of Hugging Face `datasets` do.
 
     Args:
         rows: rows of this process, from `rows_of_process`.
         max_source_tokens, max_target_tokens: those of TokenBatchSampler.
         collate: makes a batch of rows.
-        encode: turns the rows of a buffer into rows with `input_ids` and `labels`; None if they
-            have them.
-        sampler: makes batches of a buffer, TokenBatchSampler or PackedBatchSampler.
-        seed: another seed is another order of batches.
-        buffer: rows of which batches are made at a time.
-        states: of every worker, from which to continue.
+        encode: turns the rows of a buffer into rows with `input_ids` and `labels`. None if the
+            rows have both already.
+        sampler: TokenBatchSampler or PackedBatchSampler, which makes the batches of a buffer.
+        seed: seed of the order of batches.
+        buffer: number of rows in a buffer.
+        states: state of each worker to resume from.
     """
 
     def __init__(
@@ -64,10 +66,13 @@ class TokenBatchStream(IterableDataset):
         self.states = states or {}
 
     def __iter__(self) -> Iterator[tuple[Row | None, tuple[int, State]]]:
-        """Yield batches with the number of the worker and its state after them.
+        """Yield each batch with the number of the worker and the worker's state after the batch.
 
-        A stream that continues yields None in place of each batch before, since trainers skip the
-        batches that they had.
+        A resumed stream first yields None for each batch of the run before, because trainers skip
+        these batches.
+
+        Raises:
+            DataError: a whole pass gave no batch, for example because the rules drop all pairs.
         """
         info = get_worker_info()
         worker = info.id if info else 0
@@ -76,9 +81,10 @@ class TokenBatchStream(IterableDataset):
         for _ in range(state["total"]):
             yield None, (worker, state)
         for passes in itertools.count(state["pass"]):
-            empty = True
+            before = state
+            read = 0
             for start, block, content in self._blocks(rows, passes, state):
-                empty = False
+                read += len(content)
                 given = state["given"] if block == state["block"] else 0
                 for place, batch in enumerate(self._batches(content, worker, block)):
                     if place >= given:
@@ -90,14 +96,19 @@ class TokenBatchStream(IterableDataset):
                             "total": state["total"] + 1,
                         }
                         yield self.collate(batch), (worker, state)
-            if empty:
+            if not read:
                 return  # this worker has no shard
+            if state is before and before["rows"] is None and not before["given"]:
+                raise DataError(
+                    f"All {read} pairs of the stream were dropped, so that no batch can be made: "
+                    "loosen the filters, or check that the files hold sources and targets."
+                )
             state = {**state, "rows": None, "block": state["block"] + 1, "given": 0}
 
     def _blocks(
         self, rows: Any, passes: int, state: State
     ) -> Iterator[tuple[State | None, int, list[Row]]]:
-        """Yield the buffers of the rest of a pass, with the state before them and their number."""
+        """Yield each buffer of the rest of a pass, with the state before it and its number."""
         rows.set_epoch(passes)
         if state["rows"] is not None:
             rows.load_state_dict(state["rows"])
@@ -109,7 +120,7 @@ class TokenBatchStream(IterableDataset):
             start = rows.state_dict()
 
     def _batches(self, block: list[Row], worker: int, number: int) -> list[list[Row]]:
-        """Make the batches of a buffer, in an order that depends on the seed and its number."""
+        """Make the batches of a buffer, in the order of the seed and the buffer's number."""
         if self.encode:
             block = self.encode(block)
         if not block:
@@ -121,12 +132,12 @@ class TokenBatchStream(IterableDataset):
 
 
 def rows_of_process(data: Any, process: int, processes: int) -> Any:
-    """Return the rows of one process, with a state that can be saved.
+    """Return the rows of one process, as an iterable whose state can be saved.
 
     Args:
         data: a TextStream, a `datasets.IterableDataset` or any other iterable of rows.
-        process: number of this process.
-        processes: how many there are.
+        process: rank of this process.
+        processes: number of processes.
     """
     if isinstance(data, TextStream):
         return data.rows_of_process(process, processes)
@@ -136,7 +147,7 @@ def rows_of_process(data: Any, process: int, processes: int) -> Any:
 
 
 class _CountedRows:
-    """Every so many rows of an iterable; to continue, it is read again from its start."""
+    """Every n-th row of an iterable, for n readers. Resuming reads the iterable from its start."""
 
     def __init__(self, rows: Any, process: int, processes: int) -> None:
         self._rows, self._process, self._processes = rows, process, processes

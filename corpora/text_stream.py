@@ -1,4 +1,4 @@
-"""Texts of corpora as a stream: drawn by weights, dealt out to readers, continued in the middle."""
+"""A stream of the texts of corpora: weighted sampling, one share per reader, exact resume."""
 
 import functools
 import itertools
@@ -18,21 +18,21 @@ Row = dict[str, Any]
 State = dict[str, Any]
 Shard = tuple[Corpus, tuple[str, ...]]
 
-# Numbers of corpora that are drawn at a time.
+# Corpora are drawn in blocks, because one call of numpy for each draw would be slow.
 _DRAWS = 1000
 
 
 class TextStream(IterableDataset):
-    """Texts of corpora that are read, filtered and tokenised as they come.
+    """Texts of corpora, which are read, filtered and tokenised while the model trains.
 
-    Without weights the corpora are read one after another. With weights, rows are drawn from all in
-    these shares, and a corpus starts again at its end, until each has ended once.
+    Corpora without weights are read one after another. Corpora with weights are sampled in
+    proportion to their weights. A corpus that ends starts again, until each corpus has ended once.
 
     Args:
-        corpora: where one has a weight, the others have 1.
-        tokenizer, target_tokenizer: of sources and targets.
-        rules: which pairs to leave out.
-        seed: of the draws.
+        corpora: corpora to read. If any corpus has a weight, the others have weight 1.
+        tokenizer, target_tokenizer: tokenizers of the sources and of the targets.
+        rules: rules that drop pairs.
+        seed: seed of the sampling.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TextStream(IterableDataset):
             self._groups = [_shards_of([corpus]) for _, corpus in drawn]
 
     def rows_of_process(self, process: int, processes: int) -> "_TextRows":
-        """Return the rows of one of several processes, with a state that can be saved."""
+        """Return the rows of one process, as an iterable whose state can be saved."""
         return _TextRows(self._groups, self._weights, self._seed, process, processes)
 
     def __iter__(self) -> Iterator[Row]:
@@ -63,10 +63,10 @@ class TextStream(IterableDataset):
             yield from self.encode([row])
 
     def encode(self, rows: list[Row]) -> list[Row]:
-        """Return the rows that the rules keep, with `input_ids` and `labels`.
+        """Tokenise the rows that the rules keep, into `input_ids` and `labels`.
 
         Raises:
-            DataError: a text could not be read.
+            DataError: a text cannot be read.
         """
         if not self._skip:
             for row in rows:
@@ -79,7 +79,7 @@ class TextStream(IterableDataset):
 
 
 class _TextRows:
-    """Rows that one reader, which is a worker of a process, draws from groups of shards."""
+    """The rows of one reader: a worker of a process, which samples from groups of shards."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _TextRows:
                 yield row
 
     def _draws(self) -> Iterator[int]:
-        """Yield the groups to draw from, a function of the seed, the pass and the number."""
+        """Sample groups. Each draw depends on the seed, the pass and the number of the draw only."""
         while True:
             block, place = divmod(self._drawn, _DRAWS)
             generator = np.random.default_rng((self._seed, self._epoch, block))
@@ -132,7 +132,7 @@ class _TextRows:
 
 
 def reader_of(process: int, processes: int) -> tuple[int, int]:
-    """Return the number of this worker among those of all processes, and how many there are."""
+    """Return the number of this worker among the workers of all processes, and their number."""
     info = get_worker_info()
     worker, workers = (info.id, info.num_workers) if info else (0, 1)
     return process + processes * worker, processes * workers
@@ -145,7 +145,7 @@ def _shards_of(corpora: Sequence[Corpus]) -> list[Shard]:
 def _texts(
     group: list[Shard], reader: int, readers: int, first: int = 0, line: int = 0
 ) -> Iterator[tuple[Row, tuple[int, int]]]:
-    """Yield what a reader has of a group from a place on, each row with the place after it."""
+    """Yield the rows of a reader from a shard and line on, each with the place after the row."""
     if whole := len(group) % readers == 0:
         group = group[reader::readers]
     for number, (corpus, files) in enumerate(group[first:], first):

@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _ZERO_POINT = 128  # of states as unsigned integers
 _FEW_ROWS = 8  # up to here, a weight that is not packed may be faster
-_SMALLEST_SCALE = 1e-30  # keeps a row of zeros from dividing by zero
+_SMALLEST_SCALE = 1e-30  # of states, so that a row of zeros does not divide by zero
 # Operands as tensors, because torch casts a number of Python in each operation, which takes longer
 # than the operation.
 _STEP = torch.tensor(1 / _LARGEST, dtype=torch.float32, device="cpu")
@@ -30,8 +30,8 @@ _OFFSET = torch.tensor(_ZERO_POINT, dtype=torch.uint8, device="cpu")
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each row of a weight (out, in): int8 values (out, in) and scales (out,)."""
-    scale = weight.abs().amax(dim=1).float() / _LARGEST + _SMALLEST_SCALE
-    scale = scale.to(weight.dtype)
+    scale = (weight.abs().amax(dim=1).float() / _LARGEST).to(weight.dtype)
+    scale = scale.masked_fill(scale == 0, 1)  # a row of zeros must not divide by zero
     # A scale of 16 bits is rounded itself, so values may exceed the range a little.
     values = (weight.float() / scale.float()[:, None]).round().clamp(-_LARGEST, _LARGEST)
     return values.to(torch.int8), scale

@@ -254,7 +254,7 @@ class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
         self.activation_fn = ACT2FN[config.activation_function]
         self.self_attn = VaswaniAttention(config, num_heads, layer_idx, is_causal)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
-        # These gains change Xavier's bound to the bound of torch, 1 / sqrt(in_features).
+        # fairseq keeps torch's bound for these layers: Xavier's times the gain is 1 / sqrt(inputs).
         width = config.d_model
         self.fc1 = _linear(width, ffn_dim, fairseq_gain=math.sqrt((width + ffn_dim) / width / 6))
         self.fc2 = _linear(ffn_dim, width, fairseq_gain=math.sqrt((width + ffn_dim) / ffn_dim / 6))

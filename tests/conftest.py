@@ -1,11 +1,13 @@
 """Small models and batches for all tests, in float64 and with fixed seeds."""
 
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from loopback_hub import LoopbackHub
 from num2words import num2words
 from torch import nn
 
@@ -129,9 +131,30 @@ def number_words(tmp_path_factory):
     return [folder / f"train.{language}" for language in ("en", "de")]
 
 
+@pytest.fixture(scope="module")
+def hub():
+    """A server on this machine that answers as the Hub does."""
+    with LoopbackHub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The working folder of the processes that a test module starts."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture
+def quiet_exporter():
+    """Ignore the exporter's own warnings, for example about experimental features."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.fixture(autouse=True)
 def _transformers_verbosity():
-    """Commands under test silence transformers; the next test hears its warnings again."""
+    """Restore the verbosity of transformers, because commands under test silence its warnings."""
     before = transformers.utils.logging.get_verbosity()
     yield
     transformers.utils.logging.set_verbosity(before)

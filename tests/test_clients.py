@@ -94,7 +94,7 @@ def test_sinusoids_have_an_integer_for_the_longest_sequence_that_limits_nothing(
         assert type(found.max_position_embeddings) is int
         assert min(found.max_position_embeddings, 10**6) == 10**6
     positions = torch.arange(config.max_position_embeddings - 1, config.max_position_embeddings + 2)
-    # Beyond this number, float32 cannot distinguish neighbouring positions.
+    # float32 represents all integers up to this limit, and not the next one.
     assert positions.float().unique().tolist() == positions[:2].tolist()
 
 

@@ -75,7 +75,7 @@ def downloaded_tests():
         try:
             new.rename(tests)
         except OSError:
-            # Another run may have finished first. A rename is atomic.
+            # A parallel run may have created the folder between the check and the rename.
             if not tests.is_dir():
                 raise
     return tests

@@ -1,6 +1,5 @@
 """The ONNX graphs and their search, compared with the model and its `generate`."""
 
-import logging
 import sys
 from types import SimpleNamespace
 
@@ -290,16 +289,8 @@ def test_without_exporters_the_error_says_what_is_needed(monkeypatch, tiny_model
         save(tiny_model(), tmp_path / "out")
 
 
-@pytest.fixture
-def quiet():
-    """Ignore the exporter's own warnings, for example about experimental features."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet_exporter")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_graphs_compute_what_the_model_does(tiny_model, tmp_path, options):
@@ -332,7 +323,7 @@ def test_the_graphs_compute_what_the_model_does(tiny_model, tmp_path, options):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet_exporter")
 @pytest.mark.filterwarnings("ignore")
 def test_text_goes_in_and_out_by_the_tokenizers_of_the_folder(tiny_model, tmp_path):
     exporting()
@@ -356,7 +347,7 @@ def test_text_goes_in_and_out_by_the_tokenizers_of_the_folder(tiny_model, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet_exporter")
 @pytest.mark.filterwarnings("ignore")
 def test_graphs_that_compute_something_else_leave_no_folder(monkeypatch, tiny_model, tmp_path):
     exporting()

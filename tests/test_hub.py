@@ -91,11 +91,6 @@ def chars(text):
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("work")
-
-
-@pytest.fixture(scope="module")
 def original():
     torch.manual_seed(0)
     tokenizer = VaswaniTokenizer.train_from_iterator(SENTENCES, vocab_size=300, show_progress=False)

@@ -154,6 +154,15 @@ class TestProducts:
         assert (multiply(torch.zeros(2, 3, 24), values, scale, None) == 0).all()
         assert multiply(torch.zeros(0, 24), values, scale, None).shape == (0, 16)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_a_weight_with_a_row_of_zeros_keeps_it(self, dtype):
+        weight = torch.randn(3, 24, dtype=dtype)
+        weight[1] = 0
+        values, scale = round_weight(weight)
+        assert (values[1] == 0).all()
+        assert (scale > 0).all()
+        torch.testing.assert_close(values * scale[:, None], weight, rtol=0, atol=0.05)
+
     def test_a_cpu_whose_sums_overflow_multiplies_in_floating_point(self, monkeypatch):
         layer = Int8Linear(torch.nn.Linear(64, 48).eval(), {})
         expected = functional.linear(states := torch.randn(5, 64), layer.float_weight(), layer.bias)
@@ -358,7 +367,7 @@ class TestSearch:
 
 
 class TestClients:
-    """What other people's code does with quantised models."""
+    """PEFT, Trainer, exporters and pickle treat quantised models as they treat others."""
 
     def test_copies_and_pickles(self, rounded):
         expected = translations(rounded)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_clients import SENTENCES, ask, behaviour, heir, load, parts_of, publisher, stranger
-from loopback_hub import USER, LoopbackHub
+from loopback_hub import USER
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -51,17 +51,6 @@ SIZES = {
     "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 32,
 }
-
-
-@pytest.fixture(scope="module")
-def hub():
-    with LoopbackHub() as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("work")
 
 
 @pytest.fixture(scope="module")

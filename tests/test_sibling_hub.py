@@ -7,7 +7,6 @@ import pytest
 import torch
 from hub_clients import SENTENCES, ask, sibling_behaviour, sibling_publisher, sibling_stranger
 from huggingface_hub import ModelCard
-from loopback_hub import LoopbackHub
 
 import vaswani
 from vaswani import (
@@ -69,17 +68,6 @@ def expected(originals):
     return {
         name: sibling_behaviour(*parts, SIBLINGS[name]["task"]) for name, parts in originals.items()
     }
-
-
-@pytest.fixture(scope="module")
-def hub():
-    with LoopbackHub() as hub:
-        yield hub
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("work")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """A language model in onnxruntime, and the search over its graphs, against `generate`."""
 
-import logging
 import re
 
 import pytest
@@ -65,7 +64,7 @@ def prompts_of(lengths, seed=0):
 
 
 def generated(model, prompts, **search):
-    """What `generate` writes behind prompts that are padded on the left, without padding."""
+    """Return the continuations of prompts, which are padded on the left, without padding."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
@@ -210,16 +209,8 @@ def test_models_that_cannot_be_traced_are_refused(tmp_path, settings, words):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def quiet():
-    """The exporter's own warnings, on experimental features and the like, are not ours."""
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet_exporter")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_the_graphs_compute_what_the_model_does(tmp_path, options):
@@ -245,7 +236,7 @@ def test_the_graphs_compute_what_the_model_does(tmp_path, options):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet_exporter")
 @pytest.mark.filterwarnings("ignore")
 def test_texts_are_continued_by_the_tokenizer_of_the_folder(tmp_path):
     exporting()

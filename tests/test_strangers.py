@@ -242,7 +242,7 @@ def test_references_to_code_that_are_no_mapping_are_refused_by_file_and_value(
 
 
 def test_a_class_that_a_user_registers_is_saved_with_its_code(clean, tmp_path, monkeypatch):
-    """As in all of transformers, code that this process defines is trusted."""
+    """transformers trusts code that this process defines, without `trust_remote_code`."""
     (tmp_path / "mine.py").write_text(
         "from vaswani import VaswaniForConditionalGeneration\n\n\n"
         "class MyModel(VaswaniForConditionalGeneration):\n    pass\n"

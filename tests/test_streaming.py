@@ -126,6 +126,14 @@ def test_a_line_that_cannot_be_read_ends_a_stream_with_its_place(tokenizer, tmp_
     assert texts_of([batch], tokenizer) == ["one"]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_dropped_pairs_alone_ends_with_an_error(workers, corpora, tokenizer):
+    data = TextStream(corpora, tokenizer, tokenizer, Rules(max_length=1), seed=0)
+    share = 120 // max(workers, 1)
+    with pytest.raises(DataError, match=rf"All {share} pairs of the stream were dropped"):
+        taken(stream_of(data), 1, workers)
+
+
 FORMS = {
     "iterable of torch": Rows,
     "iterable of datasets": lambda: training_data().to_iterable_dataset(num_shards=3),

@@ -26,7 +26,7 @@ LINES = [
     "Das ist ein Haus , und das ist keine Maus .",
     "this is a house , and this is not a mouse .",
     "two  spaces\tand a tab",
-    # These are frequent enough to become tokens, if the trainer did not prevent it.
+    # Byte pairs would learn these strings as tokens, because they occur often.
     *(["</s> <pad> <unk> </s> \\</s> \\\\<pad> \\</s> <0x41> <0x41>"] * 20),
     *(["▁ ▂ ▂1 ▁▁ x</s>y"] * 5),
 ]

@@ -538,7 +538,7 @@ class VaswaniTokenizer(TokenizersBackend):
                     "force_download=True."
                 ) from flaw
             raise
-        # These settings find other files of the same revision, such as the target's tokenizer.
+        # The target's tokenizer is loaded later, with these settings, from the same revision.
         names = ("cache_dir", "local_files_only")
         tokenizer.origin = {name: kwargs[name] for name in names if kwargs.get(name)}
         if revision := extract_commit_hash(file, None):
