@@ -122,7 +122,7 @@ class _TextRows:
                 yield row
 
     def _draws(self) -> Iterator[int]:
-        """Sample groups. Each draw depends on the seed, the pass and the number of the draw only."""
+        """Sample groups. Each draw depends only on the seed, the pass and the draw's number."""
         while True:
             block, place = divmod(self._drawn, _DRAWS)
             generator = np.random.default_rng((self._seed, self._epoch, block))

@@ -98,6 +98,7 @@ def fine_tune(model: Any, pairs: Pairs, updates: int, seed: int) -> None:
         tokens=2000,
         peak=3e-3,
         seed=seed,
+        mixed=True,
     )
 
 

@@ -115,6 +115,7 @@ def compare(
             updates=updates,
             tokens=settings["tokens"],
             peak=settings["peak"],
+            mixed=settings["mixed"],
         )
         outputs = translate(model, test_sources, settings["longest"])
         texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
@@ -143,7 +144,7 @@ def number_words(pairs: int, updates: int) -> dict[str, Any]:
         tokenizer,
         score,
         **{"width": 64, "dropout": 0.1, "updates": updates},
-        **{"tokens": 1500, "peak": 3e-3, "longest": 60},
+        **{"tokens": 1500, "peak": 3e-3, "longest": 60, "mixed": False},
     )
 
 
@@ -168,7 +169,7 @@ def multi30k_bleu(pairs: int, updates: int) -> dict[str, Any]:
         tokenizer,
         score,
         **{"width": 128, "dropout": 0.2, "updates": updates},
-        **{"tokens": 2000, "peak": 2e-3, "longest": 60},
+        **{"tokens": 2000, "peak": 2e-3, "longest": 60, "mixed": True},
     )
 
 

@@ -1,4 +1,4 @@
-"""What the recipes of the siblings share: Multi30k's lines, token batches, a training loop."""
+"""Data, token batches and the training loop of the siblings' recipes."""
 
 import argparse
 import gzip
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from vaswani.corpora.token_batches import TokenBatchSampler
+from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 
 Batch = dict[str, torch.Tensor]
@@ -38,9 +38,12 @@ def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], True, value)
 
 
-def token_batches(lengths: list[int], tokens: int, seed: int) -> Iterator[list[int]]:
-    """Number the sentences of each batch, epoch after epoch."""
-    sampler = TokenBatchSampler([(length, length) for length in lengths], tokens, seed=seed)
+def token_batches(
+    lengths: list[int], tokens: int, seed: int, mixed: bool = False
+) -> Iterator[list[int]]:
+    """Number the sentences of each batch, of similar or of mixed lengths, epoch after epoch."""
+    sampler_class = PackedBatchSampler if mixed else TokenBatchSampler
+    sampler = sampler_class([(length, length) for length in lengths], tokens, seed=seed)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -57,6 +60,7 @@ def train(
     tokens: int,
     peak: float,
     seed: int = 0,
+    mixed: bool = False,
 ) -> float:
     """Train with Adam, a rate that rises for a tenth of the updates and falls to 0: minutes."""
     optimizer = torch.optim.Adam(model.parameters(), lr=peak, betas=(0.9, 0.98))
@@ -67,7 +71,7 @@ def train(
     )
     start = time.perf_counter()
     model.train()
-    batches = token_batches(lengths, tokens, seed)
+    batches = token_batches(lengths, tokens, seed, mixed)
     for update in range(1, updates + 1):
         loss = model(**make_batch(next(batches))).loss
         loss.backward()
