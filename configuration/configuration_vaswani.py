@@ -32,7 +32,7 @@ _AUTO_MAP = {
     "AutoConfig": "configuration_vaswani.VaswaniConfig",
     "AutoModel": "modeling_vaswani.VaswaniModel",
     "AutoModelForSeq2SeqLM": "modeling_vaswani.VaswaniForConditionalGeneration",
-    "AutoModelForTextEncoding": "modeling_vaswani.EncoderOfTranslationModel",
+    "AutoModelForTextEncoding": "encoder_vaswani.EncoderOfTranslationModel",
 }
 _CUSTOM_PIPELINES = {
     "translation": {

@@ -98,8 +98,8 @@ class VaswaniEncoderConfig(VaswaniHalfConfig):
     _own_pipelines: ClassVar[dict[str, Any]] = {}
     _own_auto_map: ClassVar[dict[str, str]] = {
         "AutoConfig": "siblings_vaswani.VaswaniEncoderConfig",
-        "AutoModel": "modeling_vaswani.VaswaniEncoderModel",
-        "AutoModelForTextEncoding": "modeling_vaswani.VaswaniEncoderModel",
+        "AutoModel": "encoder_vaswani.VaswaniEncoderModel",
+        "AutoModelForTextEncoding": "encoder_vaswani.VaswaniEncoderModel",
         "AutoModelForMaskedLM": "heads_vaswani.VaswaniForMaskedLM",
         "AutoModelForSequenceClassification": "heads_vaswani.VaswaniForSequenceClassification",
         "AutoModelForTokenClassification": "heads_vaswani.VaswaniForTokenClassification",

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.modeling_vaswani import SinusoidalPositions
+from ..modeling.positions_vaswani import SinusoidalPositions
 from .errors import ConversionError, refuse
 from .joeynmt_options import generation_settings, model_settings, read_config
 from .joeynmt_text import Symbols, Vocabulary

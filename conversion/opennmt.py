@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.modeling_vaswani import SinusoidalPositions
+from ..modeling.positions_vaswani import SinusoidalPositions
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .errors import ConversionError, refuse, refusing
 from .loading import Converted, build_model

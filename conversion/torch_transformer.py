@@ -43,7 +43,7 @@ from typing import Any
 import torch
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..modeling.modeling_vaswani import SinusoidalPositions
+from ..modeling.positions_vaswani import SinusoidalPositions
 from .errors import ConversionError, refuse, refusing
 from .loading import Converted, build_model
 from .reading import is_state_dict, parse_yaml, read_checkpoint, read_text

@@ -18,9 +18,9 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig
 from ..generation.causal_vaswani import VaswaniCausalGenerationMixin
+from .attention_vaswani import VaswaniAttention
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import (
-    VaswaniAttention,
     VaswaniDecoder,
     VaswaniDecoderLayer,
     VaswaniPreTrainedModel,

@@ -94,6 +94,40 @@ class SharedEmbeddings(DividedModel):
         return embeddings
 
 
+class TargetVocabulary:
+    """A translation model whose target may have a vocabulary of its own."""
+
+    config: Any
+    model: Any
+    lm_head: nn.Linear
+    tie_weights: Any
+    _get_resized_embeddings: Any
+    _get_resized_lm_head: Any
+
+    def resize_decoder_token_embeddings(
+        self, new_num_tokens: int, pad_to_multiple_of: int | None = None
+    ) -> nn.Embedding:
+        """Resize a separate target vocabulary.
+
+        Raises:
+            ValueError: source and target share one vocabulary.
+        """
+        if self.config.share_encoder_decoder_embeddings:
+            raise ValueError(
+                "Source and target share one embedding (share_encoder_decoder_embeddings=True): "
+                "call resize_token_embeddings, which resizes both."
+            )
+        decoder = self.model.decoder
+        decoder.embed_tokens = self._get_resized_embeddings(
+            decoder.embed_tokens, new_num_tokens, pad_to_multiple_of
+        )
+        size = decoder.embed_tokens.num_embeddings
+        self.lm_head = self._get_resized_lm_head(self.lm_head, size)
+        self.config.decoder_vocab_size = size
+        self.tie_weights()
+        return decoder.embed_tokens
+
+
 def _first_stack(base: Any) -> Any:
     """Return the encoder, the decoder of a model without encoder, or the model if it is a stack."""
     return getattr(base, "encoder", getattr(base, "decoder", base))

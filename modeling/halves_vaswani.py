@@ -15,7 +15,8 @@ from transformers.utils import logging
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoderConfig
 from .causal_lm_vaswani import VaswaniForCausalLM
-from .modeling_vaswani import VaswaniEncoderModel, VaswaniForConditionalGeneration
+from .encoder_vaswani import VaswaniEncoderModel
+from .modeling_vaswani import VaswaniForConditionalGeneration
 from .quantization_vaswani import refuse_int8
 
 logger = logging.get_logger(__name__)

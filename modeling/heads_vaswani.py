@@ -17,8 +17,9 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.siblings_vaswani import VaswaniEncoderConfig
 from .dropout_vaswani import drop_out
+from .encoder_vaswani import VaswaniEncoderModel
 from .language_head_vaswani import LanguageHead
-from .modeling_vaswani import VaswaniEncoderModel, VaswaniPreTrainedModel
+from .modeling_vaswani import VaswaniPreTrainedModel
 
 
 class VaswaniEncoderPreTrainedModel(VaswaniPreTrainedModel):

@@ -1,17 +1,15 @@
 """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017), in the paper's order.
 
-SinusoidalPositions, LearnedPositions   3.5      VaswaniEncoder, VaswaniDecoder   3.1, 3.4
-eager_attention_forward                 3.2.1    VaswaniModel                     3, figure 1
-VaswaniAttention                        3.2.2    VaswaniForConditionalGeneration  3.4, 5.4
-VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3 VaswaniEncoderModel              3.1
+attention_vaswani.py                    3.2        VaswaniEncoder, VaswaniDecoder   3.1, 3.4
+positions_vaswani.py                    3.5        VaswaniModel                     3, figure 1
+VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3   VaswaniForConditionalGeneration  3.4, 5.4
 
 The default configuration has no departures from the paper.
 
-Shapes: B sentences, S source tokens, T target tokens, Q queries, K keys, H heads, D = d_model,
-V entries of the target vocabulary; d_k, d_v, d_ff as in the paper.
+Shapes: B sentences, S source tokens, T target tokens, D = d_model, V entries of the target
+vocabulary; d_ff as in the paper.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,211 +32,28 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..configuration.siblings_vaswani import VaswaniEncoderConfig
 from ..generation.generation_vaswani import VaswaniGenerationMixin
 from ..generation.scoring_vaswani import VaswaniScoringMixin
 from ..generation.settings_vaswani import VaswaniGenerationConfig
-from .backends_vaswani import attend_in_float32, is_slow_on_cpu
+from .attention_vaswani import VaswaniAttention, linear_with_gain
 from .dropout_vaswani import drop_out
-from .embeddings_vaswani import SharedEmbeddings
+from .embeddings_vaswani import SharedEmbeddings, TargetVocabulary
 from .language_head_vaswani import LanguageHead
 from .packing_vaswani import (
-    attention_function,
     bidirectional_mask,
+    both_in_prefix,
     causal_mask,
     position_encodings,
     takes_packed_batches,
 )
 from .pickling_vaswani import PicklableModule
+from .positions_vaswani import LearnedPositions, SinusoidalPositions
 from .quantization_vaswani import RoundableModel
 
 if TYPE_CHECKING:
     # transformers copies the files that remote code imports. This line makes transformers copy the
-    # classifiers too, because a saved configuration names them.
+    # encoders too, because a saved configuration names them.
     from .heads_vaswani import VaswaniForMaskedLM  # noqa: F401
-
-
-class SinusoidalPositions(nn.Module):
-    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos(the same) (section 3.5).
-
-    Every call computes the encodings in float32. There is no table, so sentences have no limit.
-    """
-
-    def __init__(self, config: VaswaniConfig) -> None:
-        super().__init__()
-        self.offset = config.position_offset
-        self.pairs = config.d_model // 2
-        self.interleaved = config.position_encoding == "sinusoidal"
-        # tensor2tensor stretches the wavelengths, so that the last one is exactly 10000 * 2 pi.
-        steps = self.pairs - 1 if config.position_encoding == "sinusoidal_t2t" else self.pairs
-        self.log_step = -math.log(10000.0) / max(steps, 1)
-
-    def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
-        """Encode the positions start, ..., start + length - 1: (T, D) in float32."""
-        return self.encode(torch.arange(length, device=device) + start)
-
-    def encode(self, positions: torch.Tensor) -> torch.Tensor:
-        """Encode `positions` (..., T), counted from 0: (..., T, D) in float32."""
-        positions, device = positions + self.offset, positions.device
-        pairs = torch.arange(self.pairs, device=device, dtype=torch.float32)
-        steps = torch.exp(pairs * self.log_step)
-        angles = positions.to(torch.float32)[..., None] * steps  # (..., T, D/2)
-        if self.interleaved:
-            return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
-        return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-
-class LearnedPositions(nn.Embedding):
-    """A trained vector for each position (section 3.5 and row (E) of Table 3)."""
-
-    def __init__(self, config: VaswaniConfig) -> None:
-        rows = (config.max_position_embeddings or 0) + config.position_offset
-        super().__init__(rows, config.d_model)
-        self.offset = config.position_offset
-
-    def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
-        """Look up the positions start, ..., start + length - 1: (T, D).
-
-        Raises:
-            ValueError: a position lies beyond the table.
-        """
-        self._check(start + length)
-        return super().forward(torch.arange(length, device=device) + (start + self.offset))
-
-    def encode(self, positions: torch.Tensor) -> torch.Tensor:
-        """Look up `positions` (..., T), counted from 0: (..., T, D).
-
-        Raises:
-            ValueError: a position lies beyond the table.
-        """
-        self._check(positions.max() + 1, positions.min())
-        return super().forward(positions + self.offset)
-
-    def _check(self, end: int | torch.Tensor, start: int | torch.Tensor = 0) -> None:
-        limit = self.num_embeddings - self.offset
-        # A static cache counts in a tensor. Reading it would make the CPU wait for the GPU. While a
-        # graph is traced, lengths may be symbols.
-        known = not torch.compiler.is_compiling() and (
-            isinstance(end, int) or end.device.type == "cpu"
-        )
-        if known and end > limit:
-            raise ValueError(
-                f"A sequence of {int(end)} tokens exceeds max_position_embeddings "
-                f"({limit}) of the learned positions: shorten it, or use "
-                "position_encoding='sinusoidal', which has no limit."
-            )
-        if known and start < 0:
-            raise ValueError(f"Position {int(start)} is negative: positions count from 0.")
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V (section 3.2.1, equation 1)."""
-    scores = query @ key.transpose(-2, -1) * scaling  # (B, H, Q, K)
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(dim=-1)
-    if attention_mask is not None:
-        # A query without any key (the source is all padding) gets zeros, as from SDPA.
-        no_key = attention_mask.amax(dim=-1, keepdim=True) <= torch.finfo(scores.dtype).min
-        weights = weights.masked_fill(no_key, 0.0)
-    weights = drop_out(weights, dropout, module.training)
-    return (weights @ value).transpose(1, 2), weights  # (B, Q, H, d_v), (B, H, Q, K)
-
-
-def _linear(inputs: int, outputs: int, bias: bool = True, fairseq_gain: float = 1.0) -> nn.Linear:
-    """Make a linear map, with the gain of Xavier's bound that initializer="fairseq" gives it."""
-    linear = nn.Linear(inputs, outputs, bias=bias)
-    linear.fairseq_gain = fairseq_gain  # type: ignore[assignment]
-    return linear
-
-
-class VaswaniAttention(PicklableModule):
-    """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2).
-
-    The model has all three kinds of 3.2.3: encoder self-attention, masked decoder self-attention,
-    and encoder-decoder attention.
-    """
-
-    def __init__(
-        self, config: VaswaniConfig, num_heads: int, layer_idx: int, is_causal: bool = False
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.is_causal = is_causal
-        self.num_heads = num_heads
-        self.dropout = config.attention_dropout
-        self.d_k = config.d_k or config.d_model // num_heads
-        self.d_v = config.d_v or config.d_model // num_heads
-        self.scaling = self.d_k**-0.5
-        keys, values, bias = num_heads * self.d_k, num_heads * self.d_v, config.attention_bias
-        self.q_proj = _linear(config.d_model, keys, bias, fairseq_gain=2**-0.5)
-        self.k_proj = _linear(config.d_model, keys, bias, fairseq_gain=2**-0.5)
-        self.v_proj = _linear(config.d_model, values, bias, fairseq_gain=2**-0.5)
-        self.out_proj = _linear(values, config.d_model, bias)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from (B, Q, D) to itself, or to `encoder_hidden_states` (B, K, D)."""
-        query = self._split_heads(self.q_proj(hidden_states), self.d_k)  # (B, H, Q, d_k)
-        if encoder_hidden_states is None:
-            key, value = self._self_keys_values(hidden_states, past_key_values)
-        else:
-            key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
-        implementation = self.config._attn_implementation
-        attention = attention_function(implementation, attention_mask, eager_attention_forward)
-        if implementation == "sdpa" and is_slow_on_cpu(query):
-            attention = functools.partial(attend_in_float32, attention)
-        kwargs["dropout"] = self.dropout if self.training else 0.0
-        output, weights = attention(
-            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
-        )  # (B, Q, H, d_v), (B, H, Q, K) or None
-        return self.out_proj(output.flatten(2)), weights  # (B, Q, D)
-
-    def _split_heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
-        # With tensor parallelism, H is the number of heads of this process.
-        return states.unflatten(-1, (-1, width)).transpose(1, 2)  # (B, H, Q or K, width)
-
-    def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = self._split_heads(self.k_proj(states), self.d_k)
-        return keys, self._split_heads(self.v_proj(states), self.d_v)
-
-    def _self_keys_values(
-        self, states: torch.Tensor, past: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project new positions, and append them to the cache."""
-        keys_values = self._keys_values(states)
-        if past is None:
-            return keys_values
-        own = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
-        return own.update(*keys_values, self.layer_idx)
-
-    def _cross_keys_values(
-        self, states: torch.Tensor, past: EncoderDecoderCache | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the source in the first step; later steps read the cache."""
-        if past is None:
-            return self._keys_values(states)
-        if past.is_updated.get(self.layer_idx):
-            cached = past.cross_attention_cache.layers[self.layer_idx]
-            return cached.keys, cached.values  # type: ignore[return-value, union-attr]
-        past.is_updated[self.layer_idx] = True
-        return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
 
 
 class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
@@ -256,8 +71,12 @@ class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
         # fairseq keeps torch's bound for these layers: Xavier's times the gain is 1 / sqrt(inputs).
         width = config.d_model
-        self.fc1 = _linear(width, ffn_dim, fairseq_gain=math.sqrt((width + ffn_dim) / width / 6))
-        self.fc2 = _linear(ffn_dim, width, fairseq_gain=math.sqrt((width + ffn_dim) / ffn_dim / 6))
+        self.fc1 = linear_with_gain(
+            width, ffn_dim, fairseq_gain=math.sqrt((width + ffn_dim) / width / 6)
+        )
+        self.fc2 = linear_with_gain(
+            ffn_dim, width, fairseq_gain=math.sqrt((width + ffn_dim) / ffn_dim / 6)
+        )
         self.final_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
     def add_norm(
@@ -473,18 +292,6 @@ class VaswaniEncoder(VaswaniStack):
         return BaseModelOutput(last_hidden_state=self.layer_norm(hidden_states))
 
 
-def both_in_prefix(prefix_mask: torch.Tensor) -> Callable:
-    """Let positions of a prefix, marked by 1 in (B, T), see each other: a mask function."""
-    prefix, length = prefix_mask.bool(), prefix_mask.shape[1]
-
-    def allowed(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-        inside = (query < length) & (key < length)
-        first, second = query.clamp(max=length - 1), key.clamp(max=length - 1)
-        return inside & prefix[batch, first] & prefix[batch, second]
-
-    return allowed
-
-
 class VaswaniDecoder(VaswaniStack):
     """N layers of masked self-attention, encoder-decoder attention, feed-forward network (3.1)."""
 
@@ -653,7 +460,11 @@ class VaswaniModel(VaswaniPreTrainedModel):
 
 
 class VaswaniForConditionalGeneration(
-    LanguageHead, VaswaniPreTrainedModel, VaswaniGenerationMixin, VaswaniScoringMixin
+    TargetVocabulary,
+    LanguageHead,
+    VaswaniPreTrainedModel,
+    VaswaniGenerationMixin,
+    VaswaniScoringMixin,
 ):
     """The Transformer with its pre-softmax linear map (3.4), loss (5.4) and `generate` (6.1)."""
 
@@ -691,29 +502,6 @@ class VaswaniForConditionalGeneration(
         from .halves_vaswani import load_halves
 
         return load_halves(encoder, decoder, **overrides)
-
-    def resize_decoder_token_embeddings(
-        self, new_num_tokens: int, pad_to_multiple_of: int | None = None
-    ) -> nn.Embedding:
-        """Resize a separate target vocabulary.
-
-        Raises:
-            ValueError: source and target share one vocabulary.
-        """
-        if self.config.share_encoder_decoder_embeddings:
-            raise ValueError(
-                "Source and target share one embedding (share_encoder_decoder_embeddings=True): "
-                "call resize_token_embeddings, which resizes both."
-            )
-        decoder = self.model.decoder
-        decoder.embed_tokens = self._get_resized_embeddings(
-            decoder.embed_tokens, new_num_tokens, pad_to_multiple_of
-        )
-        size = decoder.embed_tokens.num_embeddings
-        self.lm_head = self._get_resized_lm_head(self.lm_head, size)
-        self.config.decoder_vocab_size = size
-        self.tie_weights()
-        return decoder.embed_tokens
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Shift the targets (B, T) right by one position (3.1): add the start, drop the last token.
@@ -795,72 +583,6 @@ class VaswaniForConditionalGeneration(
         return Seq2SeqLMOutput(loss=loss, logits=logits, **recorded)
 
 
-class VaswaniEncoderModel(VaswaniPreTrainedModel):
-    """The encoder alone (3.1), for sentence representations or as part of another model.
-
-    A translation model's folder and configuration give its encoder.
-    """
-
-    config: VaswaniEncoderConfig
-    config_class = VaswaniEncoderConfig
-    # This class loads the encoder of a translation model, so ignore the rest of the weights.
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
-        r"^(model\.)?decoder\.",
-        r"^lm_head\.",
-        r"^classifier\.",
-    ]
-
-    def __init__(self, config: Any) -> None:
-        if config.model_type != VaswaniEncoderConfig.model_type:
-            config = VaswaniEncoderConfig.of(config)
-        super().__init__(config)
-        self.encoder = VaswaniEncoder(config)
-        self.post_init()
-
-    @classmethod
-    def _loadable_types(cls) -> tuple[str, ...]:
-        return VaswaniEncoderConfig.readable_types
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, because an encoder cannot generate."""
-        raise TypeError(
-            f"{type(self).__name__} cannot generate, because it has no decoder: "
-            "VaswaniForConditionalGeneration translates, and VaswaniForCausalLM continues texts."
-        )
-
-    @can_return_tuple
-    @takes_packed_batches
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutput:
-        """Encode `input_ids` (B, S) to (B, S, D)."""
-        refuse_inputs_of_other_half(kwargs, "the encoder alone reads no target")
-        return self.encoder(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
-
-
-class EncoderOfTranslationModel(VaswaniEncoderModel):
-    """A class for the Auto classes that loads the encoder of a translation model's folder.
-
-    The Auto classes of transformers accept only a class with the configuration of the folder. The
-    loaded model is a VaswaniEncoderModel.
-    """
-
-    config_class = VaswaniConfig  # type: ignore[assignment]
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load the encoder; arguments are those of `VaswaniEncoderModel.from_pretrained`."""
-        return VaswaniEncoderModel.from_pretrained(*args, **kwargs)
-
-    @classmethod
-    def _from_config(cls, config: VaswaniConfig, **kwargs: Any) -> Any:
-        return VaswaniEncoderModel._from_config(config, **kwargs)
-
-
 VaswaniForConditionalGeneration._network_classes = (
     VaswaniAttention,
     VaswaniEncoderLayer,
@@ -871,9 +593,4 @@ VaswaniForConditionalGeneration._network_classes = (
     VaswaniForConditionalGeneration,
 )
 
-__all__ = [
-    "VaswaniEncoderModel",
-    "VaswaniForConditionalGeneration",
-    "VaswaniModel",
-    "VaswaniPreTrainedModel",
-]
+__all__ = ["VaswaniForConditionalGeneration", "VaswaniModel", "VaswaniPreTrainedModel"]

@@ -373,6 +373,18 @@ def causal_mask(
     )
 
 
+def both_in_prefix(prefix_mask: torch.Tensor) -> Callable:
+    """Let positions of a prefix, marked by 1 in (B, T), see each other: a mask function."""
+    prefix, length = prefix_mask.bool(), prefix_mask.shape[1]
+
+    def allowed(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        inside = (query < length) & (key < length)
+        first, second = query.clamp(max=length - 1), key.clamp(max=length - 1)
+        return inside & prefix[batch, first] & prefix[batch, second]
+
+    return allowed
+
+
 def position_encodings(
     encode: Callable, start: Any, states: torch.Tensor, attention_mask: Any
 ) -> torch.Tensor:
@@ -459,6 +471,7 @@ __all__ = [
     "Packing",
     "attention_function",
     "bidirectional_mask",
+    "both_in_prefix",
     "causal_mask",
     "decoder_inputs",
     "packed_attention",

@@ -317,7 +317,7 @@ def test_an_encoder_saved_alone_is_what_automodel_loads(model, folder, batch, tm
     expected = model.get_encoder()(**batch).last_hidden_state
     assert torch.equal(loaded(**batch).last_hidden_state, expected)
     saved = json.loads((tmp_path / "encoder" / "config.json").read_text())
-    assert saved["auto_map"]["AutoModel"] == "modeling_vaswani.VaswaniEncoderModel"
+    assert saved["auto_map"]["AutoModel"] == "encoder_vaswani.VaswaniEncoderModel"
     assert type(AutoModel.from_pretrained(folder)) is VaswaniModel
     assert type(AutoModel.from_config(VaswaniConfig.preset("C-N2", vocab_size=9))) is VaswaniModel
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from vaswani.modeling import modeling_vaswani
+from vaswani.modeling import attention_vaswani, modeling_vaswani
 from vaswani.training.schedule import noam_schedule
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniModel
@@ -514,7 +514,8 @@ def test_5_4_dropout_is_on_sublayer_outputs_and_embedding_sums_and_nowhere_else(
             dropped.append(states)
         return states  # drop nothing, so that the sums below can be recomputed
 
-    monkeypatch.setattr(modeling_vaswani, "drop_out", spy)
+    for module in (modeling_vaswani, attention_vaswani):
+        monkeypatch.setattr(module, "drop_out", spy)
     for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
         sublayers = [layer.self_attn, getattr(layer, "encoder_attn", None), layer.fc2]
         for sublayer in filter(None, sublayers):

@@ -22,6 +22,7 @@ from .configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoder
 from .generation.pipeline_vaswani import VaswaniTranslationPipeline
 from .generation.settings_vaswani import VaswaniGenerationConfig
 from .modeling.causal_lm_vaswani import VaswaniDecoderModel, VaswaniForCausalLM
+from .modeling.encoder_vaswani import VaswaniEncoderModel
 from .modeling.halves_vaswani import join_halves, split_halves
 from .modeling.heads_vaswani import (
     VaswaniForMaskedLM,
@@ -29,11 +30,7 @@ from .modeling.heads_vaswani import (
     VaswaniForTokenClassification,
 )
 from .modeling.loading_vaswani import StrictlyLoadedModel
-from .modeling.modeling_vaswani import (
-    VaswaniEncoderModel,
-    VaswaniForConditionalGeneration,
-    VaswaniModel,
-)
+from .modeling.modeling_vaswani import VaswaniForConditionalGeneration, VaswaniModel
 from .modeling.quantization_vaswani import VaswaniInt8Config
 from .tokenization.tokenization_vaswani import VaswaniTokenizer
 
