@@ -148,7 +148,7 @@ def prepared(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
 def mapped(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
     """Tokenise as transformers' run_translation.py does, from a JSONL file."""
     import datasets
-    from vaswani.training.trainer import _token_counts
+    from vaswani.corpora.token_counts import token_counts
 
     def encode(rows: dict[str, Any]) -> dict[str, Any]:
         sources = [row["en"] for row in rows["translation"]]
@@ -162,14 +162,14 @@ def mapped(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
         "json", data_files=f"{files}.jsonl", split="train", cache_dir=cache
     )
     data = data.map(encode, batched=True, remove_columns=data.column_names)
-    return data, _token_counts(data)
+    return data, token_counts(data)
 
 
 def listed(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
     """Tokenise as version 0.1 did: pairs in lists, then an unnamed data set."""
     from datasets import Dataset
     from vaswani.corpora.reading import read_parallel
-    from vaswani.training.trainer import _token_counts
+    from vaswani.corpora.token_counts import token_counts
 
     def encode(rows: dict[str, Any]) -> dict[str, Any]:
         sources = tokenizer(rows["source"])["input_ids"]
@@ -184,7 +184,7 @@ def listed(files: str, tokenizer: Any, cache: str) -> tuple[Any, np.ndarray]:
     data = data.filter(
         lambda lengths: [length <= 256 for length in lengths], input_columns="length", batched=True
     )
-    return data, _token_counts(data)
+    return data, token_counts(data)
 
 
 def plan_seconds(pairs: int) -> float:

@@ -28,6 +28,7 @@ from ..corpora.packed_collator import PackedCollator
 from ..corpora.streaming import BUFFER, TokenBatchStream, rows_of_process
 from ..corpora.text_stream import TextStream
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
+from ..corpora.token_counts import token_counts
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..modeling.quantization_vaswani import refuse_int8
 from .checkpoints import (
@@ -49,7 +50,6 @@ from .stream_states import StreamStates
 
 with needs("vaswani[train]"):
     import datasets
-    import pyarrow.compute
 
 logger = logging.get_logger(__name__)
 
@@ -552,7 +552,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
 
     def _token_batch_sampler(self, max_source_tokens: int) -> TokenBatchSampler:
         dataset: Any = self.train_dataset
-        lengths = _token_counts(dataset) if self.lengths is None else self.lengths
+        lengths = token_counts(dataset) if self.lengths is None else self.lengths
         if len(lengths) != len(dataset):
             raise ValueError(
                 f"lengths has {len(lengths)} sentence pairs, but the training data have "
@@ -573,34 +573,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
             sampler.num_sentences * batches_per_update / len(sampler)
         )
         return sampler
-
-
-def _token_counts(dataset: Any) -> np.ndarray:
-    """Count the tokens of `input_ids` and `labels` in every row: (N, 2).
-
-    Raises:
-        ValueError: a column is missing.
-    """
-    columns = ("input_ids", "labels")
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-        missing = [column for column in columns if column not in dataset.column_names]
-        if missing:
-            raise ValueError(
-                f"The training data have no column {missing[0]!r} but "
-                f"{', '.join(map(repr, dataset.column_names))}: tokenize them, or pass lengths."
-            )
-        tables = dataset.select_columns(list(columns)).with_format("arrow").iter(100_000)
-        counts = [
-            np.stack([pyarrow.compute.list_value_length(table[name]) for name in columns], axis=1)
-            for table in tables
-        ]
-        return np.concatenate([np.empty((0, 2), dtype=np.int64), *counts])
-    try:
-        return np.array([[len(row[name]) for name in columns] for row in dataset])
-    except KeyError as error:
-        raise ValueError(
-            f"A row of the training data has no {error.args[0]!r}: tokenize them, or pass lengths."
-        ) from error
 
 
 __all__ = ["VaswaniTrainer"]

@@ -127,7 +127,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 def main() -> None:
     """Pretrain once, and train translation with and without it."""
     parser = arguments(__doc__, "siblings-masked-words.json", updates=500)
-    parser.add_argument("--pretraining-updates", type=int, default=1500)
+    parser.add_argument("--pretraining-updates", type=int, default=1000)
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()

@@ -1,0 +1,42 @@
+"""Numbers of tokens of all pairs, which token batches are planned from."""
+
+from typing import Any
+
+import numpy as np
+
+from ..configuration.extras import needs
+
+with needs("vaswani[train]"):
+    import datasets
+    import pyarrow.compute
+
+
+def token_counts(dataset: Any) -> np.ndarray:
+    """Count the tokens of `input_ids` and `labels` in every row: (N, 2).
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    columns = ("input_ids", "labels")
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        missing = [column for column in columns if column not in dataset.column_names]
+        if missing:
+            raise ValueError(
+                f"The training data have no column {missing[0]!r} but "
+                f"{', '.join(map(repr, dataset.column_names))}: tokenize them, or pass lengths."
+            )
+        tables = dataset.select_columns(list(columns)).with_format("arrow").iter(100_000)
+        counts = [
+            np.stack([pyarrow.compute.list_value_length(table[name]) for name in columns], axis=1)
+            for table in tables
+        ]
+        return np.concatenate([np.empty((0, 2), dtype=np.int64), *counts])
+    try:
+        return np.array([[len(row[name]) for name in columns] for row in dataset])
+    except KeyError as error:
+        raise ValueError(
+            f"A row of the training data has no {error.args[0]!r}: tokenize them, or pass lengths."
+        ) from error
+
+
+__all__ = ["token_counts"]
