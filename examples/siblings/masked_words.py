@@ -63,7 +63,7 @@ def pretrain(sentences: list[list[int]], vocabulary: int, updates: int) -> tuple
         lambda rows: masked_batch([sentences[row] for row in rows], vocabulary - 1, draw),
         [len(sentence) for sentence in sentences],
         updates=updates,
-        tokens=4000,
+        tokens=2000,
         peak=3e-3,
     )
     return model, minutes
@@ -95,10 +95,10 @@ def fine_tune(model: Any, pairs: Pairs, updates: int, seed: int) -> None:
         lambda rows: batch_of_two([pairs[row] for row in rows]),
         [max(map(len, pair)) for pair in pairs],
         updates=updates,
-        tokens=2000,
+        tokens=500,
+        batches_per_update=4,
         peak=3e-3,
         seed=seed,
-        mixed=True,
     )
 
 
@@ -126,7 +126,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 def main() -> None:
     """Pretrain once, and train translation with and without it."""
-    parser = arguments(__doc__, "siblings-masked-words.json", updates=500)
+    parser = arguments(__doc__, "siblings-masked-words.json", updates=400)
     parser.add_argument("--pretraining-updates", type=int, default=1000)
     parser.add_argument("--pairs", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=5)

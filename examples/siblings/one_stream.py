@@ -28,18 +28,18 @@ Pairs = list[tuple[list[int], list[int]]]
 LAYERS, LAYERS_OF_ONE_STREAM = 3, 7
 
 
-def two_streams(vocabulary: int, width: int, dropout: float) -> VaswaniForConditionalGeneration:
+def two_streams(vocabulary: int, width: int, **settings: Any) -> VaswaniForConditionalGeneration:
     """Build the encoder-decoder."""
     sizes = {
         f"{stack}_{name}": value
         for stack in ("encoder", "decoder")
         for name, value in (("layers", LAYERS), ("attention_heads", 4), ("ffn_dim", 4 * width))
     }
-    config = VaswaniConfig(vocab_size=vocabulary, d_model=width, dropout=dropout, **sizes)
+    config = VaswaniConfig(vocab_size=vocabulary, d_model=width, **sizes, **settings)
     return VaswaniForConditionalGeneration(config)
 
 
-def one_stream(vocabulary: int, width: int, dropout: float) -> VaswaniForCausalLM:
+def one_stream(vocabulary: int, width: int, **settings: Any) -> VaswaniForCausalLM:
     """Build the language model, with the encoder-decoder's label smoothing."""
     return VaswaniForCausalLM(
         VaswaniDecoderConfig(
@@ -48,8 +48,8 @@ def one_stream(vocabulary: int, width: int, dropout: float) -> VaswaniForCausalL
             decoder_layers=LAYERS_OF_ONE_STREAM,
             decoder_attention_heads=4,
             decoder_ffn_dim=4 * width,
-            dropout=dropout,
             label_smoothing=VaswaniConfig.label_smoothing,
+            **settings,
         )
     )
 
@@ -101,21 +101,21 @@ def compare(
 ) -> dict[str, Any]:
     """Train both models and score their translations."""
     results = {}
-    width, dropout, updates = (settings[name] for name in ("width", "dropout", "updates"))
     for name, build, collate in (
         ("two streams", two_streams, batch_of_two),
         ("one stream", one_stream, batch_of_one),
     ):
         torch.manual_seed(1)
-        model = build(len(tokenizer), width, dropout)
+        options = {name: settings[name] for name in ("dropout", "norm_position")}
+        model = build(len(tokenizer), settings["width"], **options)
         minutes = train(
             model,
             lambda rows, collate=collate: collate([train_pairs[row] for row in rows]),
             [max(len(source), len(target)) for source, target in train_pairs],
-            updates=updates,
+            updates=settings["updates"],
             tokens=settings["tokens"],
             peak=settings["peak"],
-            mixed=settings["mixed"],
+            batches_per_update=settings["batches_per_update"],
         )
         outputs = translate(model, test_sources, settings["longest"])
         texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
@@ -143,8 +143,8 @@ def number_words(pairs: int, updates: int) -> dict[str, Any]:
         ids[0][pairs:],
         tokenizer,
         score,
-        **{"width": 64, "dropout": 0.1, "updates": updates},
-        **{"tokens": 1500, "peak": 3e-3, "longest": 60, "mixed": False},
+        **{"width": 64, "dropout": 0.1, "norm_position": "post", "updates": updates},
+        **{"tokens": 1500, "batches_per_update": 1, "peak": 3e-3, "longest": 60},
     )
 
 
@@ -163,13 +163,14 @@ def multi30k_bleu(pairs: int, updates: int) -> dict[str, Any]:
         bleu = sacrebleu.corpus_bleu(found, [tests["de"]], tokenize="none", force=True)
         return {"bleu": round(bleu.score, 2)}
 
+    # Seven post-norm layers of the one stream learn nothing in 400 updates, so both have pre-norm.
     return compare(
         both,
         tokenizer(tests["en"])["input_ids"],
         tokenizer,
         score,
-        **{"width": 128, "dropout": 0.2, "updates": updates},
-        **{"tokens": 2000, "peak": 2e-3, "longest": 60, "mixed": True},
+        **{"width": 128, "dropout": 0.1, "norm_position": "pre", "updates": updates},
+        **{"tokens": 500, "batches_per_update": 4, "peak": 2e-3, "longest": 60},
     )
 
 

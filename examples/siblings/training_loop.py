@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
+from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 
 Batch = dict[str, torch.Tensor]
@@ -38,12 +38,9 @@ def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], True, value)
 
 
-def token_batches(
-    lengths: list[int], tokens: int, seed: int, mixed: bool = False
-) -> Iterator[list[int]]:
-    """Number the sentences of each batch, of similar or of mixed lengths, epoch after epoch."""
-    sampler_class = PackedBatchSampler if mixed else TokenBatchSampler
-    sampler = sampler_class([(length, length) for length in lengths], tokens, seed=seed)
+def token_batches(lengths: list[int], tokens: int, seed: int) -> Iterator[list[int]]:
+    """Number the sentences of each batch, epoch after epoch."""
+    sampler = TokenBatchSampler([(length, length) for length in lengths], tokens, seed=seed)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -60,9 +57,13 @@ def train(
     tokens: int,
     peak: float,
     seed: int = 0,
-    mixed: bool = False,
+    batches_per_update: int = 1,
 ) -> float:
-    """Train with Adam, a rate that rises for a tenth of the updates and falls to 0: minutes."""
+    """Train with Adam, and return the minutes.
+
+    The learning rate rises for a tenth of the updates, then falls to 0. The sentences of a batch
+    have similar lengths. With several batches of `tokens` tokens, an update sees mixed lengths.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=peak, betas=(0.9, 0.98))
     warmup = max(updates // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -71,10 +72,11 @@ def train(
     )
     start = time.perf_counter()
     model.train()
-    batches = token_batches(lengths, tokens, seed, mixed)
+    batches = token_batches(lengths, tokens, seed)
     for update in range(1, updates + 1):
-        loss = model(**make_batch(next(batches))).loss
-        loss.backward()
+        for _ in range(batches_per_update):
+            loss = model(**make_batch(next(batches))).loss
+            (loss / batches_per_update).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
