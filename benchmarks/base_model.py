@@ -1,33 +1,41 @@
-"""A base-size model of 37,000 tokens that stops by itself, trained on Multi30k in half an hour.
+"""The model and the sentences that the speed benchmarks decode.
 
-Decoding speed depends on sizes and on the lengths of real translations, hardly on their quality:
-this training is short, not the paper's. Two cores are enough because the model itself is bfloat16
-(float32 weights live in the optimizer alone) and attention over a dozen tokens is cheaper written
-out than fused.
+The model has the paper's base size and 37,000 tokens. It is trained on Multi30k for 15 minutes at
+most, so its translations end, and some training pairs are joined, so long translations end too.
+Decoding speed depends on sizes and lengths, and hardly on quality.
+
+The training fits two cores. The model is bfloat16, with float32 weights in the optimizer alone, and
+attention over a dozen tokens is faster written out than fused.
 """
 
 import gzip
 import json
 import os
+import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import sacrebleu
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
 from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.circumstances import circumstances
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
 _ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_MODEL = _ROOT / "runs" / "benchmark-base"
 _STEPS, _WARMUP, _PEAK = 1700, 200, 7e-4
+_SECONDS = 15 * 60  # the learning rate reaches 0 then, after as many updates as the host makes
 # Post-norm layers learn slowly at first unless their residual branches start small.
 _BRANCH_GAIN = 0.3
 _TOKENS = 1024  # of a batch, on either side
 _EVERY = 200  # updates between checkpoints
 VOCAB_SIZE = 37_000
+LONG = (40, 60)  # tokens of a long source
+_JOINED = 3  # sentences of a joined pair, and one pair in three begins one
 
 
 def read_lines(split: str, language: str) -> list[str]:
@@ -53,7 +61,9 @@ def train(folder: Path, steps: int = _STEPS) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = vocabulary(folder)
-    sources, targets = (tokenizer(read_lines("train", side))["input_ids"] for side in ("en", "de"))
+    sources, targets = (
+        _with_joined(tokenizer(read_lines("train", side))["input_ids"]) for side in ("en", "de")
+    )
     valid = [tokenizer(read_lines("val", side)[:256])["input_ids"] for side in ("en", "de")]
     torch.manual_seed(0)
     config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
@@ -82,8 +92,11 @@ def train(folder: Path, steps: int = _STEPS) -> None:
     started, losses = time.monotonic() - seconds, []
     model.train()
     for step, batch in _numbered(sampler, done + 1, steps):
+        elapsed = (time.monotonic() - started) / _SECONDS
+        last = step == steps or elapsed >= 1
+        left = max(1 - max(step / steps, elapsed), 0.0)
         optimizer.param_groups[0]["lr"] = _PEAK * min(
-            step / _WARMUP, (steps - step) / max(steps - _WARMUP, 1)
+            step / _WARMUP, left * steps / max(steps - _WARMUP, 1)
         )
         loss = model(
             **padded([sources[i] for i in batch], [targets[i] for i in batch]), skip_logits=False
@@ -95,7 +108,7 @@ def train(folder: Path, steps: int = _STEPS) -> None:
         optimizer.step()
         _copy(exact, model.parameters())
         losses.append(loss.item())
-        if step % _EVERY == 0 or step == steps:
+        if step % _EVERY == 0 or last:
             seconds = time.monotonic() - started
             log.append({"step": step, "loss": sum(losses) / len(losses), "seconds": seconds})
             log[-1]["valid_loss"] = _loss(model, *valid)
@@ -104,14 +117,102 @@ def train(folder: Path, steps: int = _STEPS) -> None:
             state = {"weights": exact, "optimizer": optimizer.state_dict(), "done": step}
             torch.save({**state, "seconds": seconds, "log": log}, f"{checkpoint}.new")
             Path(f"{checkpoint}.new").replace(checkpoint)
+        if last:
+            break
 
     model.float()
     _copy(exact, model.parameters())
     model.config._attn_implementation = "sdpa"
     model.save_pretrained(folder)
-    report = {**circumstances(), "steps": steps, "minutes": round(seconds / 60, 1), "log": log}
+    report = {**circumstances(), "steps": step, "minutes": round(seconds / 60, 1), "log": log}
     (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     checkpoint.unlink(missing_ok=True)
+
+
+def _with_joined(sentences: list[list[int]]) -> list[list[int]]:
+    """Add sequences of three consecutive sentences, with one end token."""
+    joined = [
+        [token for sentence in sentences[start : start + _JOINED] for token in sentence[:-1]]
+        + sentences[start][-1:]
+        for start in range(0, len(sentences) - _JOINED + 1, _JOINED)
+    ]
+    return sentences + joined
+
+
+class Text:
+    """The sentences to translate, as token ids with the end token.
+
+    Args:
+        tokenizer: tokenizer of the model. None means an untrained model: its sentences are random,
+            and its outputs are cut after `forced` tokens.
+    """
+
+    def __init__(self, tokenizer: VaswaniTokenizer | None, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.forced = 16 if tokenizer is None else None
+        self.references: list[str] = []
+        if tokenizer is None:
+            rng = random.Random(0)
+            lengths = [rng.randint(6, 24) for _ in range(1000)]
+            self.sources = [[*rng.choices(range(3, vocab_size), k=n - 1), 2] for n in lengths]
+            self.targets = [source[:-1] for source in self.sources]
+        else:
+            self.sources = tokenizer(read_lines("test_2016_flickr", "en"))["input_ids"]
+            self.references = read_lines("test_2016_flickr", "de")
+            self.targets = [ids[:-1] for ids in tokenizer(self.references)["input_ids"]]
+
+    def chosen(self, number: int) -> list[int]:
+        """Return the indices of `number` sentences across the file, shortest source first."""
+        number = min(number, len(self.sources))
+        picked = [index * len(self.sources) // number for index in range(number)]
+        return sorted(picked, key=lambda index: len(self.sources[index]))
+
+    def bleu(self, indices: Sequence[int], outputs: list[list[int]]) -> float | None:
+        """Return the BLEU of translations on the corpus' own tokens, or None without references."""
+        if self.tokenizer is None:
+            return None
+        texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
+        metric = sacrebleu.BLEU(tokenize="none", force=True)
+        references = [self.references[index] for index in indices]
+        return metric.corpus_score(texts, [references]).score
+
+    def long(self, number: int) -> list[list[int]]:
+        """Return `number` sources of 40 to 60 tokens, made of consecutive sentences."""
+        found, source = [], []
+        for sentence in self.sources * 4:
+            source = [*source[:-1], *sentence]
+            if len(source) >= LONG[0]:
+                if len(source) <= LONG[1]:
+                    found.append(source)
+                source = []
+        if len(found) < number:
+            raise ValueError(f"The test set has {len(found)} long sources, not {number}.")
+        return sorted(found[:number], key=len)
+
+
+def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield batches of `size` items. The last batch may be smaller."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def load(folder: Path, untrained: bool = False) -> tuple[PreTrainedModel, Text]:
+    """Load the model of a folder. If it is missing, train it, or build an `untrained` one."""
+    if (folder / "model.safetensors").exists():
+        model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+        tokenizer = VaswaniTokenizer.from_pretrained(folder)
+        return model, Text(tokenizer, model.config.vocab_size)
+    if untrained:
+        print(
+            f"No trained model in {folder.name}: random weights and sentences, outputs cut at "
+            "16 tokens, no BLEU. `--train` makes the real one."
+        )
+        torch.manual_seed(0)
+        config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
+        return VaswaniForConditionalGeneration(config).eval(), Text(None, VOCAB_SIZE)
+    print(f"No trained model in {folder.name}: training it first.", flush=True)
+    train(folder)
+    return load(folder)
 
 
 def padded(
@@ -165,4 +266,14 @@ def _loss(model: PreTrainedModel, sources: list[list[int]], targets: list[list[i
     return loss
 
 
-__all__ = ["VOCAB_SIZE", "padded", "read_lines", "train", "vocabulary"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "VOCAB_SIZE",
+    "Text",
+    "batched",
+    "load",
+    "padded",
+    "read_lines",
+    "train",
+    "vocabulary",
+]

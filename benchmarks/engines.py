@@ -6,6 +6,7 @@ and no biases in attention. The outputs of each peer are compared with ours befo
 
 import copy
 import gc
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedMode
 from transformers.utils import logging
 from vaswani.conversion.ctranslate2 import save
 from vaswani.conversion.to_marian import to_marian
-from worker import Worker, timed
+from worker import timed
+
+from vaswani import VaswaniInt8Config
 
 try:
     import ctranslate2
 except ImportError:  # the table then says so instead of its rows
     ctranslate2 = None
 
+OURS, PEERS_RULE = "ours", "ours, the peer's rule"
 MAX_LENGTH_OFFSET = 50  # a translation has at most this many tokens more than its source (6.1)
 
 
@@ -201,21 +205,25 @@ class Workshop:
         self.model, self.device, self.folder, self.threads = model, device, folder, threads
 
     def build(self, name: str, precision: str) -> Engine:
-        """Build "ours", "ours, stop early", "MarianMT" or "CTranslate2" in one precision.
+        """Build "ours", "ours, the peer's rule", "MarianMT" or "CTranslate2" in one precision.
 
         Raises:
             RuntimeError: this machine cannot run it. The message gives the reason.
         """
         if name == "CTranslate2":
             return self._ctranslate2(precision)
-        model = self._torch_model("MarianMT" if name == "MarianMT" else "ours", precision)
+        model = self._torch_model(name, precision)
         if name == "MarianMT":
             return TorchEngine(name, precision, model)
         search = {"early_stopping": True, "length_penalty": 1.0, "length_penalty_type": "hf"}
-        early = name != "ours"
-        return TorchEngine(name, precision, model, search if early else None, limited=True)
+        return TorchEngine(name, precision, model, None if name == OURS else search, limited=True)
 
     def _torch_model(self, name: str, precision: str) -> PreTrainedModel:
+        if precision == "int8":
+            folder = self.folder / "float32"
+            self.model.save_pretrained(folder)
+            form = VaswaniInt8Config()
+            return AutoModelForSeq2SeqLM.from_pretrained(folder, quantization_config=form).eval()
         model = marian_twin(self.model) if name == "MarianMT" else copy.deepcopy(self.model)
         return model.to(device=self.device, dtype=getattr(torch, precision)).eval()
 
@@ -237,79 +245,70 @@ class Workshop:
         return CTranslate2Engine(folder, precision, self.device, self.threads, eos)
 
 
-class EngineProcess(Worker):
-    """An engine in a separate process.
-
-    In a shared process, CTranslate2's OpenMP threads leave PyTorch about one core of two.
-
-    Args:
-        model: folder of the float32 model.
-        name, precision: as for `Workshop.build`.
-        device, folder, threads: as for `Workshop`.
-    """
-
-    def __init__(
-        self, model: Path, name: str, precision: str, device: str, folder: Path, threads: int
-    ) -> None:
-        self.label, self.precision = name, precision
-        super().__init__(_translator, model, name, precision, device, folder, threads)
-
-    def translate(
-        self, batches: Sequence[list[list[int]]], beams: int, forced: int | None = None
-    ) -> tuple[float, list[list[int]]]:
-        """Translate batches one after the other. Return the seconds and all translations."""
-        return self(batches, beams, forced)
+def quieten() -> None:
+    """Turn off progress bars and repeated advice of transformers."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def build_alone(
     model: Path, name: str, precision: str, device: str, folder: Path, threads: int
 ) -> Engine:
-    """Build one engine and nothing else in the process. Arguments are those of EngineProcess."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    """Build one engine and nothing else in the process.
+
+    Args:
+        model: folder of the float32 model.
+        name, precision: as for `Workshop.build`.
+        device, folder, threads: as for `Workshop`.
+
+    Raises:
+        RuntimeError: this machine cannot run the engine. The message gives the reason.
+    """
+    quieten()
     torch.set_num_threads(threads)
     original = AutoModelForSeq2SeqLM.from_pretrained(model).eval()
     return Workshop(original, device, folder, threads).build(name, precision)
 
 
-def _translator(*arguments: Any) -> Callable:
-    """Build an engine and return a function that translates batches with it."""
+def translator(*arguments: Any) -> Callable:
+    """Build an engine, with the arguments of `build_alone`, and return a function that times it."""
     engine = build_alone(*arguments)
     gc.collect()
 
     def translate(
         batches: Sequence[list[list[int]]], beams: int, forced: int | None
-    ) -> tuple[float, list[list[int]]]:
+    ) -> dict[str, Any]:
+        """Translate batches one after the other, after a first batch that is not timed."""
         prepared = [engine.prepare(batch) for batch in batches]
-        seconds, raw = translate_timed(engine, prepared, beams, forced)
-        return seconds, [row for output in raw for row in engine.ids(output, forced)]
+        engine.run(prepared[0], beams, forced)
+        raw: list[Any] = []
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        seconds = sum(
+            timed(lambda batch=batch: raw.append(engine.run(batch, beams, forced)))
+            for batch in prepared
+        )
+        return {
+            "seconds": seconds,
+            "page_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
+            "outputs": [row for output in raw for row in engine.ids(output, forced)],
+        }
 
     return translate
 
 
-def translate_timed(
-    engine: Engine, batches: list[Any], beams: int, forced: int | None = None
-) -> tuple[float, list[Any]]:
-    """Translate prepared batches. Return the seconds and the outputs of the engine."""
-    outputs: list[Any] = []
-    seconds = sum(
-        timed(lambda batch=batch: outputs.append(engine.run(batch, beams, forced)))
-        for batch in batches
-    )
-    return seconds, outputs
-
-
 __all__ = [
     "MAX_LENGTH_OFFSET",
+    "OURS",
+    "PEERS_RULE",
     "CTranslate2Engine",
     "Engine",
-    "EngineProcess",
     "TorchEngine",
     "Workshop",
     "build_alone",
     "distance_to_ctranslate2",
     "distance_to_marian",
     "marian_twin",
+    "quieten",
     "save_for_ctranslate2",
-    "translate_timed",
+    "translator",
 ]

@@ -1,68 +1,74 @@
-r"""Decoding speed against MarianMTModel and CTranslate2, on the same weights in one run.
+r"""Decoding speed on this host, against CTranslate2 and MarianMTModel with the same weights.
 
-    python benchmarks/generation.py                     all tables: most of an hour on two cores
-    python benchmarks/generation.py --quick             batch 1 and 32 only, under two minutes
-    python benchmarks/generation.py --json results.json --device cuda
+    python benchmarks/generation.py --results benchmarks/results/generation
     python benchmarks/generation.py --train             only make the model that is measured
+    python benchmarks/generation.py --ranges            the ratios over all hosts with results
+    python benchmarks/generation.py --profile           where our search spends its time
 
-The model has the paper's base size with 37,000 tokens. It is trained on Multi30k, so that its
-translations end. All engines translate the same sentences of the test set in the same batches,
-sorted by length as in every toolkit. Inputs and outputs are token ids, so tokenizers are not timed.
+Each engine runs alone, in a process that starts for its turn and ends with it. All engines take
+their turns in every round, and every round starts with another engine. In its turn an engine
+translates the same sentences of Multi30k's test set in the same batches, sorted by length as in
+every toolkit. Inputs and outputs are token ids, so tokenizers are not timed.
 
-Search rules. "ours": the model's own rules: length penalty ((5 + |Y|) / 6)^0.6, a search until no
-open hypothesis can win, and at most source length + 50 tokens for each sentence. "ours, stop
-early": rules like those of the peers: score / length, and a stop when the number of finished
-hypotheses equals the number of beams. MarianMT: the defaults of transformers (score / length,
-early_stopping=False). CTranslate2: its defaults (score / length, and the stop of "ours, stop
-early"). Translations of the peers have at most 50 tokens more than the longest source of the batch.
+Search rules. "ours, the peer's rule" is CTranslate2's rule: rank by score / length, and stop when
+the number of finished hypotheses equals the number of beams. "ours" is the model's own rule: length
+penalty ((5 + |Y|) / 6)^0.6, a search until no open hypothesis can win, and at most source length +
+50 tokens for each sentence. MarianMT has the defaults of transformers: score / length,
+early_stopping=False.
 
-Engines take turns in every round, so that a slow minute of the machine affects all of them. Times
-are medians over rounds. A ratio is the median over rounds of the peer's time divided by ours.
+A ratio is the peer's time divided by ours in the same round. Tables print its least, median and
+largest value over the rounds. `--allocators` and `--instructions` repeat everything with another
+allocator of memory, and as on a machine with fewer instructions.
 """
 
 import argparse
 import contextlib
+import datetime
 import json
-import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import sacrebleu
 import torch
-from base_model import VOCAB_SIZE, read_lines, train
+from base_model import DEFAULT_MODEL, Text, batched, load, train
 from engines import (
-    EngineProcess,
+    OURS,
+    PEERS_RULE,
     Workshop,
     build_alone,
     distance_to_ctranslate2,
     distance_to_marian,
     marian_twin,
+    quieten,
+    translator,
 )
+from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, preloaded, write
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedModel
 from vaswani.training.circumstances import circumstances
 from worker import PeakMemory, Worker, synchronize
 
-from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
-
-DEFAULT_MODEL = Path(__file__).resolve().parent.parent / "runs" / "benchmark-base"
-EARLY = "ours, stop early"
-BLEU_BATCH = 128
-# Seconds between engines. Threads stay awake for a moment after their last job, on cores that the
-# next engine needs.
+SENTENCES = 128  # of a measurement, at least
+# Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
+# next process needs.
 PAUSE = 0.3
-# Values on the axes of the curves.
-BEAMS = (1, 2, 4, 8)
-SOURCE_LENGTHS = (16, 32, 64, 128, 256, 512)
-OUTPUT_LENGTHS = (16, 32, 64, 128, 256)
+SETTING = ("allocator", "instructions", "text", "beams", "batch")
+# The least ratio that we want: (our rule, our precision, the peer) in batches of a size and more.
+AIMS = (
+    (PEERS_RULE, "best", ("CTranslate2", "int8"), 1, 1.5),
+    (OURS, "best", ("CTranslate2", "int8"), 1, 1.2),
+    (PEERS_RULE, "float32", ("CTranslate2", "float32"), 1, 1.3),
+    (PEERS_RULE, "float32", ("MarianMT", "float32"), 8, 2.5),
+    (PEERS_RULE, "bfloat16", ("MarianMT", "bfloat16"), 8, 2.5),
+)
+AIM_WITH_FEWER_INSTRUCTIONS = 1.1  # of our best precision with the peer's rule, against int8
 
 Tokens = list[list[int]]
+Row = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,16 +77,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write all numbers here")
+    add("--results", type=Path, metavar="FOLDER", help="write HOST-DATE.json here")
     add("--device", default="cpu", choices=("cpu", "cuda"))
-    add(
-        "--quick", action="store_true", help="fewer sentences, batch 1 and 32, no curves, no memory"
-    )
-    add(
-        "--train",
-        action="store_true",
-        help="train the model, or continue its training, and measure nothing",
-    )
+    add("--train", action="store_true", help="train the model, and measure nothing")
+    add("--ranges", action="store_true", help="print the ratios of all files in the results folder")
+    add("--profile", action="store_true", help="only print where our search spends its time")
+    add("--memory", action="store_true", help="also measure the memory of each engine")
     add(
         "--model",
         type=Path,
@@ -89,109 +91,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder of the model, which is trained if it is missing "
         "(default: runs/benchmark-base)",
     )
+    add("--engines", nargs="+", metavar="NAME", help='such as "ours int8" (default: all)')
+    add("--texts", nargs="+", default=["short"], choices=("short", "long"), help="default: short")
     add("--beams", type=int, nargs="+", default=[4, 1], metavar="N", help="default: 4 1")
-    add("--batches", type=int, nargs="+", metavar="N", help="default: 1 8 32 128")
-    add("--rounds", type=int, help="turns of every engine (default: 3, 2 with --quick)")
-    add("--sentences", type=int, metavar="N", help="largest number of sentences per measurement")
-    add(
-        "--parts",
-        nargs="+",
-        choices=("speed", "memory", "curves"),
-        help="what to measure (default: all)",
-    )
-    add("--profile", action="store_true", help="only print where our search spends its time")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N")
+    add("--rounds", type=int, default=3, help="turns of every engine (default: 3)")
+    add("--sentences", type=int, default=SENTENCES, help=f"at least (default: {SENTENCES})")
+    add("--allocators", nargs="+", default=["glibc"], choices=ALLOCATORS, help="default: glibc")
+    add("--instructions", nargs="+", default=["native"], choices=list(INSTRUCTIONS))
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
-    args.batches = args.batches or ([1, 32] if args.quick else [1, 8, 32, 128])
-    args.rounds = args.rounds or (2 if args.quick else 3)
-    args.parts = args.parts or (["speed"] if args.quick else ["speed", "memory", "curves"])
     for name in ("beams", "batches"):
         if min(getattr(args, name)) < 1:
             parser.error(f"--{name} must be at least 1, got {min(getattr(args, name))}")
     return args
 
 
-class Text:
-    """The sentences to translate, as token ids with the end token.
-
-    Args:
-        tokenizer: tokenizer of the model. None means an untrained model: its sentences are random,
-            and its outputs are cut after `forced` tokens.
-    """
-
-    def __init__(self, tokenizer: VaswaniTokenizer | None, vocab_size: int) -> None:
-        self.tokenizer = tokenizer
-        self.forced = 16 if tokenizer is None else None
-        self.references: list[str] = []
-        if tokenizer is None:
-            rng = random.Random(0)
-            lengths = [rng.randint(6, 24) for _ in range(1000)]
-            self.sources = [[*rng.choices(range(3, vocab_size), k=n - 1), 2] for n in lengths]
-            self.targets = [source[:-1] for source in self.sources]
-        else:
-            self.sources = tokenizer(read_lines("test_2016_flickr", "en"))["input_ids"]
-            self.references = read_lines("test_2016_flickr", "de")
-            self.targets = [ids[:-1] for ids in tokenizer(self.references)["input_ids"]]
-
-    def chosen(self, number: int) -> list[int]:
-        """Return the indices of `number` sentences across the file, shortest source first."""
-        number = min(number, len(self.sources))
-        picked = [index * len(self.sources) // number for index in range(number)]
-        return sorted(picked, key=lambda index: len(self.sources[index]))
-
-    def bleu(self, indices: Sequence[int], outputs: Tokens) -> float | None:
-        """Return the BLEU of translations on the corpus' own tokens, or None without references."""
-        if self.tokenizer is None:
-            return None
-        texts = self.tokenizer.batch_decode(outputs, skip_special_tokens=True)
-        metric = sacrebleu.BLEU(tokenize="none", force=True)
-        references = [self.references[index] for index in indices]
-        return metric.corpus_score(texts, [references]).score
-
-    def of_length(self, length: int, number: int) -> Tokens:
-        """Return `number` sources of exactly `length` tokens, made of concatenated sentences."""
-        words = [token for source in self.sources for token in source[:-1]]
-        eos = self.sources[0][-1]
-        return [
-            [*(words[(start + i) % len(words)] for i in range(length - 1)), eos]
-            for start in range(0, number * 97, 97)
-        ]
-
-
-def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Yield batches of `size` items. The last batch may be smaller."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
-
-
 def engine_names(device: str) -> list[tuple[str, str]]:
-    """Return (name, precision) of all engines, ours first."""
-    ours = [(name, kind) for kind in ("float32", "bfloat16") for name in ("ours", EARLY)]
-    marian = [("MarianMT", kind) for kind in ("float32", "bfloat16")]
-    kinds = ("float32", "int8") if device == "cpu" else ("float32", "bfloat16", "int8_float16")
-    return [*ours, *marian, *(("CTranslate2", kind) for kind in kinds)]
-
-
-def start_all(
-    model: Path, device: str, folder: Path
-) -> tuple[list[EngineProcess], list[dict[str, str]]]:
-    """Start every engine that this machine can run, and list why the others are missing."""
-    threads = torch.get_num_threads()
-    started = [
-        EngineProcess(model, name, precision, device, folder, threads)
-        for name, precision in engine_names(device)
+    """Return (name, precision) of all engines."""
+    ours = ("float32", "bfloat16", *(("int8",) if device == "cpu" else ()))
+    theirs = ("float32", "int8") if device == "cpu" else ("float32", "bfloat16", "int8_float16")
+    return [
+        *((PEERS_RULE, kind) for kind in ours),
+        *(("CTranslate2", kind) for kind in theirs),
+        *((OURS, kind) for kind in ours),
+        *(("MarianMT", kind) for kind in ("float32", "bfloat16")),
     ]
-    engines, missing = [], []
-    for engine in started:
-        try:
-            engine.wait()
-        except RuntimeError as error:
-            reason = {"engine": engine.label, "precision": engine.precision, "reason": str(error)}
-            missing.append(reason)
-        else:
-            engines.append(engine)
-    return engines, missing
 
 
 def check_twins(model: PreTrainedModel, folder: Path, text: Text) -> dict[str, float]:
@@ -210,212 +136,218 @@ def check_twins(model: PreTrainedModel, folder: Path, text: Text) -> dict[str, f
     return distances
 
 
-def take_turns(
-    engines: list[EngineProcess],
-    sentences: Tokens,
-    size: int,
-    beams: int,
-    rounds: int,
-    forced: int | None = None,
-) -> list[dict[str, Any]]:
-    """Time all engines in turn on the same batches, after one batch that is not timed."""
-    batches = list(batched(sentences, size))
-    seconds: list[list[float]] = [[] for _ in engines]
-    outputs: list[Tokens] = [[] for _ in engines]
-    for engine in engines:
-        engine.translate(batches[:1], beams, forced)
-    for turn in range(rounds):
-        for place in range(len(engines)):
-            # Every round starts with another engine.
-            number = (place + turn) % len(engines)
-            time.sleep(PAUSE)
-            taken, outputs[number] = engines[number].translate(batches, beams, forced)
-            seconds[number].append(taken)
-    rows = []
-    for engine, taken, tokens in zip(engines, seconds, outputs, strict=True):
-        median = statistics.median(taken)
-        rows.append(
-            {
-                "engine": engine.label,
-                "precision": engine.precision,
-                "beams": beams,
-                "batch": size,
-                "sentences": len(sentences),
-                "tokens": sum(map(len, tokens)),
-                "seconds": taken,
-                "sentences_per_second": len(sentences) / median,
-                "tokens_per_second": sum(map(len, tokens)) / median,
-                "outputs": tokens,
-            }
-        )
-    return rows
+def jobs_of(args: argparse.Namespace, text: Text) -> list[tuple[Row, list[int] | None, list]]:
+    """List what an engine translates in its turn: the row's beginning, indices and batches."""
+    jobs = []
+    for kind in args.texts:
+        for beams in args.beams:
+            for size in args.batches:
+                number = max(args.sentences, 2 * size if size > 1 else 1)
+                indices = text.chosen(number) if kind == "short" else None
+                sources = (
+                    text.long(number)
+                    if indices is None
+                    else [text.sources[index] for index in indices]
+                )
+                row = {"text": kind, "beams": beams, "batch": size, "sentences": len(sources)}
+                jobs.append((row, indices, list(batched(sources, size))))
+    return jobs
+
+
+def turn(
+    engine: tuple[str, str], args: argparse.Namespace, model: Path, folder: Path, jobs: list
+) -> list[Row]:
+    """Run all jobs of an engine in a process of its own.
+
+    Raises:
+        RuntimeError: this machine cannot run the engine. The message gives the reason.
+    """
+    worker = Worker(translator, model, *engine, args.device, folder, torch.get_num_threads())
+    try:
+        worker.wait()
+        return [worker(batches, row["beams"], args.forced) for row, _, batches in jobs]
+    finally:
+        worker.close()
+        time.sleep(PAUSE)
 
 
 def measure_speed(
-    args: argparse.Namespace, engines: list[EngineProcess], text: Text
-) -> list[dict[str, Any]]:
-    """Return rows of speed and BLEU for every engine, number of beams and batch size."""
-    rows = []
-    for beams in args.beams:
-        # Only beam search has stopping rules and length penalties.
-        taking_part = [engine for engine in engines if beams > 1 or engine.label != EARLY]
-        scores: dict[tuple[str, str], float | None] = {}
-        if not args.quick and text.tokenizer is not None:
-            indices = text.chosen(args.sentences or len(text.sources))
-            for engine in taking_part:
-                batches = list(batched([text.sources[i] for i in indices], BLEU_BATCH))
-                _, outputs = engine.translate(batches, beams)
-                scores[engine.label, engine.precision] = text.bleu(indices, outputs)
-        for size in args.batches:
-            alone, together = (4, 32) if args.quick else (64, 256)
-            number = alone if size == 1 else max(together, size)
-            indices = text.chosen(min(number, args.sentences or number))
-            sentences = [text.sources[i] for i in indices]
-            block = take_turns(taking_part, sentences, size, beams, args.rounds, text.forced)
-            for row in block:
-                outputs = row.pop("outputs")
-                key = (row["engine"], row["precision"])
-                row["bleu"] = scores[key] if key in scores else text.bleu(indices, outputs)
-            print_speed(block)
-            rows += block
-    return rows
-
-
-def print_speed(rows: list[dict[str, Any]]) -> None:
-    """Print the rows of one number of beams and one batch size."""
-    search = "greedy" if rows[0]["beams"] == 1 else f"beam {rows[0]['beams']}"
-    print(f"\n{search}, batch {rows[0]['batch']}, {rows[0]['sentences']} sentences")
-    print(f"{'engine':18}{'precision':14}{'sentences/s':>12}{'tokens/s':>10}{'BLEU':>8}")
-    for row in rows:
-        bleu = "-" if row["bleu"] is None else f"{row['bleu']:.2f}"
-        print(
-            f"{row['engine']:18}{row['precision']:14}{row['sentences_per_second']:12.2f}"
-            f"{row['tokens_per_second']:10.0f}{bleu:>8}",
-            flush=True,
-        )
-
-
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return how many times faster ours is than each peer, paired by round, and the BLEU gap."""
-    found = {(r["engine"], r["precision"], r["beams"], r["batch"]): r for r in rows}
-    pairs = [
-        (("MarianMT", "float32"), "float32"),
-        (("MarianMT", "bfloat16"), "bfloat16"),
-        (("CTranslate2", "float32"), "float32"),
-        (("CTranslate2", "bfloat16"), "bfloat16"),
-        (("CTranslate2", "int8"), "bfloat16"),
-        (("CTranslate2", "int8_float16"), "bfloat16"),
-    ]
-    ratios = []
-    for beams, size in dict.fromkeys((row["beams"], row["batch"]) for row in rows):
-        for peer, precision in pairs:
-            for name in ("ours", EARLY):
-                ours = found.get((name, precision, beams, size))
-                theirs = found.get((*peer, beams, size))
-                if ours is None or theirs is None:
+    args: argparse.Namespace, model: Path, folder: Path, text: Text
+) -> tuple[list[Row], list[Row]]:
+    """Let all engines take turns, in every environment: their rows, and the missing engines."""
+    jobs = jobs_of(args, text)
+    names = [pair for pair in engine_names(args.device) if _chosen(pair, args.engines)]
+    rows: dict[tuple, Row] = {}
+    missing: dict[tuple, Row] = {}
+    for allocator, instructions, variables in _environments(args, missing):
+        for number in range(args.rounds):
+            first = number % len(names)
+            for engine in names[first:] + names[:first]:
+                place = (allocator, instructions, *engine)
+                if place in missing:
                     continue
-                times = zip(theirs["seconds"], ours["seconds"], strict=True)
-                ratios.append(
-                    {
-                        "ours": f"{name} {precision}",
-                        "peer": " ".join(peer),
-                        "beams": beams,
-                        "batch": size,
-                        "ratio": statistics.median(a / b for a, b in times),
-                        "bleu_difference": None
-                        if ours["bleu"] is None
-                        else ours["bleu"] - theirs["bleu"],
-                    }
+                try:
+                    with environment(variables):
+                        found = turn(engine, args, model, folder, jobs)
+                except RuntimeError as error:
+                    missing[place] = {"engine": " ".join(engine), "reason": str(error)}
+                    continue
+                for (about, indices, _), result in zip(jobs, found, strict=True):
+                    key = (*place, *about.values())
+                    row = rows.setdefault(key, _new_row(allocator, instructions, engine, about))
+                    row["seconds"].append(round(result["seconds"], 4))
+                    row["page_faults"] = result["page_faults"]
+                    row["tokens"] = sum(map(len, result["outputs"]))
+                    if indices is not None:
+                        row["bleu"] = text.bleu(indices, result["outputs"])
+            print(f"{allocator}, {instructions}: round {number + 1} of {args.rounds}", flush=True)
+    return list(rows.values()), list(missing.values())
+
+
+def _environments(
+    args: argparse.Namespace, missing: dict[tuple, Row]
+) -> Iterator[tuple[str, str, dict[str, str]]]:
+    for allocator in args.allocators:
+        try:
+            library = preloaded(allocator)
+        except RuntimeError as error:
+            missing[allocator,] = {"engine": f"all with {allocator}", "reason": str(error)}
+            continue
+        for instructions in args.instructions:
+            yield allocator, instructions, {**library, **INSTRUCTIONS[instructions]}
+
+
+def _chosen(engine: tuple[str, str], wanted: list[str] | None) -> bool:
+    return wanted is None or " ".join(engine) in wanted
+
+
+def _new_row(allocator: str, instructions: str, engine: tuple[str, str], about: Row) -> Row:
+    name, precision = engine
+    return {
+        **{"allocator": allocator, "instructions": instructions},
+        **{"engine": name, "precision": precision, **about, "bleu": None, "seconds": []},
+    }
+
+
+def print_speed(rows: list[Row]) -> None:
+    """Print the sentences a second of every engine, a table for each setting."""
+    for setting in dict.fromkeys(tuple(row[name] for name in SETTING) for row in rows):
+        allocator, instructions, kind, beams, size = setting
+        search = "greedy" if beams == 1 else f"beam {beams}"
+        print(f"\n{search}, batch {size}, {kind} sentences, {allocator}, {instructions}")
+        print(f"{'engine':26}{'precision':14}{'least':>8}{'median':>8}{'most':>8}{'BLEU':>8}")
+        for row in rows:
+            if tuple(row[name] for name in SETTING) == setting:
+                rates = sorted(row["sentences"] / seconds for seconds in row["seconds"])
+                cells = (rates[0], statistics.median(rates), rates[-1])
+                bleu = "-" if row["bleu"] is None else f"{row['bleu']:.2f}"
+                print(
+                    f"{row['engine']:26}{row['precision']:14}"
+                    + "".join(f"{rate:8.1f}" for rate in cells)
+                    + f"{bleu:>8}",
+                    flush=True,
                 )
+
+
+def best_precision(rows: list[Row]) -> dict[tuple[str, str, str], str]:
+    """Return our fastest precision by allocator, instructions and text.
+
+    One precision is the best for all beams and batches: the precision with the least mean
+    logarithm of the seconds.
+    """
+    logs: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        if row["engine"] == PEERS_RULE:
+            place = (row["allocator"], row["instructions"], row["text"])
+            seconds = torch.tensor(statistics.median(row["seconds"])).log().item()
+            logs.setdefault(place, {}).setdefault(row["precision"], []).append(seconds)
+    return {
+        place: min(found, key=lambda kind: statistics.mean(found[kind]))
+        for place, found in logs.items()
+    }
+
+
+def compare(rows: list[Row]) -> list[Row]:
+    """Return how many times faster ours is than each peer, with the aim of each ratio."""
+    found = {
+        (*(row[name] for name in SETTING), row["engine"], row["precision"]): row for row in rows
+    }
+    best = best_precision(rows)
+    ratios = []
+    for setting in dict.fromkeys(key[: len(SETTING)] for key in found):
+        for rule, kind, peer, smallest, least in AIMS:
+            precision = best.get(setting[:3], "") if kind == "best" else kind
+            ours, theirs = found.get((*setting, rule, precision)), found.get((*setting, *peer))
+            if ours is None or theirs is None:
+                continue
+            pairs = zip(theirs["seconds"], ours["seconds"], strict=True)
+            values = sorted(other / own for other, own in pairs)
+            row = dict(zip(SETTING, setting, strict=True))
+            row |= {"ours": f"{rule}, {precision}", "peer": " ".join(peer)}
+            row |= {"rule": rule, "least": values[0], "median": statistics.median(values)}
+            row |= {"most": values[-1], "aim": None}
+            if row["instructions"] == "native":
+                row["aim"] = least if row["batch"] >= smallest else None
+            elif kind == "best" and rule == PEERS_RULE:
+                row["aim"] = AIM_WITH_FEWER_INSTRUCTIONS
+            ratios.append(row)
     return ratios
 
 
-def judge(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the ratios of our default search with 4 beams with our aims."""
-    wanted = []
-    for ratio in ratios:
-        if ratio["beams"] != 4 or ratio["ours"].startswith(EARLY):
-            continue
-        minimum = None
-        if ratio["peer"].startswith("MarianMT"):
-            minimum = {1: 2.0, 32: 2.5}.get(ratio["batch"])
-        elif ratio["peer"] == "CTranslate2 float32":
-            minimum = 1.0
-        elif ratio["peer"].startswith("CTranslate2 int8"):
-            minimum = 1.2
-        if minimum is not None:
-            name = f"{ratio['ours']} over {ratio['peer']}, beam 4, batch {ratio['batch']}"
-            value = ratio["ratio"]
-            wanted.append({"aim": name, "least": minimum, "value": value, "met": value >= minimum})
-    for ratio in ratios:
-        # Also compare with the peer's rules, so that a better search does not hide what bfloat16
-        # costs.
-        of_int8 = ratio["peer"].startswith("CTranslate2 int8") and "bfloat16" in ratio["ours"]
-        if ratio["beams"] == 4 and of_int8 and ratio["bleu_difference"] is not None:
-            name = f"BLEU of {ratio['ours']} less that of {ratio['peer']}, batch {ratio['batch']}"
-            value = ratio["bleu_difference"]
-            wanted.append({"aim": name, "least": -0.1, "value": value, "met": value >= -0.1})
-    return wanted
-
-
-def print_judgement(ratios: list[dict[str, Any]], aims: list[dict[str, Any]]) -> None:
-    """Print how many times faster we are, then the aims."""
-    print(f"\n{'times faster':26}{'than':24}{'beams':>6}{'batch':>6}{'ratio':>8}")
-    for ratio in ratios:
+def print_ratios(ratios: list[Row]) -> None:
+    """Print the ratios, with the verdict on each aim."""
+    print(f"\n{'least':>6}{'median':>8}{'most':>6}{'aim':>6}  times as fast")
+    for row in ratios:
+        missed = row["aim"] is not None and row["median"] < row["aim"]
+        aim = "" if row["aim"] is None else f"{row['aim']:g}"
         print(
-            f"{ratio['ours']:26}{ratio['peer']:24}{ratio['beams']:6}{ratio['batch']:6}"
-            f"{ratio['ratio']:8.2f}"
+            f"{row['least']:6.2f}{row['median']:8.2f}{row['most']:6.2f}{aim:>6}  "
+            f"{row['ours']} as {row['peer']}: beam {row['beams']}, batch {row['batch']}, "
+            f"{row['text']}, {row['allocator']}, {row['instructions']}"
+            + (", MISSED" if missed else "")
         )
-    for aim in aims:
-        verdict = "met   " if aim["met"] else "MISSED"
-        print(f"{verdict} {aim['value']:6.2f} (at least {aim['least']:.2f})  {aim['aim']}")
 
 
-def measure_curves(
-    args: argparse.Namespace, engines: list[EngineProcess], text: Text
-) -> list[dict[str, Any]]:
-    """Measure how the time of a sentence grows with beams, source length and output length."""
-    engines = [engine for engine in engines if engine.label != EARLY]
-    rounds, size = (1, 4) if args.quick else (2, 8)
-    indices = text.chosen(min(64, args.sentences or 64))
-    real = [text.sources[i] for i in indices]
-    points = [("beams", beams, real, 32, beams, text.forced) for beams in BEAMS]
-    for length in SOURCE_LENGTHS:
-        points.append(("source tokens", length, text.of_length(length, size), size, 4, 32))
-    for length in OUTPUT_LENGTHS:
-        points.append(("output tokens", length, text.of_length(16, size), size, 4, length))
-    rows, printed = [], None
-    for what, value, sentences, batch, beams, forced in points:
-        if what != printed:
-            fixed = {"beams": f"batch {batch}"}.get(what, f"beam {beams}, batch {batch}")
-            print(f"\nmilliseconds per sentence by {what}, {fixed}\n{'':14}", end="")
-            print("".join(f"{e.label + ' ' + e.precision:>22}" for e in engines))
-            printed = what
-        block = take_turns(engines, sentences, batch, beams, rounds, forced)
-        print(f"{value:14}", end="")
-        for row in block:
-            milliseconds = 1000 * statistics.median(row["seconds"]) / len(sentences)
-            print(f"{milliseconds:22.1f}", end="")
-            rows.append(
-                {
-                    "by": what,
-                    "value": value,
-                    "engine": row["engine"],
-                    "precision": row["precision"],
-                    "beams": beams,
-                    "batch": batch,
-                    "tokens": row["tokens"],
-                    "milliseconds_per_sentence": milliseconds,
-                }
-            )
-        print(flush=True)
-    return rows
+def ranges(folder: Path) -> list[str]:
+    """Return the lines of a table: the range over hosts of each median ratio, native instructions.
+
+    A host counts once, with its latest file.
+    """
+    latest = {}
+    for path in sorted(folder.glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        latest[host_name(results["hardware"])] = results
+    medians: dict[tuple, list[float]] = {}
+    sizes = set()
+    for results in latest.values():
+        for row in results["ratios"]:
+            if (row["allocator"], row["instructions"], row["text"]) == ("glibc", "native", "short"):
+                search = "greedy" if row["beams"] == 1 else f"beam {row['beams']}"
+                kind = (row["rule"], row["peer"], search)
+                medians.setdefault((*kind, row["batch"]), []).append(row["median"])
+                sizes.add(row["batch"])
+    columns = sorted(sizes)
+    lines = [
+        f"| ours | peer | search | {' | '.join(f'batch {size}' for size in columns)} |",
+        "|---|---|---|" + "---|" * len(columns),
+    ]
+    for kind in dict.fromkeys(key[:3] for key in medians):
+        cells = [_range(medians.get((*kind, size), [])) for size in columns]
+        lines.append(f"| {' | '.join([*kind, *cells])} |")
+    return lines
+
+
+def _range(values: list[float]) -> str:
+    if not values:
+        return ""
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def memory_of(model: Path, name: str, precision: str, device: str, *arguments: Any) -> Callable:
     """Build one engine and return a function that measures its memory.
 
-    The arguments are those of EngineProcess.
+    The arguments are those of `build_alone`.
     """
     memory, before = PeakMemory(device), 0.0
     outside_torch = device == "cuda" and name == "CTranslate2"
@@ -447,7 +379,7 @@ def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[d
     print(f"\npeak {kind} memory, beam 4, longest sentences (MB, without the libraries' own)")
     print(f"{'engine':18}{'precision':14}{'batch':>6}{'weights':>10}{'peak':>10}")
     for name, precision in engine_names(args.device):
-        if name == EARLY:
+        if name == PEERS_RULE:
             continue
         for size in sorted({min(args.batches), 32, max(args.batches)}):
             sentences = sorted(text.sources, key=len)[-size:]
@@ -496,82 +428,46 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
     return rows
 
 
-def quieten() -> None:
-    """Turn off progress bars and repeated advice of transformers."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Text]:
-    """Load the model. If it is missing, train it, or with --quick make an untrained one."""
-    if (args.model / "model.safetensors").exists():
-        model = AutoModelForSeq2SeqLM.from_pretrained(args.model).eval()
-        tokenizer = VaswaniTokenizer.from_pretrained(args.model)
-        return model, Text(tokenizer, model.config.vocab_size)
-    if args.quick or args.profile:
-        print(
-            f"No trained model in {args.model.name}: random weights and sentences, outputs cut at "
-            "16 tokens, no BLEU. `--train` makes the real one."
-        )
-        torch.manual_seed(0)
-        config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
-        return VaswaniForConditionalGeneration(config).eval(), Text(None, VOCAB_SIZE)
-    print(f"No trained model in {args.model.name}: training it first.", flush=True)
-    train(args.model)
-    return load(args)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     quieten()
+    if args.ranges:
+        print("\n".join(ranges(args.results)))
+        return
     if args.train:
         train(args.model)
         return
-    model, text = load(args)
+    model, text = load(args.model, untrained=args.profile)
+    args.forced = text.forced
     with tempfile.TemporaryDirectory() as scratch:
-        folder, trained = Path(scratch), args.model
-        workshop = Workshop(model, args.device, folder, torch.get_num_threads())
+        folder = Path(scratch)
         if args.profile:
+            workshop = Workshop(model, args.device, folder, torch.get_num_threads())
             measure_profile(workshop, text, args.beams[0])
             return
-        if text.tokenizer is None:
-            trained = folder / "random"
-            model.save_pretrained(trained)
-        engines, missing = start_all(trained, args.device, folder)
         results: dict[str, Any] = {
             **circumstances(),
             "device": args.device,
-            "model": args.model.name if text.tokenizer is not None else "random weights",
+            "host": host_facts(),
             "parameters": model.num_parameters(),
             "rounds": args.rounds,
-            "missing": missing,
             "distance_of_twins": check_twins(model, folder, text),
         }
-        for engine in missing:
-            print(f"{engine['engine']} {engine['precision']} is missing: {engine['reason']}")
-        if "memory" in args.parts and text.tokenizer is not None:
-            results["memory"] = measure_memory(args, Path(scratch), text)
-        if "speed" in args.parts:
-            results["speed"] = measure_speed(args, engines, text)
-            if not args.quick:
-                results["profile"] = measure_profile(workshop, text, args.beams[0])
-            results["ratios"] = compare(results["speed"])
-            results["aims"] = judge(results["ratios"])
-            print_judgement(results["ratios"], results["aims"])
-            write(args.json, results)  # the curves take long, so write the other results before
-        if "curves" in args.parts:
-            results["curves"] = measure_curves(args, engines, text)
-        for engine in engines:
-            engine.close()
-    write(args.json, results)
-
-
-def write(path: Path | None, results: dict[str, Any]) -> None:
-    """Write the results as JSON if a path is given."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        path = args.results and args.results / (
+            f"{host_name(results['hardware'])}-{datetime.datetime.now(datetime.UTC).date()}.json"
+        )
+        del model  # an engine has the machine for itself
+        results["speed"], results["missing"] = measure_speed(args, args.model, folder, text)
+        for engine in results["missing"]:
+            print(f"{engine['engine']} is missing: {engine['reason']}")
+        results["ratios"] = compare(results["speed"])
+        print_speed(results["speed"])
+        print_ratios(results["ratios"])
+        write(path, results)  # memory takes a while, so write the speed before
+        if args.memory:
+            results["memory"] = measure_memory(args, folder, text)
+            write(path, results)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import TorchEngine
+from base_model import DEFAULT_MODEL, Text, batched, load
+from engines import TorchEngine, quieten
+from host import write
 from transformers import AutoModelForSeq2SeqLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from vaswani.training.circumstances import circumstances
 from worker import PeakMemory, Worker, timed
 
-from generation import DEFAULT_MODEL, Text, batched, load, quieten, write
 from vaswani import VaswaniInt8Config
 
 BATCH = 32
@@ -186,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     quieten()
-    model, text = load(args)
+    model, text = load(args.model, untrained=True)
     trained = text.tokenizer is not None
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

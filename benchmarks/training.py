@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from base_model import VOCAB_SIZE, padded, read_lines, vocabulary
+from base_model import DEFAULT_MODEL, VOCAB_SIZE, padded, read_lines, vocabulary
 from batchings import BATCHINGS, BatchingContender
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
@@ -59,7 +59,6 @@ from vaswani.training.circumstances import circumstances
 from vaswani.training.trainer import VaswaniTrainer
 from worker import PeakMemory, Worker, synchronize, timed
 
-from generation import DEFAULT_MODEL
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
 SMOOTHING = 0.1

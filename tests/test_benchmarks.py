@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import base_model  # noqa: E402
 import engines  # noqa: E402
+import host  # noqa: E402
 import int8  # noqa: E402
 import quantization  # noqa: E402
 import score  # noqa: E402
@@ -131,55 +133,104 @@ def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_quick_report_is_whole(model, corpus, tmp_path, monkeypatch, capsys):
+def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys):
     lines = ENGLISH + GERMAN
     tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
     model.save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
-    points = {"PAUSE": 0, "BEAMS": (1, 2), "SOURCE_LENGTHS": (8,), "OUTPUT_LENGTHS": (4, 8)}
-    for name, value in points.items():
-        monkeypatch.setattr(generation, name, value)
-    report = tmp_path / "out" / "report.json"
-    command = ["--quick", "--rounds", "1", "--sentences", "3", "--model", str(tmp_path / "tiny")]
-    generation.main([*command, "--parts", "speed", "curves", "--json", str(report)])
+    command = ["--model", str(tmp_path / "tiny"), "--rounds", "1", "--sentences", "3"]
+    command += ["--batches", "1", "2", "--beams", "2", "--texts", "short", "long"]
+    generation.main([*command, "--results", str(tmp_path / "out")])
+    (report,) = (tmp_path / "out").iterdir()
     results = json.loads(report.read_text())
-    promised = {"command", "commit", "hardware", "versions", "date", "speed", "ratios", "aims"}
+    promised = {"command", "commit", "hardware", "versions", "date", "host", "speed", "ratios"}
     assert promised < results.keys()
-    assert {"cpu", "cores", "flags", "gpu"} < results["hardware"].keys()
-    rows = {(row["engine"], row["precision"], row["batch"]) for row in results["speed"]}
-    for size in (1, 32):
-        assert ("ours", "float32", size) in rows
-        assert ("MarianMT", "bfloat16", size) in rows
-        if engines.ctranslate2 is not None:
-            assert ("CTranslate2", "int8", size) in rows
+    assert report.name == f"{host.host_name(results['hardware'])}-{results['date']}.json"
+    assert {"caches", "page_fault_nanoseconds", "gigaflops"} < results["host"].keys()
+    engines_of_rows = {(row["engine"], row["precision"]) for row in results["speed"]}
+    missing = {row["engine"] for row in results["missing"]}
+    for engine in generation.engine_names("cpu"):
+        assert (engine in engines_of_rows) != (" ".join(engine) in missing)
+    assert ("ours", "float32") in engines_of_rows
     for row in results["speed"]:
-        assert row["tokens_per_second"] > 0
-        assert 0 <= row["bleu"] <= 100
-    assert any(aim["aim"].startswith("ours float32 over MarianMT") for aim in results["aims"])
-    assert {row["by"] for row in results["curves"]} == {"beams", "source tokens", "output tokens"}
+        assert len(row["seconds"]) == 1
+        assert min(row["seconds"]) > 0
+        assert row["tokens"] > 0
+        assert (row["bleu"] is None) == (row["text"] == "long")
     printed = capsys.readouterr().out
-    assert "beam 4, batch 32" in printed
-    assert "at least 2.50" in printed
+    assert "beam 2, batch 2, long sentences, glibc, native" in printed
+    generation.main(["--ranges", "--results", str(tmp_path / "out")])
+    assert "| batch 1 | batch 2 |" in capsys.readouterr().out
 
 
-def test_ratio_is_the_median_of_rounds_and_aims_are_judged():
-    speed = {"beams": 4, "batch": 32, "bleu": 30.0}
+def speed_row(engine, precision, seconds, **changes):
+    setting = {"allocator": "glibc", "instructions": "native", "text": "short", "beams": 4}
+    row = {"engine": engine, "precision": precision, "seconds": seconds, "sentences": 128}
+    return {**setting, "batch": 32, "bleu": None, **row, **changes}
+
+
+def test_ratios_are_paired_by_round_and_have_their_aims():
+    ours = engines.PEERS_RULE
     rows = [
-        {"engine": "ours", "precision": "float32", "seconds": [1.0, 2.0, 1.0], **speed},
-        {"engine": "MarianMT", "precision": "float32", "seconds": [3.0, 5.0, 9.0], **speed},
-        {"engine": "CTranslate2", "precision": "float32", "seconds": [0.5, 2.0, 0.9], **speed},
+        speed_row(ours, "float32", [1.0, 2.0, 1.0]),
+        speed_row(ours, "int8", [0.5, 0.4, 0.6]),
+        speed_row("MarianMT", "float32", [3.0, 5.0, 9.0]),
+        speed_row("CTranslate2", "float32", [0.5, 2.0, 0.9]),
+        speed_row("CTranslate2", "int8", [1.0, 1.0, 1.2]),
     ]
-    ratios = generation.compare(rows)
-    assert [ratio["ratio"] for ratio in ratios] == [3.0, 0.9]
-    assert [(aim["least"], aim["met"]) for aim in generation.judge(ratios)] == [
-        (2.5, True),
-        (1.0, False),
+    found = {
+        (row["ours"], row["peer"]): (row["least"], row["median"], row["most"], row["aim"])
+        for row in generation.compare(rows)
+    }
+    assert found == {
+        (f"{ours}, int8", "CTranslate2 int8"): (2.0, 2.0, 2.5, 1.5),
+        (f"{ours}, float32", "CTranslate2 float32"): (0.5, 0.9, 1.0, 1.3),
+        (f"{ours}, float32", "MarianMT float32"): (2.5, 3.0, 9.0, 2.5),
+    }
+    fewer = [row | {"instructions": "avx2", "batch": 1} for row in rows]
+    assert {row["aim"] for row in generation.compare(fewer)} == {None, 1.1}
+
+
+def test_our_best_precision_is_one_for_all_batches():
+    rows = [
+        speed_row(engines.PEERS_RULE, kind, [seconds], batch=batch)
+        for kind, of_batches in (("bfloat16", (1.0, 1.0)), ("int8", (0.9, 4.0)))
+        for batch, seconds in zip((1, 32), of_batches, strict=True)
     ]
+    assert generation.best_precision(rows) == {("glibc", "native", "short"): "bfloat16"}
+
+
+def test_ranges_cover_all_hosts_and_only_the_latest_file_of_each(tmp_path):
+    for cpu, day, median in (("Xeon", 1, 9.0), ("Xeon", 2, 1.0), ("EPYC", 1, 1.5)):
+        row = speed_row("ours", "int8", []) | {"rule": "ours", "peer": "Peer", "median": median}
+        results = {"hardware": {"cpu": cpu, "cores": 2}, "ratios": [row]}
+        (tmp_path / f"{cpu}-2000-01-0{day}.json").write_text(json.dumps(results))
+    assert generation.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1.00 to 1.50 |"]
+
+
+def test_long_sources_have_40_to_60_tokens(corpus):
+    tokenizer = VaswaniTokenizer.train_from_iterator(ENGLISH, vocab_size=330, show_progress=False)
+    sources = base_model.Text(tokenizer, 330).long(3)
+    assert len(sources) == 3
+    for source in sources:
+        assert 40 <= len(source) <= 60
+        assert source.count(2) == 1
+        assert source[-1] == 2
+
+
+def test_variables_are_restored_after_an_engine(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "before")
+    monkeypatch.delenv("CT2_FORCE_CPU_ISA", raising=False)
+    variables = {**host.preloaded("glibc"), **host.INSTRUCTIONS["avx2"]}
+    with host.environment(variables):
+        assert {name: os.environ[name] for name in variables} == variables
+    assert os.environ["LD_PRELOAD"] == "before"
+    assert "CT2_FORCE_CPU_ISA" not in os.environ
 
 
 def test_a_twin_that_computes_something_else_ends_the_run(model, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "distance_to_marian", lambda *_: float("nan"))
-    text = generation.Text(None, 330)
+    text = base_model.Text(None, 330)
     with pytest.raises(SystemExit, match="MarianMT computes something else"):
         generation.check_twins(model, tmp_path, text)
 
@@ -227,7 +278,7 @@ def test_help_is_the_manual():
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "CTranslate2" in run.stdout
-    assert "--quick" in run.stdout
+    assert "--ranges" in run.stdout
 
 
 def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
