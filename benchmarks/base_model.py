@@ -55,7 +55,7 @@ def read_lines(split: str, language: str) -> list[str]:
 
 
 def train(folder: Path, steps: int = _STEPS) -> None:
-    """Train from scratch into `folder`, or go on from the checkpoint that a killed run left there.
+    """Train from scratch into `folder`, or continue from the checkpoint of a killed run.
 
     Writes the float32 model, its tokenizer and training.json.
     """

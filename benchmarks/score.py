@@ -2,19 +2,19 @@ r"""A recipe's published score: the mean of several seeds, and what each ingredi
 
     python benchmarks/score.py multi30k-tiny --seeds 1 2 3 --ingredients --json FILE
 
-Every seed is a run of `vaswani train` in a folder of its own under runs/; one that is
-there already is not repeated, and one that was killed goes on. A recipe that starts from another
-recipe's model has that one run first, with the same seed. The score of a seed is that of the
-model the recipe ends with: nothing is chosen by the test set.
+Every seed is a run of `vaswani train` in its own folder under runs/. A finished run is not
+repeated, and a killed run is resumed. If a recipe continues from another recipe's model, that
+recipe runs first, with the same seed. The score of a seed is that of the final model. The test set
+chooses nothing.
 
-A small model does not keep several cores busy: `--at-once 2` trains two of them side by side, each
-on its share of the cores, and both are through sooner.
+A small model does not keep several cores busy. `--at-once 2` trains two models side by side, each
+on half of the cores, and finishes both sooner.
 
-`--ingredients` takes one thing away at a time. Averaging and the length penalty: the first seed's
-model is decoded again. R-Drop: a whole run of the first seed without it. Label smoothing and
-batches by tokens: short runs of the first seed with and without it, and with batches of a quarter;
-their warm-up and checkpoints are in proportion, and the results give their length. `--short 0`
-leaves these out, and so does a recipe that goes on from a model.
+`--ingredients` removes one ingredient at a time, for the first seed. For averaging and the length
+penalty, the trained model is decoded again. For R-Drop, the recipe runs once more without it. For
+label smoothing and batches by tokens, short runs are compared: with both, without either one, and
+with four batches of a quarter of the tokens. Short runs scale warm-up and checkpoints in
+proportion. `--short 0` leaves out the short runs. A recipe that continues from a model has none.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from vaswani import VaswaniTranslationPipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "examples" / "recipes"
-# What the report keeps of a run; the rest is in the run's own folder.
+# Fields of a run that the report keeps. The run's own folder has all fields.
 KEPT = (
     "command",
     "commit",
@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     add("--at-once", type=int, default=1, metavar="N", help="models trained side by side")
     add("--ingredients", action="store_true", help="measure what each ingredient is worth, too")
-    add("--short", type=int, default=2000, help="updates of their runs (default: 2000; 0: none)")
+    add("--short", type=int, default=2000, help="updates of a short run (default: 2000; 0: none)")
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     return parser.parse_args(argv)
@@ -80,7 +80,7 @@ def train(recipe: dict[str, Any], output: Path, threads: int | None = None) -> d
         path = output.with_suffix(".yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-        # What stands in the run's own files does not tell where this folder lies.
+        # Relative paths keep the location of this clone out of the run's files.
         places = [os.path.relpath(place, ROOT) for place in (path, output)]
         command = [sys.executable, "-m", "vaswani", "train", "--recipe", places[0]]
         command += ["--output", places[1], *(["--resume"] if output.is_dir() else [])]
@@ -102,7 +102,7 @@ def recipe_of(name: str) -> dict[str, Any]:
 
 
 def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, Any]]:
-    """A recipe for every seed, by output folder; its `model` is of the same seed, if it has one."""
+    """Return the recipe of each seed by output folder, with a `model` of the same seed if any."""
     recipes = {folder / f"{name}-seed{seed}": {**recipe_of(name), "seed": seed} for seed in seeds}
     for recipe in recipes.values():
         if "model" in recipe:
@@ -129,7 +129,7 @@ def curve(results: dict[str, Any], score: str) -> list[dict[str, float]]:
 def decode(
     recipe: dict[str, Any], folder: Path, tokenizer: Path, pairs: list[Pair], **settings: Any
 ) -> float:
-    """Translate with the model of `folder` as the recipe says, but for `settings`; score it."""
+    """Score the model in `folder` with the recipe's search, overridden by `settings`."""
     translator = VaswaniTranslationPipeline(
         AutoModelForSeq2SeqLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(tokenizer),
@@ -185,10 +185,10 @@ def ingredients(
         (run,) = train_all({args.runs / f"{args.recipe}-no-r-drop": plain}, args.at_once)
         add("R-Drop", steps, as_is, {split: main_score(recipe, run[split]) for split in pairs})
 
-    if not args.short or "model" in recipe:  # what goes on is not what starts in so few updates
+    if not args.short or "model" in recipe:  # a short run says nothing about continued training
         return rows
     short = {**recipe, "steps": args.short}
-    # Else a run shorter than the warm-up would say nothing of the recipe.
+    # Scale the warm-up too. Otherwise a short run could end inside it.
     for name in {"warmup", "save-steps"} & set(recipe):
         short[name] = max(1, recipe[name] * args.short // steps)
     epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)

@@ -4,26 +4,26 @@ r"""Training speed and memory against MarianMTModel with Seq2SeqTrainer, in one 
     python benchmarks/training.py --quick             small batches, float32: under a minute
     python benchmarks/training.py --json results.json --device cuda
 
-Both train the paper's base size with 37,000 tokens from random weights on the sentences of Multi30k
-(English-German), with label smoothing 0.1 and dropout 0.1. Three measurements:
+Both models have the paper's base size and 37,000 tokens. They train from random weights on Multi30k
+(English-German), with label smoothing 0.1 and dropout 0.1. There are four measurements:
 
-"trainer": a run as a user starts it. Ours: VaswaniTrainer with a budget of padded tokens. MarianMT:
-Seq2SeqTrainer(label_smoothing_factor=0.1) with as many sentences in a batch as ours has on average,
-drawn at random as it does. Counted are real target tokens, not padding.
+"trainer": a run as a user starts it. Ours is VaswaniTrainer with a budget of padded tokens.
+MarianMT is Seq2SeqTrainer(label_smoothing_factor=0.1) with random batches of as many sentences as
+ours has on average. Speed counts real target tokens, not padding.
 
-"network": forward and backward pass on identical batches, ours: the network and the loss alone.
+"network": forward and backward passes without an optimizer. Both models get our batches.
 
-"loss": the map to the vocabulary and the loss alone, forward and backward, of as many tokens: plain
-(logits, then torch's cross_entropy), ours, and torch's linear_cross_entropy, which has no label
-smoothing when it works by chunks and gets none.
+"loss": forward and backward passes of only the map to the vocabulary and the loss. Three versions
+take turns: plain (logits, then torch's cross_entropy), ours, and torch's linear_cross_entropy. The
+last one runs without label smoothing, because it has none when it works in chunks.
 
-"batching": updates of our model, of the size --size, on as many real tokens: random sentences
-packed, the same random sentences padded, and sorted sentences padded.
+"batching": updates of our model in the size --size, with equal numbers of real tokens. The batches
+are packed random sentences, padded random sentences, and padded sorted sentences.
 
-Every contender lives in a process of its own, and they take turns in every round: a slow minute of
-the machine hits all. A ratio is the median over rounds of the peer's time per token over ours;
-times are medians over rounds. Memory is the peak of the process less what it held before it had a
-model, so weights, gradients and (in "trainer") Adam's averages are in it.
+Every contender runs in its own process. The contenders take turns in every round, so that a slow
+minute of the machine affects all of them. Times are medians over rounds. A ratio is the median over
+rounds of the peer's time per token divided by ours. Memory is the peak of the process minus its
+memory before it had a model. It includes weights, gradients and, in "trainer", Adam's averages.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class CountingCollator:
-    """How many real target tokens a collator has put into each batch, and what share is padding."""
+    """Wraps a collator, and counts the real and the padded target tokens of each batch."""
 
     def __init__(self, collator: Callable) -> None:
         self.collator = collator
@@ -149,7 +149,7 @@ class Clock(TrainerCallback):
 
 
 class Contender:
-    """One model in one process, and its three ways to be measured.
+    """One model in one process, measured as "trainer" or "network".
 
     Args:
         name: "ours" or "MarianMT".
@@ -325,7 +325,7 @@ def shifted(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
 
 
 def sampler_of(pairs: Pairs, tokens: int) -> TokenBatchSampler:
-    """Batches of at most so many padded tokens on either side, in an order of their own."""
+    """Return a sampler of batches with at most `tokens` padded tokens on either side."""
     return TokenBatchSampler([tuple(map(len, pair)) for pair in zip(*pairs, strict=True)], tokens)
 
 
@@ -334,13 +334,13 @@ def take_turns(
 ) -> list[dict[str, Any]]:
     """Let every worker do every job in turn, round after round.
 
-    One that dies of a job, for want of memory, does no more of them; its row says why.
+    A worker that dies, for example for lack of memory, gets no more jobs. Its row says why.
     """
     rows = []
     for job in jobs:
         taken: dict[tuple[str, str], list[dict[str, float]]] = {who: [] for who in workers}
         for turn in range(rounds):
-            # Another is first in every round: nobody always follows the same neighbour.
+            # Every round starts with another worker, so that none always follows the same one.
             order = list(workers)[turn % len(workers) :] + list(workers)[: turn % len(workers)]
             for who in order:
                 time.sleep(PAUSE)
@@ -420,7 +420,7 @@ def compare(rows: list[dict[str, Any]], peer: str, own: str = "ours") -> list[di
 
 
 def judge(ratios: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Lay the ratios to MarianMT beside what they should be."""
+    """Compare the ratios to MarianMT with our aims."""
     aims = []
     for part, least in (("trainer", 2.5), ("network", 1.4)):
         for ratio in ratios.get(part, []):

@@ -6,7 +6,7 @@ from .parser import positive
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add them."""
+    """Add the options of scores and of the output folder."""
     add = parser.add_argument_group("scores and output").add_argument
     add(
         "--beams",

@@ -39,6 +39,15 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"{name} is unknown{hint}")
         return super().parse_args(words, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among the choices, and name the nearest one."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            nearest = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            error.message += f": did you mean {nearest[0]}?" if nearest else ""
+            raise
+
     def with_recipe(self, args: Sequence[str] | None) -> list[str]:
         """Put the options of --recipe before those of the command line."""
         words = list(sys.argv[1:] if args is None else args)

@@ -6,6 +6,7 @@ import dataclasses
 from transformers import Seq2SeqTrainingArguments
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.errors import InputError
 from ..configuration.names_vaswani import complaints
 from ..configuration.places_vaswani import check_path
 from ..generation.settings_vaswani import VaswaniGenerationConfig
@@ -14,7 +15,7 @@ from ..training.objectives import make_objective
 from ..training.presets import PRESETS
 
 
-class SettingsError(ValueError):
+class SettingsError(InputError):
     """A setting is unknown or has an invalid value."""
 
 
@@ -38,6 +39,9 @@ def check_settings(args: argparse.Namespace) -> None:
     for code in args.languages or ():
         if not is_language(code):
             raise SettingsError(f"--languages takes ISO 639 codes, such as de, not {code!r}")
+    presets = [*PRESETS, *VaswaniConfig.presets()]
+    if wrong := complaints([args.preset], presets):
+        raise SettingsError(f"--preset: {wrong} The presets are {', '.join(presets)}.")
     try:
         VaswaniConfig.preset("base" if args.preset in PRESETS else args.preset, **args.set)
         VaswaniGenerationConfig(**args.generation)

@@ -32,3 +32,13 @@ def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
         idle += sorted(given & {"--preset"})
     owner = f"--model {args.model}" if args.model else f"--tokenizer {args.tokenizer}"
     return [f"{name} has no effect: {owner} brings its own" for name in idle]
+
+
+def all_warm_up(args: argparse.Namespace) -> list[str]:
+    """Return a warning for a run that ends before the learning rate has reached its peak."""
+    if not args.steps or args.steps > args.warmup:
+        return []
+    return [
+        f"--steps {args.steps} ends inside the warm-up of {args.warmup} updates: set --warmup "
+        f"{max(args.steps // 10, 1)}, or train longer"
+    ]

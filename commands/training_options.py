@@ -75,7 +75,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--max-target-tokens",
         type=positive,
         metavar="TOKENS",
-        help="likewise for the target (default: as many)",
+        help="the same for the target (default: --max-source-tokens)",
     )
     add(
         "--batching",
@@ -131,7 +131,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--learning-rate",
         type=float,
-        help="its peak (default: 1 / sqrt(d_model * warmup), section 5.3)",
+        help="peak learning rate (default: 1 / sqrt(d_model * warmup), section 5.3)",
     )
     add(
         "--scheduler",

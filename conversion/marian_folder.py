@@ -221,7 +221,7 @@ class MarianFolder:
             named[name] = tensor[None] if tensor.dim() == 1 else tensor
         if "Wemb" in named:
             if not self.shares:
-                raise ConversionError("There is one table (Wemb), but the options tie none.")
+                raise ConversionError("The weights tie embeddings (Wemb), but the options do not.")
             named["encoder_Wemb"] = named.pop("Wemb")
         if "decoder_ff_logit_out_W" in named:
             named["decoder_ff_logit_out_Wt"] = named.pop("decoder_ff_logit_out_W").T.contiguous()

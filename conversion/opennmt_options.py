@@ -144,7 +144,7 @@ def _torchtext(sides: list[Any], path: Path) -> tuple[list[Any], list[str]]:
 
 def complete_options(given: dict[str, Any], version: int) -> dict[str, Any]:
     """Add OpenNMT-py's defaults to the options of a checkpoint."""
-    # Version 2 has no options for biases. It always has them.
+    # Version 2 has no options for biases, because all its networks have biases.
     biases = {"add_qkvbias": version == 2, "add_ffnbias": version == 2}
     return _DEFAULTS | biases | given
 

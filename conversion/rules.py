@@ -73,7 +73,7 @@ class Stack:
             names = [template.format(**fields) for template in self.ours]
             missing = [name for name in names if name not in tensors]
             if missing:
-                raise ConversionError(f"{first} is there without {', '.join(missing)}.")
+                raise ConversionError(f"The tensor {first} needs {', '.join(missing)} beside it.")
             taken[self.theirs.format(**fields)] = torch.cat([tensors.pop(name) for name in names])
         return taken
 

@@ -87,7 +87,7 @@ def joined_by_spaces() -> decoders.WordPiece:
 def pair_backend(ids: dict[str, int], special: Collection[str], codes: Codes) -> Tokenizer:
     """Split words into characters, merge pairs, and look up the symbols.
 
-    Merges need symbols that the vocabulary lacks. They get ids after its own.
+    Symbols that only the merges need get ids after those of the vocabulary.
 
     Args:
         ids: the vocabulary, in the notation with "@@".

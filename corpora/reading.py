@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.tokenization_vaswani import half_character
@@ -21,7 +22,7 @@ _COMPRESSED = (".gz", ".zst")
 _ROWS = 1000
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Data that cannot be read; the message names file, line and reason."""
 
 

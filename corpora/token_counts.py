@@ -22,8 +22,8 @@ def token_counts(dataset: Any) -> np.ndarray:
         missing = [column for column in columns if column not in dataset.column_names]
         if missing:
             raise ValueError(
-                f"The training data have no column {missing[0]!r} but "
-                f"{', '.join(map(repr, dataset.column_names))}: tokenize them, or pass lengths."
+                f"The training data have no column {missing[0]!r}, only "
+                f"{', '.join(map(repr, dataset.column_names))}: tokenize the data, or pass lengths."
             )
         tables = dataset.select_columns(list(columns)).with_format("arrow").iter(100_000)
         counts = [

@@ -4,9 +4,8 @@
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py train.en train.de \
         --output runs/loop
 
-Several processes with a share of the batches each give the model that one process would: an update
-has the same sentences, and each target token the same weight. `vaswani train` does more, such
-as evaluate, average and resume.
+Several processes train the same model as one process. An update has the same sentences, and every
+target token has the same weight. `vaswani train` also evaluates, averages and resumes.
 """
 
 import argparse
@@ -58,12 +57,12 @@ def main(argv: list[str] | None = None) -> None:
     model.train()
     progress = tqdm(total=args.steps, disable=not accelerator.is_main_process)
     for batches in itertools.islice(updates(loader, args.accumulate), args.steps):
-        # An update's loss is the mean over its real target tokens, in whatever process they are.
+        # The loss of an update is the mean over the real target tokens of all processes.
         tokens = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in batches))
         total = torch.zeros((), device=accelerator.device)
         for batch in batches:
             loss = model(**batch, num_items_in_batch=tokens).loss
-            # Gradients are averaged over processes, and are to be summed.
+            # Accelerate averages gradients over processes. Their sum is needed, so multiply.
             accelerator.backward(loss * accelerator.num_processes)
             total += loss.detach()
         optimizer.step()
@@ -91,10 +90,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--preset", default="base", help="row of Table 3 (default: base)")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that differ from it")
     add("--vocab-size", type=int, default=37000, help="byte pairs (default: 37000, 5.1)")
-    add("--tokens", type=int, default=25000, help="of either side, a batch (default: 25000, 5.1)")
+    add("--tokens", type=int, default=25000, help="tokens per batch and side (default: 25000, 5.1)")
     add("--accumulate", type=int, default=1, help="batches an update, in each process (default: 1)")
     add("--steps", type=int, default=100_000, help="updates (default: 100000, 5.2)")
-    add("--warmup", type=int, default=4000, help="of rising learning rate (default: 4000, 5.3)")
+    add("--warmup", type=int, default=4000, help="updates of warm-up (default: 4000, 5.3)")
     add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
     args = parser.parse_args(argv)
     try:

@@ -1,8 +1,8 @@
 """Train a Transformer from nothing in a few minutes on a CPU, translate, save, reload.
 
 The language pair is number words, English to German: "three hundred and forty-two" becomes
-"dreihundertzweiundvierzig". Tens and units change places and words grow together, so the model
-has to learn real reordering; and every answer can be checked exactly.
+"dreihundertzweiundvierzig". Tens and units change places, and words are joined.
+The model therefore has to learn real reordering. Every answer can be checked exactly.
 
     python examples/quickstart.py
 """
@@ -52,7 +52,7 @@ def train(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
     """Train a shared vocabulary (5.1) and a small model with the paper's loss (5.4).
 
-    Returns both, and how it went.
+    Returns the model, the tokenizer, and a report of the training.
     """
     tokenizer = VaswaniTokenizer.train_from_iterator(english + german, kind="bpe", vocab_size=400)
     encoded = tokenizer(english, text_target=german)

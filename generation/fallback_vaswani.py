@@ -35,8 +35,8 @@ class TargetSide:
 class _WithPaperPenalty(TargetSide):
     """The same model, whose beam search divides by lp(Y) (6.1).
 
-    transformers divides log-probabilities by length ** length_penalty in two methods. Here, both
-    get log-probabilities that are divided already, and the exponent 0, which leaves them alone.
+    transformers divides log-probabilities by length ** length_penalty in two methods. This
+    class passes log-probabilities that are already divided, with exponent 0, to both methods.
     """
 
     def _update_finished_beams(

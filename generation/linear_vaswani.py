@@ -33,8 +33,8 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
 class _Packed(NamedTuple):
     """Concatenated weights of layers (out, in), and the same values in oneDNN's layout.
 
-    int8 weights have scales (out,) too. Where the CPU cannot multiply them exactly, their product
-    in float32 is packed.
+    int8 weights have scales (out,) too. On a CPU that cannot multiply int8 exactly, `packed` holds
+    values times scales in float32.
     """
 
     values: torch.Tensor

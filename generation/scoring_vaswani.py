@@ -356,7 +356,7 @@ class VaswaniScoringMixin:
         if any(isinstance(row, str) for row in rows):
             for index, row in enumerate(rows):
                 if not isinstance(row, str):
-                    raise TypeError(f"{name}[{index}] is {row!r}, but others are strings.")
+                    raise TypeError(f"{name}[{index}] is {row!r}, not a string like others.")
             if read is None:
                 raise ValueError(f"{name} are strings: pass the tokenizer too, or token ids.")
             rows = read(rows)

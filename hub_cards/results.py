@@ -23,6 +23,7 @@ _METRICS = {
     "exact_match": ("exactly right, %", "exact_match"),
     "perplexity": ("perplexity", "perplexity"),
 }
+LEAST_EXACT_MATCHES = 10  # percent; below, exact matches are shown only if a run asks for them
 _HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
 _TWO_LETTERS = re.compile(r"[a-z]{2}")
@@ -126,7 +127,7 @@ class Results:
             return
         for name, (label, metric) in _METRICS.items():
             value = figures.get(name)
-            if value is None:
+            if value is None or (name == "exact_match" and not self._counts_exact_matches(value)):
                 continue
             signature = _signature(name, figures)
             yield Score(
@@ -146,6 +147,10 @@ class Results:
             label = f"right among the best {len(accuracy)}, %"
             value = _rounded(accuracy[-1])
             yield Score(data, label, value, figures.get("beams"), None, self.name)
+
+    def _counts_exact_matches(self, percentage: float) -> bool:
+        """Tell whether exact matches mean something: few sentences have one translation only."""
+        return percentage >= LEAST_EXACT_MATCHES or self.settings.get("score") == "exact_match"
 
     def _mean_score(self, data: str, split: str, figures: Mapping[str, Any]) -> Score:
         """Return the mean score of a recipe over several seeds, without a metadata entry."""

@@ -116,9 +116,9 @@ def _loss_and_gradients(
     return total, hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient
 
 
-# A compiled graph holds the loss as one operator. It cannot hold the loop, because the number of
-# chunks depends on the data. Each copy of this file names its own operator; otherwise, a second
-# operator of the same name would replace the first. CUDA graphs need fixed shapes.
+# A compiled graph holds the loss as one operator. The graph cannot hold the loop, because the
+# number of chunks depends on the data. Each copy of this file names its own operator. Otherwise, a
+# second operator of the same name would replace the first. CUDA graphs need fixed shapes.
 @torch.library.custom_op(
     f"vaswani::loss_{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}",
     mutates_args=(),

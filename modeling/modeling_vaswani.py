@@ -115,7 +115,7 @@ class VaswaniEncoderLayer(VaswaniLayer):
 class VaswaniDecoderLayer(VaswaniLayer):
     """Masked self-attention, attention to the encoder's output, feed-forward network (3.1).
 
-    A language model has no encoder, and its layers no attention to one.
+    A language model has no encoder, so its layers have no encoder-decoder attention.
     """
 
     def __init__(self, config: VaswaniConfig, layer_idx: int) -> None:

@@ -355,7 +355,7 @@ function defineVaswaniAttention(style) {
       this.fit();
     }
 
-    /** Make cells as large as the place allows, within limits: what is larger, scrolls. */
+    /** Make cells as large as the place allows, within limits. Larger maps scroll. */
     fit() {
       const dialog = this.find("dialog");
       const [map, cells, rows, columns] = [".map", ".cells canvas", ".rows", ".columns"].map(

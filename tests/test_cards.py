@@ -296,6 +296,25 @@ def test_cards_of_recipes_link_to_the_licence_and_results_instead_of_copying_the
     assert [path for path in files if path.read_bytes() in originals] == []
 
 
+def test_a_card_states_the_limit_of_learned_positions_only(run, bare):
+    assert "tokens per line" not in text_of(bare)
+    config = json.loads((run / "config.json").read_text())
+    config |= {"position_encoding": "learned", "max_position_embeddings": 77}
+    (run / "config.json").write_text(json.dumps(config))
+    assert "at most 77 tokens per line" in text_of(run)
+
+
+@pytest.mark.parametrize(("percentage", "shown"), [(9.99, False), (10.0, True)])
+def test_few_exact_matches_are_shown_only_to_a_run_that_asked_for_them(run, percentage, shown):
+    results = json.loads((run / "results.json").read_text())
+    results["test"]["exact_match"] = percentage
+    write_json(run / "results.json", results)
+    assert ("exactly right, %" in text_of(run)) == shown
+    results["settings"]["score"] = "exact_match"
+    write_json(run / "results.json", results)
+    assert "exactly right, %" in text_of(run)
+
+
 # Metadata
 
 
@@ -474,7 +493,7 @@ def test_a_card_is_written_again_as_long_as_nobody_changed_it(run, warnings):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("It reads one line at a time", "It reads two lines at a time"),
+        ("translates each line without", "translates each line with"),
         ("license: mit", "license: cc-by-4.0"),
         ("## Licence", "## Thanks\n\nTo all.\n\n## Licence"),
         ("-->\n", "-->\nOne more line.\n"),

@@ -354,7 +354,35 @@ def test_vocabulary_settings_beside_a_model_are_warned_of(folder, capsys, given)
         said = capsys.readouterr().err
         assert f"{name} has no effect: --{bringer} runs/old brings its own" in said
     train.parse_args([*others, "--model", "runs/old", "--preset=big"])
-    assert "--preset has no effect" in capsys.readouterr().err
+    assert "--preset has no effect: --model runs/old brings its own" in capsys.readouterr().err
+
+
+def test_a_preset_beside_a_model_sets_nothing(folder):
+    given = ["--train", "a.en", "a.de", "--output", "new", "--model", "runs/old"]
+    plain, with_preset = (
+        vars(make_parser().parse_args([*given, *more])) for more in ([], ["--preset", "tiny"])
+    )
+    assert {name for name in plain if plain[name] != with_preset[name]} == {"preset"}
+
+
+def test_a_run_that_ends_inside_its_warm_up_is_warned_of_at_once(folder, capsys):
+    given = ["--train", "a.en", "a.de", "--output", "new", "--warmup", "100"]
+    make_parser().parse_args([*given, "--steps", "101"])
+    assert not capsys.readouterr().err
+    make_parser().parse_args([*given, "--steps", "50"])
+    assert "--steps 50 ends inside the warm-up of 100 updates: set --warmup 5," in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_wrong_preset_or_choice_is_refused_with_the_nearest(folder, capsys):
+    for name in ("a.en", "a.de"):
+        Path(name).write_text("a\n")
+    said = ends_with("train", "--train", "a.en", "a.de", "--output", "new", "--preset", "tinny")
+    assert "--preset: 'tinny' is unknown: did you mean 'tiny'? The presets are tiny," in said
+    with pytest.raises(SystemExit):
+        main(["convert", "fairsec", "a", "b"])
+    assert "did you mean fairseq?" in capsys.readouterr().err
 
 
 def test_a_recipe_that_repeats_a_fine_tuning_run_warns_of_nothing(folder, capsys):

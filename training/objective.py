@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..configuration.errors import InputError
 from ..configuration.extras import needs
 
 with needs("vaswani[train]"):
     from accelerate.utils import extract_model_from_parallel
 
 
-class ObjectiveError(ValueError):
+class ObjectiveError(InputError):
     """An objective that is unknown, has wrong settings or cannot be computed."""
 
 

@@ -20,7 +20,8 @@ _SECONDS_BETWEEN_LINES = 1.0
 class ProgressLine(TrainerCallback):
     """Show update, loss and minutes left in one line, and one more line per evaluation.
 
-    In a terminal, the progress line is overwritten. A log file gets only the evaluation lines.
+    In a terminal, the progress line is overwritten. A log file gets a line per evaluation, or per
+    checkpoint if the run has no evaluation.
 
     Args:
         score: the evaluation metric to show, without the prefix "eval_".
@@ -58,8 +59,15 @@ class ProgressLine(TrainerCallback):
             return
         if now - self.shown >= _SECONDS_BETWEEN_LINES:
             self.shown = now
-            loss = "" if math.isnan(self.loss) else f", loss {self.loss:.3f}"
-            _write(f"\r\033[Kupdate {self._position(state)}{loss}, {self._left(state)} left")
+            _write(f"\r\033[K{self._line(state)}")
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write a line per checkpoint into the log file of a run without evaluation."""
+        in_file = not sys.stdout.isatty()
+        if state.is_world_process_zero and in_file and args.eval_strategy == "no":
+            _write(f"{self._line(state)}\n")
 
     def on_evaluate(
         self,
@@ -79,6 +87,10 @@ class ProgressLine(TrainerCallback):
             figures.append(f"{self.score} {score:.2f}")
         start = "\r\033[K" if sys.stdout.isatty() else ""
         _write(f"{start}{', '.join(figures)}, {self._left(state)} left\n")
+
+    def _line(self, state: TrainerState) -> str:
+        loss = "" if math.isnan(self.loss) else f", loss {self.loss:.3f}"
+        return f"update {self._position(state)}{loss}, {self._left(state)} left"
 
     def _position(self, state: TrainerState) -> str:
         return f"{state.global_step:,} of {state.max_steps:,}"

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
 from ..corpora.reading import DataError, Pair
@@ -67,7 +68,7 @@ with needs("vaswani[train]"):
     from .scores import translate_and_score
 
 
-class RunError(ValueError):
+class RunError(InputError):
     """A run is impossible with these options or data."""
 
 
@@ -349,7 +350,8 @@ class TrainingRun:
             model.load_state_dict(averaged.state_dict())
             shutil.rmtree(mean)
             model.save_pretrained(folder)
-        self.say(f"The model is the mean of the last {len(checkpoints)} checkpoints.")
+        if len(checkpoints) > 1:
+            self.say(f"The model is the mean of the last {len(checkpoints)} checkpoints.")
         return [path.name for path in checkpoints]
 
     def _scores_of_validation(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:

@@ -4,7 +4,6 @@ Importing this package registers the model and its tokenizer with transformers' 
 the command `vaswani` registers later, because it checks its arguments before torch is imported.
 """
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ if not (_here / "modeling").is_dir():
 
 from .configuration import __version__
 
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # of Python itself
+
 
 def _is_own_command() -> bool:
     """Tell whether this process was started as `vaswani ...` or `python -m vaswani ...`."""
-    arguments = sys.orig_argv[1:]
-    options = itertools.takewhile(lambda word: word[:1] == "-" and word != "-m", arguments)
-    rest = arguments[len(list(options)) :]
+    rest = sys.orig_argv[1:]
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        rest = rest[2:] if rest[0] in _OPTIONS_WITH_VALUE else rest[1:]
     return rest[:2] == ["-m", "vaswani"] or Path(*rest[:1]).stem == "vaswani"
 
 

@@ -1,0 +1,75 @@
+"""The parser of `vaswani train`: recipes, presets, and options that contradict each other."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..training.presets import PRESETS
+from .parser import CommandParser, settings
+from .train_warnings import all_warm_up, swapped_sides, without_effect
+
+
+class TrainParser(CommandParser):
+    """The parser of a run. The command line overrides recipes, and recipes override presets."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse a command line with its recipe and preset, check it, and print warnings."""
+        words = self.with_recipe(args)
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--preset")
+        finder.add_argument("--model")
+        found = finder.parse_known_args(words)[0]
+        # A model has its sizes, and the learning rate of a preset is far too high for fine-tuning.
+        preset = {} if found.model else PRESETS.get(found.preset or "", {})
+        self.set_defaults(**{name: value for name, value in preset.items() if name != "epochs"})
+        parsed = super().parse_args(words, namespace)
+        if parsed.steps is None and parsed.epochs is None:
+            parsed.epochs = preset.get("epochs")
+            parsed.steps = None if parsed.epochs else 100_000
+        self._check(parsed)
+        given = sys.argv[1:] if args is None else args
+        warnings = [*swapped_sides(parsed), *without_effect(parsed, given), *all_warm_up(parsed)]
+        for warning in warnings:
+            print(f"{self.prog}: warning: {warning}", file=sys.stderr)
+        return parsed
+
+    def _check(self, args: argparse.Namespace) -> None:
+        """Refuse options that contradict each other, and read NAME=VALUE settings."""
+        if args.model and (args.tokenizer or args.set != self.get_default("set")):
+            self.error("--model keeps its own sizes and tokenizer: leave out --set and --tokenizer")
+        if args.steps and args.epochs:
+            self.error("--steps and --epochs both set the length of the run: leave one out")
+        for name, needed in (("max_target_tokens", "max_source_tokens"), ("patience", "valid")):
+            if getattr(args, name) and not getattr(args, needed):
+                self.error(f"--{name} needs --{needed}".replace("_", "-"))
+        if args.batching == "packed" and not args.max_source_tokens:
+            self.error("--batching packed needs --max-source-tokens, the size of a batch")
+        if args.nbest > args.beams:
+            self.error(f"--nbest {args.nbest} needs at least as many --beams, got {args.beams}")
+        if args.objective and args.r_drop:
+            self.error("--r-drop is an objective too: leave out --r-drop or --objective")
+        if args.objective_settings and not args.objective:
+            self.error("--objective-settings needs --objective")
+        self._check_stream(args)
+        for option in ("set", "trainer", "generation", "objective_settings"):
+            try:
+                setattr(args, option, settings(getattr(args, option)))
+            except ValueError as error:
+                self.error(f"--{option.replace('_', '-')}: {error}")
+        args.generation = {"num_beams": args.beams, **args.generation}
+
+    def _check_stream(self, args: argparse.Namespace) -> None:
+        if not args.stream:
+            return
+        needed = {"--max-source-tokens": args.max_source_tokens, "--steps": args.steps}
+        needed["--tokenizer or --model"] = args.tokenizer or args.model
+        for name, value in needed.items():
+            if not value:
+                self.error(f"--stream needs {name}, because a stream is not read before the run")
+        for name in ("bpe_dropout", "drop_duplicates", "temperature"):
+            if getattr(args, name):
+                self.error(f"--{name} needs prepared data: leave out --stream".replace("_", "-"))
+
+
+__all__ = ["TrainParser"]
