@@ -79,3 +79,13 @@ def test_the_figures_are_those_of_the_results_files():
     for name, found in results("language-model").items():
         if name.endswith(("Model", "LM", "3", "5")):
             assert f"| {found['perplexity_per_word']:.1f} |" in PAGE.text
+
+
+def test_the_gain_of_masked_words_is_that_of_its_results_file():
+    path = ROOT / "benchmarks" / "results" / "siblings-masked-words.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))["summary"]
+    loss, bleu = summary["loss_per_token"], summary["bleu"]
+    for start in ("masked words first", "from scratch"):
+        assert f"| {start} | {loss[start]:.2f} | {bleu[start]:.2f} |" in PAGE.text
+    cells = [f"{score['difference']:.2f} (p = {score['p_value']:.2g})" for score in (loss, bleu)]
+    assert f"| difference | {' | '.join(cells)} |" in PAGE.text
