@@ -202,8 +202,8 @@ class Contender:
             batch = padded([sources[i] for i in rows], [targets[i] for i in rows])
             batches.append({name: tensor.to(self.device) for name, tensor in batch.items()})
 
-        def work(some: list[dict[str, torch.Tensor]]) -> None:
-            for batch in some:
+        def work(chosen: list[dict[str, torch.Tensor]]) -> None:
+            for batch in chosen:
                 self.model.zero_grad(set_to_none=True)
                 with self.autocast():
                     loss = self.loss(batch)
@@ -338,19 +338,21 @@ def take_turns(
     """
     rows = []
     for job in jobs:
-        taken: dict[tuple[str, str], list[dict[str, float]]] = {who: [] for who in workers}
+        taken: dict[tuple[str, str], list[dict[str, float]]] = {
+            contender: [] for contender in workers
+        }
         for turn in range(rounds):
             # Every round starts with another worker, so that none always follows the same one.
             order = list(workers)[turn % len(workers) :] + list(workers)[: turn % len(workers)]
-            for who in order:
+            for contender in order:
                 time.sleep(PAUSE)
                 try:
-                    taken[who].append(workers[who](*job))
+                    taken[contender].append(workers[contender](*job))
                 except RuntimeError as error:
-                    del workers[who]
-                    row = dict(zip(("name", "precision"), who, strict=True))
+                    del workers[contender]
+                    row = dict(zip(("name", "precision"), contender, strict=True))
                     rows.append({**row, "tokens_per_batch": job[-2], "died": str(error)})
-                    print(f"{who[0]:10}{who[1]:10}{job[-2]:8}  {error}", flush=True)
+                    print(f"{contender[0]:10}{contender[1]:10}{job[-2]:8}  {error}", flush=True)
         for (name, precision), measured in taken.items():
             if (name, precision) not in workers:
                 continue
@@ -385,12 +387,12 @@ def start(make: Any, names: tuple[str, ...], args: argparse.Namespace, *more: An
         for precision in args.precisions
         for name in names
     }
-    for who in list(workers):
+    for contender in list(workers):
         try:
-            workers[who].wait()
+            workers[contender].wait()
         except RuntimeError as error:
-            print(f"{' '.join(who)} is missing: {error}")
-            del workers[who]
+            print(f"{' '.join(contender)} is missing: {error}")
+            del workers[contender]
     return workers
 
 

@@ -55,17 +55,17 @@ def marian_rules(norm_position: str) -> list[Rule]:
         Rename("decoder_ff_logit_out_Wt", HEAD),
         vector("decoder_ff_logit_out_b", "lm_head.bias"),
     ]
-    there, here = "{stack}_l{i}", "model.{stack}.layers.{i}"
+    their_layer, our_layer = "{stack}_l{i}", "model.{stack}.layers.{i}"
     for theirs, ours in (("self", "self_attn"), ("context", "encoder_attn")):
         for x in ("q", "k", "v", "o"):
-            projection = f"{here}.{ours}.{'out' if x == 'o' else x}_proj"
-            rules.append(matrix(f"{there}_{theirs}_W{x}", f"{projection}.weight"))
-            rules.append(vector(f"{there}_{theirs}_b{x}", f"{projection}.bias"))
-        rules += norm(f"{there}_{theirs}_Wo", f"{here}.{ours}_layer_norm", suffix)
+            projection = f"{our_layer}.{ours}.{'out' if x == 'o' else x}_proj"
+            rules.append(matrix(f"{their_layer}_{theirs}_W{x}", f"{projection}.weight"))
+            rules.append(vector(f"{their_layer}_{theirs}_b{x}", f"{projection}.bias"))
+        rules += norm(f"{their_layer}_{theirs}_Wo", f"{our_layer}.{ours}_layer_norm", suffix)
     for number in (1, 2):
-        rules.append(matrix(f"{there}_ffn_W{number}", f"{here}.fc{number}.weight"))
-        rules.append(vector(f"{there}_ffn_b{number}", f"{here}.fc{number}.bias"))
-    rules += norm(f"{there}_ffn_ffn", f"{here}.final_layer_norm", suffix)
+        rules.append(matrix(f"{their_layer}_ffn_W{number}", f"{our_layer}.fc{number}.weight"))
+        rules.append(vector(f"{their_layer}_ffn_b{number}", f"{our_layer}.fc{number}.bias"))
+    rules += norm(f"{their_layer}_ffn_ffn", f"{our_layer}.final_layer_norm", suffix)
     rules += norm("{stack}_top", "model.{stack}.layer_norm")
     return rules
 

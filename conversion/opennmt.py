@@ -130,16 +130,16 @@ def rules(config: VaswaniConfig) -> list[Rule]:
             "feed_forward.w_1": "fc1",
             "feed_forward.w_2": "fc2",
         }
-        for there, here in attentions.items():
-            names |= {f"{there}.{a}": f"{here}.{b}" for a, b in attention.items()}
+        for their_name, our_name in attentions.items():
+            names |= {f"{their_name}.{a}": f"{our_name}.{b}" for a, b in attention.items()}
         table += [
             Rename(f"{embedding}.emb_luts.0.weight", f"model.{stack}.embed_tokens.weight"),
             Drop(f"{embedding}.pe.pe", lambda *found: _check_positions(config, *found)),
             Rename(f"{stack}.layer_norm.{{kind}}", f"model.{stack}.layer_norm.{{kind}}"),
         ]
         table += [
-            Rename(f"{theirs}.{there}.{{kind}}", f"{ours}.{here}.{{kind}}")
-            for there, here in names.items()
+            Rename(f"{theirs}.{their_name}.{{kind}}", f"{ours}.{our_name}.{{kind}}")
+            for their_name, our_name in names.items()
         ]
     return table
 

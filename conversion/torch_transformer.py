@@ -107,16 +107,18 @@ class Description:
 
 def torch_rules() -> list[Rule]:
     """Pair nn.Transformer's names with ours. Its in_proj holds query, key and value, in order."""
-    there, here = "{stack}.layers.{i}", "model.{stack}.layers.{i}"
+    their_layer, our_layer = "{stack}.layers.{i}", "model.{stack}.layers.{i}"
     rules: list[Rule] = []
     for theirs, ours in (("self_attn", "self_attn"), ("multihead_attn", "encoder_attn")):
-        projections = [f"{here}.{ours}.{part}_proj.{{kind}}" for part in "qkv"]
-        rules.append(Stack(f"{there}.{theirs}.in_proj_{{kind}}", projections))
+        projections = [f"{our_layer}.{ours}.{part}_proj.{{kind}}" for part in "qkv"]
+        rules.append(Stack(f"{their_layer}.{theirs}.in_proj_{{kind}}", projections))
         rules.append(
-            Rename(f"{there}.{theirs}.out_proj.{{kind}}", f"{here}.{ours}.out_proj.{{kind}}")
+            Rename(
+                f"{their_layer}.{theirs}.out_proj.{{kind}}", f"{our_layer}.{ours}.out_proj.{{kind}}"
+            )
         )
     rules += [
-        Rename(f"{there}.linear{number}.{{kind}}", f"{here}.fc{number}.{{kind}}")
+        Rename(f"{their_layer}.linear{number}.{{kind}}", f"{our_layer}.fc{number}.{{kind}}")
         for number in (1, 2)
     ]
     rules += [

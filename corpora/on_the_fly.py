@@ -31,7 +31,7 @@ class OnTheFlyPairs(Dataset):
         pairs: columns `source`, `target`, `source_length` and `target_length`.
         encoders: encoders of sources and targets, without BPE-dropout.
         dropouts: encoders of sources and targets with BPE-dropout.
-        looks: number of times that an epoch has each pair.
+        repeats: number of times that an epoch has each pair.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class OnTheFlyPairs(Dataset):
         pairs: MappedPairs,
         encoders: tuple[TextEncoder, TextEncoder],
         dropouts: tuple[BpeDropout, BpeDropout],
-        looks: int = 1,
+        repeats: int = 1,
     ) -> None:
         self._pairs, self._encoders, self._dropouts = pairs, encoders, dropouts
-        self._looks = looks
+        self._repeats = repeats
         # The epoch is in shared memory, so that the workers of a loader see its changes.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self.lengths = np.tile(self._allowed(), (looks, 1))
+        self.lengths = np.tile(self._allowed(), (repeats, 1))
 
     def __len__(self) -> int:
-        return self._looks * len(self._pairs)
+        return self._repeats * len(self._pairs)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         return self.__getitems__([index])[0]

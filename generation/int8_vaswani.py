@@ -121,7 +121,7 @@ class Int8Product:
         """Round states (..., in), and multiply them by the weight: (..., out)."""
         rows = states.numel() // states.shape[-1]
         sizes = (rows, *self.values.shape, torch.get_num_threads())
-        if rows <= _FEW_ROWS and _is_faster_as_it_lies(*sizes):
+        if rows <= _FEW_ROWS and _is_faster_unpacked(*sizes):
             return multiply(states, self.values, self.scale, self.bias)
         return _multiply_rounded(states, self._sums, self.bias)
 
@@ -181,7 +181,7 @@ def _packed_sums(
 
 
 @functools.cache
-def _is_faster_as_it_lies(rows: int, outputs: int, inputs: int, threads: int) -> bool:
+def _is_faster_unpacked(rows: int, outputs: int, inputs: int, threads: int) -> bool:
     """Measure whether few rows are multiplied faster by a weight that is not packed.
 
     The answer depends on the CPU and on the threads. It changes no result, because the sums of both

@@ -195,10 +195,10 @@ class TrainingPairs:
         self,
         encoders: tuple[TextEncoder, TextEncoder],
         dropouts: tuple[BpeDropout, BpeDropout],
-        looks: int,
+        repeats: int,
     ) -> None:
-        """Tokenise pairs when batches are made. An epoch has each pair `looks` times."""
-        self.dataset = OnTheFlyPairs(self.dataset, encoders, dropouts, looks)
+        """Tokenise pairs when batches are made. An epoch has each pair `repeats` times."""
+        self.dataset = OnTheFlyPairs(self.dataset, encoders, dropouts, repeats)
         self.lengths = self.dataset.lengths
 
     def describe_dropped(self) -> str:
