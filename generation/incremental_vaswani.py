@@ -103,6 +103,7 @@ class IncrementalDecoder:
         self.prefix_mask = None if prefix_mask is None else prefix_mask != 0
         # Keys, then values of all heads, by layer and position: (L, B, N, H d_k + H d_v).
         self.target = torch.empty(0)
+        self.slots: list[tuple[torch.Tensor, ...]] = []  # by layer: views of all, keys and values
         self.used = 0  # positions of the N that are taken
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
         self.position = 0  # position of the next token in the sentence, padding included
@@ -121,7 +122,7 @@ class IncrementalDecoder:
         """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
         sentences, length = prefix.shape
         shape = (len(self.layers), sentences, 0, self._cached_width() if self.layers else 0)
-        self.target = self.positions.new_empty(shape)
+        self._use(self.positions.new_empty(shape))
         position_ids = None
         if self.padding is not None:
             position_ids = ((~self.padding).cumsum(dim=1) - 1).clamp(min=0)
@@ -169,13 +170,24 @@ class IncrementalDecoder:
             (keys.index_select(0, sentences), values.index_select(0, sentences))
             for keys, values in self.source
         ]
-        self.target = self.target.index_select(1, sentences)
+        self._use(self.target.index_select(1, sentences))
         if self.padding is not None:
             self.padding = self.padding.index_select(0, sentences)
         if self.source_mask is not None:
             self.source_mask = self.source_mask.index_select(0, sentences)
         if self.past is not None:
             self.past = self.past.index_select(0, sentences)
+
+    def _use(self, target: torch.Tensor) -> None:
+        """Take another buffer as the cache, with a view of keys and one of values per layer."""
+        self.target = target
+        self.slots = []
+        for index, layer in enumerate(self.layers):
+            cached, d_k, d_v = target[index], layer.past.d_k, layer.past.d_v
+            heads = target.shape[3] // (d_k + d_v)
+            keys = _heads(cached[:, :, : heads * d_k], heads, d_k)
+            values = _heads(cached[:, :, heads * d_k :], heads, d_v)
+            self.slots.append((cached, keys, values))
 
     def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Embed the tokens (B, K) of some rows at their next positions (3.4, 3.5): (R, D)."""
@@ -228,17 +240,13 @@ class IncrementalDecoder:
         The inputs are concatenated queries, keys and values (R, H (2 d_k + d_v)).
         """
         attention = self.layers[index].past
-        cached, end = self.target[index], self.used + shape[1]
+        cached, keys, values = self.slots[index]
+        end = self.used + shape[1]
         inputs = _spread(inputs, shape, rows)
-        query, keys_values = inputs.split(
-            (inputs.shape[2] - cached.shape[2], cached.shape[2]), dim=2
-        )
-        cached[:, self.used : end] = keys_values
-        width = query.shape[2]
-        keys, values = cached[:, :end].split((width, cached.shape[2] - width), dim=2)
-        keys = attention._split_heads(keys, attention.d_k)
-        values = attention._split_heads(values, attention.d_v)
-        return _attend(attention, query, keys, values, mask, rows)
+        width = inputs.shape[2] - cached.shape[2]  # of the queries
+        cached[:, self.used : end] = inputs[:, :, width:]
+        past = keys[:, :, :end], values[:, :, :end]
+        return _attend(attention, inputs[:, :, :width], *past, mask, rows)
 
     def _attend_source(
         self, index: int, shape: torch.Size, rows: torch.Tensor | None, query: torch.Tensor
@@ -277,7 +285,7 @@ class IncrementalDecoder:
                 (*self.target.shape[:2], self.target.shape[2] + more, self.target.shape[3])
             )
             grown[:, :, : self.used] = self.target[:, :, : self.used]
-            self.target = grown
+            self._use(grown)
             if self.past is not None:
                 self.past = F.pad(self.past, (0, more), value=-torch.inf)
 
@@ -299,6 +307,11 @@ def _own_rows(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
+def _heads(states: torch.Tensor, heads: int, width: int) -> torch.Tensor:
+    """View states (B, N, H * width) as heads (B, H, N, width)."""
+    return states.view(*states.shape[:2], heads, width).transpose(1, 2)
+
+
 def _attend(
     attention: Any,
     query: torch.Tensor,
@@ -309,13 +322,14 @@ def _attend(
 ) -> torch.Tensor:
     """Attend from queries (B, K, H d_k) to keys and values: concatenated heads (R, H d_v)."""
     output = F.scaled_dot_product_attention(
-        attention._split_heads(query, attention.d_k),
+        _heads(query, keys.shape[1], attention.d_k),
         keys,
         values,
         attn_mask=mask,
         scale=attention.scaling,
     )
-    output = output.transpose(1, 2).flatten(2).flatten(0, 1)  # (B * K, H * d_v)
+    width = output.shape[1] * output.shape[3]
+    output = output.transpose(1, 2).reshape(-1, width)  # (B * K, H * d_v)
     return output if rows is None else output[rows]
 
 
