@@ -488,7 +488,7 @@ def test_given_lengths_are_used_instead(tmp_path):
     ("changes", "message"),
     [
         ({"lengths": np.ones((59, 2), dtype=int)}, "lengths has 59 sentence pairs, but .* 60"),
-        ({"data": training_data().remove_columns("labels")}, "no column 'labels', only 'input_ids'"),
+        ({"data": training_data().remove_columns("labels")}, "no column 'labels', only"),
         ({"data": [{"labels": [1]}]}, "row of the training data has no 'input_ids'"),
         ({"data": training_data().select([])}, "lengths is empty"),
     ],

@@ -260,7 +260,7 @@ def test_no_pairs_give_no_scores(tiny_model):
         ([5, 2], [5, 2], TypeError, r"sources\[0\] must be a string or a sequence"),
         ("a dog", ["a cat"], TypeError, "sources is one string"),
         (["a dog"], [[5, 2]], ValueError, "sources are strings: pass the tokenizer"),
-        (["a dog", [5, 2]], [[5, 2], [5, 2]], TypeError, r"sources\[1\] is \[5, 2\], not a string like others"),
+        (["a dog", [5, 2]], [[5, 2], [5, 2]], TypeError, r"sources\[1\] is \[5, 2\], not a string"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_by_index_and_value(
