@@ -381,7 +381,7 @@ def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[d
     for name, precision in engine_names(args.device):
         if name == PEERS_RULE:
             continue
-        for size in sorted({min(args.batches), 32, max(args.batches)}):
+        for size in (1, 32):
             sentences = sorted(text.sources, key=len)[-size:]
             arguments = (args.model, name, precision, args.device, folder)
             worker = Worker(memory_of, *arguments, torch.get_num_threads())
