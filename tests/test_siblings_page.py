@@ -76,6 +76,9 @@ def test_the_figures_are_those_of_the_results_files():
             pairs = int(name.split()[2])
             two, one = (100 * models[key]["exact"] for key in ("two streams", "one stream"))
             assert f"| {pairs:,} | {two:.1f}% | {one:.1f}% |" in PAGE.text
+    for name, models in results("one-stream-multi30k").items():
+        two, one = (models[key]["bleu"] for key in ("two streams", "one stream"))
+        assert f"| {int(name.split()[1]):,} | {two:.2f} | {one:.2f} |" in PAGE.text
     for name, found in results("language-model").items():
         if name.endswith(("Model", "LM", "3", "5")):
             assert f"| {found['perplexity_per_word']:.1f} |" in PAGE.text
