@@ -20,7 +20,10 @@ _OPENNMT = (b"transformer_ff", b"decoder_type")
 _JOEYNMT = (b"best_ckpt_score", b"best_ckpt_iteration")
 # The model in a folder of each type, and the Auto class that loads it.
 _KINDS = {
-    "vaswani": ("a translation model", "AutoModelForSeq2SeqLM, whose halves split_halves gives"),
+    "vaswani": (
+        "a translation model",
+        "AutoModelForSeq2SeqLM, then call split_halves for its encoder or decoder",
+    ),
     "vaswani_encoder": ("an encoder alone", "AutoModel or AutoModelForMaskedLM"),
     "vaswani_decoder": ("a decoder alone", "AutoModelForCausalLM"),
 }

@@ -11,13 +11,13 @@ _OF_BOTH_STACKS = frozenset({"share_encoder_decoder_embeddings", "decoder_start_
 
 
 def _fields_of(stack: str) -> frozenset[str]:
-    """List the fields of the translation model that are about one stack."""
+    """List the fields of VaswaniConfig that configure one stack."""
     own = VaswaniConfig._own_fields()
     return frozenset(name for name in own if name.startswith(f"{stack}_"))
 
 
 class VaswaniHalfConfig(VaswaniConfig):
-    """The common part of both halves' configurations, which lack the other half's fields."""
+    """The base of both configurations. It refuses fields of the other stack."""
 
     def validate_architecture(self) -> None:
         """Refuse fields of the stack that the model does not have."""
@@ -59,7 +59,7 @@ class VaswaniHalfConfig(VaswaniConfig):
         """Return this half of a config.json, which may be a translation model's."""
         if found.get("model_type") != VaswaniConfig.model_type:
             return found
-        # Generation, code and loss of a translation model are not those of its halves.
+        # A half has its own code, generation settings and loss, so drop those of the whole model.
         of_the_whole = {"model_type", "is_encoder_decoder", "auto_map", "custom_pipelines"}
         of_the_whole |= {"architectures", "label_smoothing"}
         kept = {
@@ -71,7 +71,7 @@ class VaswaniHalfConfig(VaswaniConfig):
 
     @classmethod
     def _sizes_of_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields whose size or name in the translation model differs."""
+        """Return the fields that have another name or value in the translation model."""
         return {}
 
 

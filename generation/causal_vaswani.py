@@ -13,6 +13,39 @@ from .search_vaswani import TokenRules
 from .settings_vaswani import check_tokens
 
 
+def check_prefix(
+    prefix_mask: Any, attention_mask: Any, position_ids: Any, batch: int, width: int | None
+) -> None:
+    """Refuse a prefix mask that does not fit the batch. `width` is None if there is a cache.
+
+    Raises:
+        ValueError: the message names the shape or the positions.
+    """
+    if (
+        not torch.is_tensor(prefix_mask)
+        or prefix_mask.dim() != 2
+        or len(prefix_mask) != batch
+        or width not in (None, prefix_mask.shape[1])
+    ):
+        shape = tuple(prefix_mask.shape) if torch.is_tensor(prefix_mask) else repr(prefix_mask)
+        raise ValueError(
+            f"prefix_mask must be a tensor of shape ({batch}, {width or 'T'}), as input_ids, got "
+            f"{shape}."
+        )
+    if torch.is_tensor(attention_mask) and attention_mask.dim() == 4:
+        raise ValueError(
+            "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
+            f"{tuple(attention_mask.shape)}: leave prefix_mask out, because a mask of four "
+            "dimensions already says which tokens see each other."
+        )
+    restarts = torch.is_tensor(position_ids) and not torch.compiler.is_compiling()
+    if restarts and bool((position_ids[..., 1:] < position_ids[..., :-1]).any()):
+        raise ValueError(
+            "prefix_mask needs one text in each row, but position_ids start again within a row: "
+            "pad the texts instead of packing them, or leave prefix_mask out."
+        )
+
+
 class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
     """`generate` with transformers' arguments and defaults; prompts are padded on the left."""
 
@@ -46,14 +79,21 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
             )
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.LongTensor, *args: Any, **kwargs: Any
+        self,
+        input_ids: torch.LongTensor,
+        *args: Any,
+        inputs_embeds: torch.Tensor | None = None,  # transformers looks for this name
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare inputs as transformers does, but keep the prefix with a static cache.
 
         transformers makes the mask of a static cache itself, and its mask is causal. So the model
-        makes the mask of the prompt. Tokens behind the prompt need no prefix.
+        makes the mask of the prompt. Generated tokens come after the prefix, so later steps need no
+        prefix mask.
         """
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+        )
         given, made = kwargs.get("attention_mask"), inputs.get("attention_mask")
         if inputs.get("prefix_mask") is None or made is given:
             return inputs
@@ -63,7 +103,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
             del inputs["prefix_mask"]
         return inputs
 
-    # The fast search does what this method and the model's `forward` do.
+    # The fast search replaces this method, so an overridden method turns the fast search off.
     _prepare_as_written = prepare_inputs_for_generation
 
     def _fast_search(
@@ -81,6 +121,8 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         if not prompt.shape[1]:
             return None
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        if (prefix := model_kwargs.get("prefix_mask")) is not None:
+            check_prefix(prefix, mask, positions, *prompt.shape)
         if mask is not None and not (
             mask.shape[-1:] == prompt.shape[1:]
             and mask.dim() == 2
@@ -108,4 +150,4 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         )
 
 
-__all__ = ["VaswaniCausalGenerationMixin"]
+__all__ = ["VaswaniCausalGenerationMixin", "check_prefix"]

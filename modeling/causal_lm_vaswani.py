@@ -13,11 +13,12 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
     CausalLMOutputWithCrossAttentions,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig
-from ..generation.causal_vaswani import VaswaniCausalGenerationMixin
+from ..generation.causal_vaswani import VaswaniCausalGenerationMixin, check_prefix
 from .attention_vaswani import VaswaniAttention
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import (
@@ -28,23 +29,14 @@ from .modeling_vaswani import (
 )
 
 
-def _check_prefix(prefix_mask: torch.Tensor, attention_mask: Any, batch: int) -> None:
-    """Refuse a prefix mask that does not fit the batch.
+def _is_plain(attention_mask: Any) -> bool:
+    """Tell whether a mask says which tokens (B, T) are real."""
+    return torch.is_tensor(attention_mask) and attention_mask.dim() == 2
 
-    Raises:
-        ValueError: names the shape.
-    """
-    if prefix_mask.dim() != 2 or len(prefix_mask) != batch:
-        raise ValueError(
-            f"prefix_mask must have the shape (B, T) with B = {batch}, got "
-            f"{tuple(prefix_mask.shape)}."
-        )
-    if torch.is_tensor(attention_mask) and attention_mask.dim() == 4:
-        raise ValueError(
-            "prefix_mask needs an attention_mask of shape (B, T), got one of shape "
-            f"{tuple(attention_mask.shape)}: leave prefix_mask out, and let the attention_mask say "
-            "which tokens see each other."
-        )
+
+def _positions(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
+    """Count the real tokens from 0, for the last `length` positions of a mask: (B, T)."""
+    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
 
 
 class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
@@ -63,6 +55,7 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
     def __init__(self, config: VaswaniDecoderConfig) -> None:
         super().__init__(config)
         self.decoder = VaswaniDecoder(config)
+        self.decoder._input_hint = "Pass the text as input_ids or inputs_embeds."
         self.post_init()
 
     @can_return_tuple
@@ -83,7 +76,10 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         refuse_inputs_of_other_half(kwargs, "the decoder alone reads one sequence")
         inputs = inputs_embeds if input_ids is None else input_ids
         if prefix_mask is not None and inputs is not None:
-            _check_prefix(prefix_mask, attention_mask, len(inputs))
+            width = inputs.shape[1] if past_key_values is None else None
+            check_prefix(prefix_mask, attention_mask, position_ids, len(inputs), width)
+        if position_ids is None and inputs is not None and _is_plain(attention_mask):
+            position_ids = _positions(attention_mask, inputs.shape[1])
         return self.decoder(
             input_ids,
             attention_mask,
@@ -141,7 +137,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         Args:
             input_ids: (B, T) tokens.
             attention_mask: (B, T), 1 at real tokens; None means no padding.
-            position_ids: (B, T) positions counted from 0; None means 0, 1, 2, ...
+            position_ids: (B, T) positions counted from 0; None counts the real tokens.
             past_key_values: the cache of an earlier call. Pass only new tokens with it.
             inputs_embeds: (B, T, D) in place of `input_ids`, before scaling by sqrt(d_model).
             encoder_hidden_states: (B, S, D) an encoder's output, for `add_cross_attention` only.
@@ -159,6 +155,9 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         shift_labels: Any = kwargs.pop("shift_labels", None)  # type: ignore[typeddict-item]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            if _is_plain(attention_mask) and attention_mask.shape == labels.shape:
+                # The first token of a text that is padded on the left follows only padding.
+                shift_labels = shift_labels.masked_fill(attention_mask == 0, -100)
         if shift_labels is not None:
             use_cache = False
         outputs = self.model(
@@ -187,6 +186,11 @@ VaswaniForCausalLM._network_classes = (
     VaswaniDecoder,
     VaswaniDecoderModel,
     VaswaniForCausalLM,
+)
+
+# transformers' Trainer shifts the labels of label_smoothing_factor for these names only.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(
+    VaswaniDecoderConfig.model_type, VaswaniForCausalLM.__name__
 )
 
 __all__ = ["VaswaniDecoderModel", "VaswaniForCausalLM"]

@@ -27,6 +27,7 @@ _SHARED_FIELDS = (
     *("position_encoding", "position_offset", "max_position_embeddings", "attention_bias"),
     *("scale_embedding", "layer_norm_eps"),
 )
+_LOADING = ("dtype", "trust_remote_code", "cache_dir", "token", "local_files_only")
 _SIZES = ("layers", "attention_heads", "ffn_dim")
 
 
@@ -36,11 +37,16 @@ def split_halves(
     """Copy a translation model's weights into its two halves.
 
     The decoder keeps its attention to an encoder (`add_cross_attention=True`). `join_halves`
-    restores the translation model, bit for bit.
+    restores all weights, bit for bit. Label smoothing and settings of generation are not kept.
 
     Raises:
+        TypeError: the model is no VaswaniForConditionalGeneration.
         ValueError: the model has int8 weights.
     """
+    if not isinstance(model, VaswaniForConditionalGeneration):
+        raise TypeError(
+            f"split_halves takes a VaswaniForConditionalGeneration, got {type(model).__name__}."
+        )
     refuse_int8(model, "split_halves")
     encoder = VaswaniEncoderModel(VaswaniEncoderConfig.of(model.config))
     decoder = VaswaniForCausalLM(VaswaniDecoderConfig.of(model.config))
@@ -71,9 +77,13 @@ def join_halves(
         The model in evaluation mode, and the names of its weights that come from neither half.
 
     Raises:
+        TypeError: a half is no model with an encoder or a decoder alone.
         ValueError: a half has int8 weights, or the halves do not fit each other. The message names
             the field that differs.
     """
+    _check_stack(encoder, "encoder")
+    if decoder is not None:
+        _check_stack(decoder, "decoder")
     for half in (encoder, decoder):
         refuse_int8(half, "join_halves")
     source = encoder.base_model.encoder
@@ -98,10 +108,11 @@ def load_halves(
 
     The arguments are those of `join_halves`, with paths or repositories instead of models. A
     warning names the weights that come from neither half, such as the decoder's attention to the
-    encoder.
+    encoder. Arguments of loading, such as dtype and trust_remote_code, load both halves.
     """
-    first = AutoModel.from_pretrained(encoder)
-    second = None if decoder is None else AutoModelForCausalLM.from_pretrained(decoder)
+    loading = {name: overrides.pop(name) for name in _LOADING if name in overrides}
+    first = AutoModel.from_pretrained(encoder, **loading)
+    second = None if decoder is None else AutoModelForCausalLM.from_pretrained(decoder, **loading)
     model, new = join_halves(first, second, **overrides)
     if new:
         kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in new})
@@ -110,6 +121,17 @@ def load_halves(
             f"translate with it: {', '.join(kinds)}."
         )
     return model
+
+
+def _check_stack(half: Any, stack: str) -> None:
+    """Refuse anything but a model with one stack, with or without a head."""
+    config_class = {"encoder": VaswaniEncoderConfig, "decoder": VaswaniDecoderConfig}[stack]
+    if not isinstance(getattr(half, "config", None), config_class):
+        raise TypeError(
+            f"The {stack} must be a model with a {config_class.__name__}, got "
+            f"{type(half).__name__}: pass the encoder first, and split_halves gives both halves of "
+            "a translation model."
+        )
 
 
 def _config_of_both(

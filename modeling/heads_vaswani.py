@@ -103,6 +103,11 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
     def __init__(self, config: VaswaniEncoderConfig) -> None:
         super().__init__(config)
         rate = config.classifier_dropout
+        if _number_of_classes(config) < 1 or (rate is not None and not 0 <= rate < 1):
+            raise ValueError(
+                "A classifier needs num_labels of at least 1 and a classifier_dropout from 0 to "
+                f"below 1, got {config.num_labels} and {rate}."
+            )
         self.dropout = config.dropout if rate is None else rate
         self.classifier = nn.Linear(config.d_model, _number_of_classes(config))
         self.post_init()
@@ -183,7 +188,7 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
         """Check labels against the kind of problem, which transformers decides in the same way.
 
         Raises:
-            ValueError: labels have the wrong shape for several classes, or are no classes.
+            ValueError: the shape of the labels is wrong, or a label is not the number of a class.
         """
         kind, classes = self.config.problem_type, _number_of_classes(self.config)
         if kind is None and labels.is_floating_point():
@@ -194,8 +199,8 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
             self.check_classes(labels)
         elif labels.shape[1:] != (classes,):
             raise ValueError(
-                f"Labels of shape {tuple(labels.shape)} do not fit {classes} classes of which a "
-                f"sequence may have several: pass zeros and ones of shape (B, {classes}), or "
+                f"Labels of shape {tuple(labels.shape)} do not fit a sequence with any of "
+                f"{classes} classes: pass zeros and ones of shape (B, {classes}), or "
                 "integers of shape (B,) if a sequence has one class."
             )
         elif labels.device.type == "cpu" and ((labels < 0) | (labels > 1)).any():

@@ -73,7 +73,7 @@ def generated(model, prompts, **search):
 
 
 class ModelAsGraph:
-    """Stands for a session of onnxruntime; the model computes what the graph would."""
+    """A fake onnxruntime session that runs the model instead of the graph."""
 
     def __init__(self, model, path):
         self.model, self.part = model, path.rpartition("/")[2].removesuffix(".onnx")

@@ -39,7 +39,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.processors import TemplateProcessing
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import extract_commit_hash
@@ -458,7 +467,11 @@ class VaswaniTokenizer(TokenizersBackend):
         The copy recognises special tokens that are written in a text, such as the mask.
         """
         new = copy.deepcopy(self)
-        new.add_special_tokens({"mask_token": _MASK})
+        # The parts of words carry the spaces, so spaces beside the mask must not become tokens. The
+        # other kinds remove spaces, or have tokens for them.
+        strip = not isinstance(self.backend_tokenizer.model, models.WordLevel)
+        mask = AddedToken(_MASK, lstrip=strip, rstrip=strip, normalized=False, special=True)
+        new.add_special_tokens({"mask_token": mask})
         new._recognise_special_tokens()
         return new
 

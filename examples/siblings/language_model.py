@@ -17,6 +17,9 @@ VOCABULARY, WIDTH, LAYERS, HEADS, DROPOUT = 4000, 128, 4, 4, 0.2
 END, LONGEST = 2, 128
 
 
+MODELS = ("n-grams", "vaswani", "gpt2")
+
+
 class KneserNey:
     """Interpolated Kneser-Ney smoothing with one discount for each order (Chen and Goodman, 1998).
 
@@ -26,20 +29,15 @@ class KneserNey:
 
     def __init__(self, sentences: list[list[int]], order: int, vocabulary: int) -> None:
         self.order, self.vocabulary = order, vocabulary
-        highest = Counter(
-            tuple(sentence[max(end - order, 0) : end])
-            for sentence in sentences
-            for end in range(2, len(sentence) + 1)
-        )
         self.counts: list[Counter] = [Counter() for _ in range(order + 1)]
-        self.counts[order] = highest
+        # The first n-grams of a sentence are shorter than `order`, and belong to their own order.
+        for sentence in sentences:
+            for end in range(2, len(sentence) + 1):
+                gram = tuple(sentence[max(end - order, 0) : end])
+                self.counts[len(gram)][gram] += 1
         for size in range(order - 1, 0, -1):
-            for gram in self.counts[size + 1]:
-                self.counts[size][gram[1:]] += 1
-            # N-grams at the start of a sentence have no longer context to be counted in.
-            starts = {gram: number for gram, number in highest.items() if len(gram) == size}
-            for gram, number in starts.items():
-                self.counts[size][gram] = max(self.counts[size][gram], number)
+            # The first n-grams of a sentence have no longer context, so their own counts stay.
+            self.counts[size] |= Counter(gram[1:] for gram in self.counts[size + 1])
         self.totals = [defaultdict(int) for _ in range(order + 1)]
         self.followers = [defaultdict(int) for _ in range(order + 1)]
         self.discounts = [0.0] * (order + 1)
@@ -126,6 +124,7 @@ def gpt2(vocabulary: int) -> GPT2LMHeadModel:
 def main() -> None:
     """Train the models and write their perplexities."""
     parser = arguments(__doc__, "siblings-language-model.json", updates=2000)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parser.parse_args()
     torch.manual_seed(1)
     lines = {part: multi30k(part, "de", args.lines) for part in ("train", "test_2016_flickr")}
@@ -138,11 +137,12 @@ def main() -> None:
     words = sum(len(line.split()) + 1 for line in lines["test_2016_flickr"])
 
     results = {}
-    for order in (2, 3, 4, 5):
+    for order in (2, 3, 4, 5) if "n-grams" in args.models else ():
         ngrams = KneserNey(train_set, order, len(tokenizer))
         total = sum(map(ngrams.log_probability, test_set))
         results[f"kneser-ney-{order}"] = {"perplexity_per_word": math.exp(-total / words)}
-    for model in (language_model(len(tokenizer)), gpt2(len(tokenizer))):
+    builders = {"vaswani": language_model, "gpt2": gpt2}
+    for model in (builders[name](len(tokenizer)) for name in args.models if name in builders):
         name = type(model).__name__
         minutes = train(
             model,
