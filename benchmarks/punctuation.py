@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from host import write
-from scipy import stats
 from vaswani.training.circumstances import circumstances
 
 WAYS = ("split-punctuation", "no-split-punctuation")
@@ -46,6 +45,8 @@ def run(way: str, seed: int, folder: Path, data: Path) -> dict[str, Any]:
 
 def summary(scores: dict[str, list[float]]) -> dict[str, Any]:
     """Average the scores of each way, and test the difference over seeds."""
+    from scipy import stats  # only this test needs scipy
+
     first, second = scores.values()
     return {
         **{way: round(statistics.mean(values), 2) for way, values in scores.items()},
@@ -54,8 +55,8 @@ def summary(scores: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Train, compare and report."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,7 +64,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/punctuation"), metavar="FOLDER")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Train, compare and report."""
+    args = parse_args()
     runs = [
         {"way": way, "seed": seed, **run(way, seed, args.runs, args.data)}
         for seed in args.seeds

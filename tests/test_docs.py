@@ -408,6 +408,20 @@ def test_costs_of_data_come_from_their_results_file():
     assert f"planned in {results['plan']['seconds']:.1f} seconds" in page.text
 
 
+def test_scores_of_split_punctuation_come_from_their_results_file():
+    page, results = DOCS["results"], results_of("punctuation")
+    expected = [
+        [name, label, *(f"{found[way]:.2f}" for way in ways), f"{found['p_value']:g}"]
+        for split, name in (("valid", "validation"), ("test", "test_2016_flickr"))
+        for score, label in (("bleu", "BLEU"), ("chrf", "chrF"))
+        for found in [results[split][score]]
+        for ways in [("split-punctuation", "no-split-punctuation", "difference")]
+    ]
+    assert page.rows("data | score | split") == expected
+    assert results["command"] in page.commands()
+    assert results["valid"]["bleu"]["p_value"] < 0.05 < results["test"]["bleu"]["p_value"]
+
+
 def test_scores_of_both_directions_come_from_their_results_file():
     page, results = DOCS["data"], results_of("both-ways")
     expected = [

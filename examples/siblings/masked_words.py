@@ -13,7 +13,6 @@ from typing import Any
 import sacrebleu
 import torch
 from one_stream import Pairs, batch_of_two, translate
-from scipy import stats
 from training_loop import Batch, arguments, multi30k, pad, parameters, train, write_results
 
 from vaswani import (
@@ -113,6 +112,8 @@ def score(model: Any, pairs: Pairs, references: list[str], tokenizer: Any) -> di
 
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Average each measure, and test the differences between runs of the same seed."""
+    from scipy import stats  # only this test needs scipy
+
     found: dict[str, Any] = {}
     for measure in ("loss_per_token", "bleu"):
         values = {name: [run[measure] for run in results] for name, results in runs.items()}
