@@ -29,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from engines import (
     OURS,
     PEERS_RULE,
     Workshop,
-    build_alone,
     distance_to_ctranslate2,
     distance_to_marian,
     marian_twin,
@@ -50,7 +49,7 @@ from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, p
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from vaswani.training.circumstances import circumstances
-from worker import PeakMemory, Worker, synchronize
+from worker import Worker, synchronize
 
 SENTENCES = 128  # of a measurement, at least
 # Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
@@ -82,7 +81,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--train", action="store_true", help="train the model, and measure nothing")
     add("--ranges", action="store_true", help="print the ratios of all files in the results folder")
     add("--profile", action="store_true", help="only print where our search spends its time")
-    add("--memory", action="store_true", help="also measure the memory of each engine")
     add(
         "--model",
         type=Path,
@@ -344,63 +342,6 @@ def _range(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def memory_of(model: Path, name: str, precision: str, device: str, *arguments: Any) -> Callable:
-    """Build one engine and return a function that measures its memory.
-
-    The arguments are those of `build_alone`.
-    """
-    memory, before = PeakMemory(device), 0.0
-    outside_torch = device == "cuda" and name == "CTranslate2"
-    if outside_torch:
-        free = torch.cuda.mem_get_info()[0]
-    elif device == "cpu":
-        before = memory.now()
-    engine = build_alone(model, name, precision, device, *arguments)
-
-    def translate(sentences: Tokens, beams: int, forced: int | None) -> dict[str, float]:
-        """Translate one batch, and return the memory of the weights and the peak memory."""
-        weights = memory.now() - before
-        memory.forget()
-        if outside_torch:
-            weights = (free - torch.cuda.mem_get_info()[0]) / 2**20
-        engine.run(engine.prepare(sentences), beams, forced)
-        peak = memory.peak() - before
-        if outside_torch:
-            peak = (free - torch.cuda.mem_get_info()[0]) / 2**20
-        return {"weights_mb": weights, "peak_mb": peak}
-
-    return translate
-
-
-def measure_memory(args: argparse.Namespace, folder: Path, text: Text) -> list[dict[str, Any]]:
-    """Return the peak memory of each engine on the longest sentences, without the libraries'."""
-    rows = []
-    kind = "GPU" if args.device == "cuda" else "resident"
-    print(f"\npeak {kind} memory, beam 4, longest sentences (MB, without the libraries' own)")
-    print(f"{'engine':18}{'precision':14}{'batch':>6}{'weights':>10}{'peak':>10}")
-    for name, precision in engine_names(args.device):
-        if name == PEERS_RULE:
-            continue
-        for size in (1, 32):
-            sentences = sorted(text.sources, key=len)[-size:]
-            arguments = (args.model, name, precision, args.device, folder)
-            worker = Worker(memory_of, *arguments, torch.get_num_threads())
-            try:
-                worker.wait()
-                measured = worker(sentences, 4, text.forced)
-            except RuntimeError as error:
-                print(f"{name:18}{precision:14}  not measured: {error}")
-                continue
-            worker.close()
-            row = {"engine": name, "precision": precision, "beams": 4, "batch": size, **measured}
-            rows.append(row)
-            print(
-                f"{name:18}{precision:14}{size:6}{row['weights_mb']:10.0f}{row['peak_mb']:10.0f}",
-                flush=True,
-            )
-    return rows
-
-
 def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str, Any]]:
     """Return the share of each operator in the time of our search, for batches of 1 and 32."""
     rows = []
@@ -464,10 +405,7 @@ def main(argv: list[str] | None = None) -> None:
         results["ratios"] = compare(results["speed"])
         print_speed(results["speed"])
         print_ratios(results["ratios"])
-        write(path, results)  # memory takes a while, so write the speed before
-        if args.memory:
-            results["memory"] = measure_memory(args, folder, text)
-            write(path, results)
+        write(path, results)
 
 
 if __name__ == "__main__":

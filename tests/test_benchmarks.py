@@ -22,6 +22,7 @@ import base_model  # noqa: E402
 import engines  # noqa: E402
 import host  # noqa: E402
 import int8  # noqa: E402
+import memory  # noqa: E402
 import quantization  # noqa: E402
 import score  # noqa: E402
 
@@ -288,7 +289,7 @@ def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
     peaks = []
     for size in (1, 64):
         sources, _ = random_pairs([200] * size)
-        measure = generation.memory_of(tmp_path / "tiny", "ours", "float32", "cpu", tmp_path, 1)
+        measure = memory.memory_of(tmp_path / "tiny", "ours", "float32", "cpu", tmp_path, 1)
         peaks.append(measure(sources, 4, 8))
     small, large = (peak["peak_mb"] - peak["weights_mb"] for peak in peaks)
     assert large > small + 5

@@ -502,9 +502,10 @@ def test_decoding_speed_and_memory_come_from_the_latest_results_file():
     ]
     assert page.rows("engine | precision | weights") == [
         [row["engine"], row["precision"], f"{row['weights_mb']:.0f}", f"{row['peak_mb']:.0f}"]
-        for row in results["memory"]
+        for row in results_of("memory")["memory"]
         if row["batch"] == 32
     ]
+    assert results_of("memory")["command"] in page.commands()
 
 
 def test_ratios_of_decoding_speed_are_ranges_over_all_hosts(monkeypatch):
