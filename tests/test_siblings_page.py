@@ -93,3 +93,18 @@ def test_the_gain_of_masked_words_is_that_of_its_results_file():
         assert f"| {start} | {loss[start]:.2f} | {bleu[start]:.2f} |" in PAGE.text
     cells = [f"{score['difference']:.2f} (p = {score['p_value']:.2g})" for score in (loss, bleu)]
     assert f"| difference | {' | '.join(cells)} |" in PAGE.text
+
+
+def test_the_speed_of_a_language_model_is_that_of_its_results_file():
+    path = ROOT / "benchmarks" / "results" / "language-model.json"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert PAGE.rows("search | batch") == [
+        [
+            "greedy" if row["num_beams"] == 1 else f"beam {row['num_beams']}",
+            str(row["batch_size"]),
+            *(f"{row['seconds'][name]:.2f}" for name in ("VaswaniForCausalLM", "GPT2LMHeadModel")),
+            f"{row['times_faster']:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    assert f"median of {results['settings']['repetitions']} calls" in PAGE.words
