@@ -3,7 +3,7 @@
 Shapes: B texts, T tokens, S source tokens, D = d_model, V entries of the vocabulary.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from .modeling_vaswani import (
 )
 
 
-def _is_plain(attention_mask: Any) -> bool:
+def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
     """Tell whether a mask says which tokens (B, T) are real."""
     return torch.is_tensor(attention_mask) and attention_mask.dim() == 2
 
