@@ -122,7 +122,9 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
             return None
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if (prefix := model_kwargs.get("prefix_mask")) is not None:
-            check_prefix(prefix, mask, positions, *prompt.shape)
+            # transformers has repeated the prefix for every hypothesis, but not the prompt.
+            repeats = max(len(prefix) // max(len(prompt), 1), 1)
+            check_prefix(prefix[::repeats], mask, positions, *prompt.shape)
         if mask is not None and not (
             mask.shape[-1:] == prompt.shape[1:]
             and mask.dim() == 2

@@ -81,11 +81,11 @@ def join_halves(
         ValueError: a half has int8 weights, or the halves do not fit each other. The message names
             the field that differs.
     """
+    for half in (encoder, decoder):
+        refuse_int8(half, "join_halves")
     _check_stack(encoder, "encoder")
     if decoder is not None:
         _check_stack(decoder, "decoder")
-    for half in (encoder, decoder):
-        refuse_int8(half, "join_halves")
     source = encoder.base_model.encoder
     target = None if decoder is None else decoder.base_model.decoder
     config = _config_of_both(source, target, decoder, overrides)

@@ -200,6 +200,7 @@ IMPORTS = {
     """,
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.configuration_auto": "CONFIG_MAPPING",
+    "transformers.models.auto.modeling_auto": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "transformers.models.whisper.tokenization_whisper": "LANGUAGES",
     "transformers.processing_utils": "Unpack",
     "transformers.quantizers": "HfQuantizer register_quantization_config register_quantizer",

@@ -438,8 +438,8 @@ def test_labels_outside_the_classes_are_refused(build):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        ([[1.0, 0.0]], r"^Labels of shape \(1, 2\) do not fit 3 classes"),
-        ([1.0], r"^Labels of shape \(1,\) do not fit 3 classes"),
+        ([[1.0, 0.0]], r"^Labels of shape \(1, 2\) do not fit a sequence with any of 3"),
+        ([1.0], r"^Labels of shape \(1,\) do not fit a sequence with any of 3"),
         ([[1.0, 0.0, 3.0]], r"^Label 3 is not between 0 and 1"),
         ([-1], r"^Label -1 is outside the 3 classes"),
     ],
@@ -491,9 +491,7 @@ def test_a_prefix_and_a_mask_of_four_dimensions_are_refused(build, prompts):
 def test_a_prefix_mask_of_another_batch_is_refused(build, prompts):
     model = build(VaswaniForCausalLM)
     for mask in (PADDED[:2], PADDED[0]):
-        with pytest.raises(
-            ValueError, match=r"^prefix_mask must have the shape \(B, T\) with B = 3"
-        ):
+        with pytest.raises(ValueError, match=r"^prefix_mask must be a tensor of shape \(3, 6\)"):
             model(prompts, prefix_mask=mask)
 
 
