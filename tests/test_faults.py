@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import traceback
+import threading
 from pathlib import Path
 
 import pytest
@@ -174,35 +173,33 @@ def test_a_run_killed_in_its_first_save_says_that_there_is_nothing_to_resume(who
     assert_bit_for_bit(weights(again), whole)
 
 
+class DieSoon(TrainerCallback):
+    """Kill the process at a random moment of its next few steps and their saves."""
+
+    def __init__(self):
+        self.chance = random.SystemRandom()
+        self.steps = self.chance.randint(1, 3)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.steps -= 1
+        if self.steps == 0:
+            threading.Timer(self.chance.uniform(0, 0.03), die).start()
+
+
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_at_random_ends_with_the_same_weights(whole, tmp_path):
-    changes = SAVING | {"save_steps": 1}
-    started = time.monotonic()
-    make_trainer(tmp_path / "timed", **changes).train()
-    seconds = time.monotonic() - started
-    output, kills, tries = tmp_path / "run", 0, 0
-    while True:
-        tries += 1
-        assert tries < 100
-        if not (pid := os.fork()):
-            try:
-                resumable = last_complete_checkpoint(output) is not None
-                make_trainer(output, **changes).train(resume_from_checkpoint=resumable or None)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        if kills < 12:
-            time.sleep(random.SystemRandom().uniform(0.1, 0.6) * seconds)
-            os.kill(pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code in (0, -signal.SIGKILL)
-        if code == 0:
-            break
+    def train_on(*callbacks):
+        resumable = last_complete_checkpoint(tmp_path) is not None
+        run = make_trainer(tmp_path, **SAVING | {"save_steps": 1}, callbacks=list(callbacks))
+        run.train(resume_from_checkpoint=resumable or None)
+
+    kills = 0
+    while kills < 12 and in_child(lambda: train_on(DieSoon())) == -signal.SIGKILL:
         kills += 1
-    assert kills
-    model = load_file(last_complete_checkpoint(output) / "model.safetensors")
-    assert last_complete_checkpoint(output).name == f"checkpoint-{STEPS}"
+    assert kills > 1
+    assert in_child(train_on) == 0
+    model = load_file(last_complete_checkpoint(tmp_path) / "model.safetensors")
+    assert last_complete_checkpoint(tmp_path).name == f"checkpoint-{STEPS}"
     assert_bit_for_bit({name: whole[name] for name in model}, model)
 
 
