@@ -38,6 +38,8 @@ _TRAVELLING_FILES = (
     "generation/linear_vaswani.py",
     "modeling/loss_vaswani.py",
     "modeling/packing_vaswani.py",
+    "modeling/packed_attention_vaswani.py",
+    "modeling/windows_vaswani.py",
     "modeling/parallel_vaswani.py",
     "modeling/pickling_vaswani.py",
     "modeling/quantization_vaswani.py",

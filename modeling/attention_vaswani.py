@@ -3,7 +3,6 @@
 Shapes: B sentences, Q queries, K keys, H heads, D = d_model; d_k and d_v as in the paper.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from .backends_vaswani import attend_in_float32, is_slow_on_cpu
 from .dropout_vaswani import drop_out
-from .packing_vaswani import attention_function
+from .packed_attention_vaswani import attention_function
 from .pickling_vaswani import PicklableModule
 
 
@@ -89,9 +87,9 @@ class VaswaniAttention(PicklableModule):
         else:
             key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
         implementation = self.config._attn_implementation
-        attention = attention_function(implementation, attention_mask, eager_attention_forward)
-        if implementation == "sdpa" and is_slow_on_cpu(query):
-            attention = functools.partial(attend_in_float32, attention)
+        attention = attention_function(
+            implementation, attention_mask, query, eager_attention_forward
+        )
         kwargs["dropout"] = self.dropout if self.training else 0.0
         output, weights = attention(
             self, query, key, value, attention_mask, scaling=self.scaling, **kwargs

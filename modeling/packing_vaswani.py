@@ -5,11 +5,9 @@ attention needs the boundaries of sentences. Attention reads the boundaries from
 `Packing`, which replaces the mask of a padded batch. The inputs of a packed batch have the names of
 transformers' DataCollatorWithFlattening, with the prefix `decoder_` on the target side.
 
-Shapes: B sentences, N tokens of one side, G sentences of a group, Q queries, K keys, H heads,
-D = d_model; d_k and d_v as in the paper.
+Shapes: B sentences, N tokens of one side, T tokens of the longest sentence, D = d_model.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,13 +15,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.varlen import varlen_attn
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Sentences share a group if the longest has at most this multiple of the shortest one's tokens, or
-# at most this number of tokens more.
-_LENGTH_RATIO, _EXTRA_TOKENS = 1.25, 3
+from .windows_vaswani import Windows
+
 _KEYS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -98,33 +93,6 @@ class Packing:
         return values.long().repeat_interleave(self.cu_seq_lens.diff(), output_size=tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """Sentences of similar length, which are padded together inside attention.
-
-    Args:
-        sentences: (G,) numbers of the sentences in the batch.
-        queries, keys: rows of the group among all padded rows.
-        sizes: Q and K.
-        real_keys: (G, 1, 1, K) mask of the real keys, or None if the group has no padded keys.
-    """
-
-    sentences: torch.Tensor
-    queries: slice
-    keys: slice
-    sizes: tuple[int, int]
-    real_keys: torch.Tensor | None
-
-    def additive_mask(self, causal: bool, like: torch.Tensor) -> torch.Tensor:
-        """Return a mask to add to scores, (G or 1, 1, Q, K): 0 at visible keys, else a minimum."""
-        seen = torch.ones(self.sizes, dtype=torch.bool, device=like.device)
-        seen = (seen.tril() if causal else seen)[None, None]
-        if self.real_keys is not None:
-            seen = seen & self.real_keys
-        lowest = torch.finfo(like.dtype).min
-        return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, lowest)
-
-
 class PackedMask:
     """The attention mask of a packed batch: a query sees only keys of its own sentence."""
 
@@ -133,209 +101,19 @@ class PackedMask:
         self.keys = keys
 
     @functools.cached_property
-    def layout(self) -> tuple[torch.Tensor, torch.Tensor, list[_Group]]:
-        """The padded row of each query (N,), the padded row of each key, and the groups."""
-        device = self.queries.cu_seq_lens.device
-        lengths = torch.stack((self.queries.lengths, self.keys.lengths), dim=1)  # (B, 2)
-        starts, groups = torch.zeros_like(lengths), []
-        first_query = first_key = 0
-        for members in _similar_sentences(lengths):
-            number, longest = len(members), lengths[members].amax(dim=0)
-            rows = torch.arange(number)[:, None] * longest
-            starts[members] = rows + torch.tensor([first_query, first_key])
-            queries, keys = longest.tolist()
-            real = torch.arange(keys) < lengths[members, 1:]  # (G, K)
-            group = _Group(
-                sentences=members.to(device),
-                queries=slice(first_query, first_query + number * queries),
-                keys=slice(first_key, first_key + number * keys),
-                sizes=(queries, keys),
-                real_keys=None if real.all() else real[:, None, None].to(device),
-            )
-            first_query, first_key = group.queries.stop, group.keys.stop
-            groups.append(group)
-        query_rows, key_rows = (
-            (start.repeat_interleave(length) + _positions(length)).to(device)
-            for start, length in zip(starts.T, lengths.T, strict=True)
-        )
-        return query_rows, key_rows, groups
+    def lengths(self) -> torch.Tensor:
+        """The number of queries and keys of each sentence: (B, 2), on the CPU."""
+        return torch.stack((self.queries.lengths, self.keys.lengths), dim=1)
 
+    @functools.cached_property
+    def windows(self) -> Windows:
+        """Short sentences together in windows, for attention on CPUs."""
+        return Windows(self.lengths, self.queries.cu_seq_lens.device)
 
-def _similar_sentences(lengths: torch.Tensor) -> list[torch.Tensor]:
-    """Divide sentences with lengths (B, 2) into groups that need little padding."""
-    total = lengths.sum(dim=1)
-    order = total.argsort(stable=True)
-    groups, start = [], 0
-    ordered = total[order].tolist()
-    for index, length in enumerate(ordered):
-        shortest = ordered[start]
-        if length > max(_LENGTH_RATIO * shortest, shortest + _EXTRA_TOKENS):
-            groups.append(order[start:index])
-            start = index
-    return [*groups, order[start:]]
-
-
-def _positions(lengths: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token in its sentence: lengths (B,) to (N,)."""
-    starts = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-
-
-class _TakeRows(torch.autograd.Function):
-    """Select rows, each at most once. The gradient is copied, not summed as in `index_select`."""
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.number = len(states)
-        return states.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        whole = gradient.new_zeros((ctx.number, *gradient.shape[1:]))
-        return whole.index_copy_(0, rows, gradient), None
-
-
-def attention_function(
-    implementation: str, attention_mask: Any, eager_attention: Callable
-) -> Callable:
-    """Return the attention function of packed batches, or the one that transformers chooses."""
-    if isinstance(attention_mask, PackedMask):
-        return functools.partial(packed_attention, implementation, eager_attention)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-
-
-@torch.compiler.disable
-def packed_attention(
-    implementation: str,
-    eager_attention: Callable,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: PackedMask,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
-
-    GPUs run flash attention by cumulative lengths, without a mask. On other devices, sentences of
-    similar length are padded together for attention only. Only "eager" returns weights, of shape
-    (B, H, Q, K).
-    """
-    mask = attention_mask
-    if implementation.startswith("flash"):
-        flash = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        return flash(
-            module,
-            query,
-            key,
-            value,
-            None,
-            scaling=scaling,
-            dropout=dropout,
-            cu_seq_lens_q=mask.queries.cu_seq_lens,
-            cu_seq_lens_k=mask.keys.cu_seq_lens,
-            max_length_q=mask.queries.max_length,
-            max_length_k=mask.keys.max_length,
-        )
-    # (1, H, N, d) to (N, H, d), the layout of the projections.
-    states = [side[0].transpose(0, 1) for side in (query, key, value)]
-    if implementation != "eager" and not dropout and _varlen_supports(*states):
-        return _by_cumulative_lengths(states, mask, module.is_causal, scaling)[None], None
-    eager = eager_attention if implementation == "eager" else None
-    return _in_groups(eager, module, states, mask, scaling, dropout)
-
-
-def _varlen_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Tell whether torch's `varlen_attn` supports the device, the dtype and the head sizes."""
-    return (
-        query.is_cuda
-        and "window_size" in inspect.signature(varlen_attn).parameters
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
-
-
-def _by_cumulative_lengths(
-    states: list[torch.Tensor], mask: PackedMask, causal: bool, scaling: float
-) -> torch.Tensor:
-    query, key, value = states
-    output: Any = varlen_attn(
-        query,
-        key,
-        value,
-        mask.queries.cu_seq_lens,
-        mask.keys.cu_seq_lens,
-        mask.queries.max_length,
-        mask.keys.max_length,
-        scale=scaling,
-        window_size=(-1, 0) if causal else (-1, -1),
-    )
-    return output
-
-
-def _in_groups(
-    eager_attention: Callable | None,
-    module: Any,
-    states: list[torch.Tensor],
-    mask: PackedMask,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pad (N, H, d) by groups, attend, and remove the padding: (1, N, H, d_v)."""
-    query_rows, key_rows, groups = mask.layout
-    number = (groups[-1].queries.stop, groups[-1].keys.stop)
-    query = _put_rows(states[0], query_rows, number[0])
-    key, value = (_put_rows(side, key_rows, number[1]) for side in states[1:])
-    outputs, weights = [], []
-    for group in groups:
-        shapes = ((group.queries, 0, query), (group.keys, 1, key), (group.keys, 1, value))
-        heads = [
-            side[rows].unflatten(0, (-1, group.sizes[which])).transpose(1, 2)
-            for rows, which, side in shapes
-        ]  # (G, H, Q or K, d)
-        if eager_attention is not None:
-            additive = group.additive_mask(module.is_causal, query)
-            output, weight = eager_attention(
-                module, *heads, additive, scaling=scaling, dropout=dropout
-            )
-            weights.append(weight)
-        else:
-            # Padding follows the last query of a sentence, so a causal mask hides it.
-            output = F.scaled_dot_product_attention(
-                *heads,
-                attn_mask=None if module.is_causal else group.real_keys,
-                is_causal=module.is_causal,
-                dropout_p=dropout,
-                scale=scaling,
-            ).transpose(1, 2)  # (G, Q, H, d_v)
-        outputs.append(output.flatten(0, 1))
-    output = _TakeRows.apply(torch.cat(outputs), query_rows)[None]
-    return output, _padded_weights(weights, mask) if weights else None
-
-
-def _put_rows(states: torch.Tensor, rows: torch.Tensor, number: int) -> torch.Tensor:
-    return states.new_zeros((number, *states.shape[1:])).index_copy(0, rows, states)
-
-
-def _padded_weights(weights: list[torch.Tensor], mask: PackedMask) -> torch.Tensor:
-    """Join the weights of the groups (G, H, Q, K) to (B, H, Q, K), with 0 at padding."""
-    sentences, heads = len(mask.queries.cu_seq_lens) - 1, weights[0].shape[1]
-    sizes = (mask.queries.max_length, mask.keys.max_length)
-    joined = weights[0].new_zeros(sentences, heads, *sizes)
-    for group, weight in zip(mask.layout[2], weights, strict=True):
-        real = torch.arange(group.sizes[0], device=weight.device)
-        real = real < mask.queries.cu_seq_lens.diff()[group.sentences, None]  # (G, Q)
-        missing = (0, sizes[1] - group.sizes[1], 0, sizes[0] - group.sizes[0])
-        own = weight.masked_fill(~real[:, None, :, None], 0.0)
-        joined = joined.index_copy(0, group.sentences, F.pad(own, missing))
-    return joined
+    @functools.cached_property
+    def sentences(self) -> Windows:
+        """Windows of one sentence each, for attention weights."""
+        return Windows(self.lengths, self.queries.cu_seq_lens.device, join=False)
 
 
 def bidirectional_mask(
@@ -469,12 +247,10 @@ def _padded_output(side: Packing | None, value: Any) -> Any:
 __all__ = [
     "PackedMask",
     "Packing",
-    "attention_function",
     "bidirectional_mask",
     "both_in_prefix",
     "causal_mask",
     "decoder_inputs",
-    "packed_attention",
     "position_encodings",
     "takes_packed_batches",
 ]

@@ -1,0 +1,186 @@
+"""Attention inside the sentences of a packed batch (section 3.2).
+
+Shapes: B sentences, N tokens of one side, G windows of a group, Q queries, K keys, H heads; d_k and
+d_v as in the paper.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.varlen import varlen_attn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .backends_vaswani import attend_in_float32, is_slow_on_cpu
+from .dropout_vaswani import drop_out
+from .packing_vaswani import PackedMask
+
+# Up to so many keys, the formula is faster on CPUs than SDPA, which keeps no weights.
+_MOST_KEYS = 128
+
+
+def attention_function(
+    implementation: str, attention_mask: Any, query: torch.Tensor, eager_attention: Callable
+) -> Callable:
+    """Return the attention function of packed batches, or the one that transformers chooses."""
+    if isinstance(attention_mask, PackedMask):
+        return functools.partial(packed_attention, implementation, eager_attention)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+    if implementation == "sdpa" and is_slow_on_cpu(query):
+        attention = functools.partial(attend_in_float32, attention)
+    return attention
+
+
+@torch.compiler.disable
+def packed_attention(
+    implementation: str,
+    eager_attention: Callable,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: PackedMask,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
+
+    GPUs run flash attention by cumulative lengths, without a mask. On other devices, attention is
+    computed in windows of sentences. Only "eager" returns weights, of shape (B, H, Q, K).
+    """
+    mask = attention_mask
+    if implementation.startswith("flash"):
+        flash = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+        return flash(
+            module,
+            query,
+            key,
+            value,
+            None,
+            scaling=scaling,
+            dropout=dropout,
+            cu_seq_lens_q=mask.queries.cu_seq_lens,
+            cu_seq_lens_k=mask.keys.cu_seq_lens,
+            max_length_q=mask.queries.max_length,
+            max_length_k=mask.keys.max_length,
+        )
+    # (1, H, N, d) to (N, H, d), the layout of the projections.
+    states = [side[0].transpose(0, 1) for side in (query, key, value)]
+    if implementation == "eager":
+        return _by_sentence(eager_attention, module, states, mask, scaling, dropout)
+    if not dropout and _varlen_supports(*states):
+        return _by_cumulative_lengths(states, mask, module.is_causal, scaling)[None], None
+    with torch.autocast(query.device.type, enabled=False):  # the states have their dtype already
+        return _in_windows(states, mask, module.is_causal, scaling, dropout)[None], None
+
+
+def _varlen_supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tell whether torch's `varlen_attn` supports the device, the dtype and the head sizes."""
+    return (
+        query.is_cuda
+        and "window_size" in inspect.signature(varlen_attn).parameters
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _by_cumulative_lengths(
+    states: list[torch.Tensor], mask: PackedMask, causal: bool, scaling: float
+) -> torch.Tensor:
+    query, key, value = states
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
+        mask.queries.cu_seq_lens,
+        mask.keys.cu_seq_lens,
+        mask.queries.max_length,
+        mask.keys.max_length,
+        scale=scaling,
+        window_size=(-1, 0) if causal else (-1, -1),
+    )
+    return output
+
+
+def _in_windows(
+    states: list[torch.Tensor], mask: PackedMask, causal: bool, scaling: float, dropout: float
+) -> torch.Tensor:
+    """Attend inside windows: (N, H, d) to (N, H, d_v)."""
+    windows, heads = mask.windows, states[0].shape[1]
+    query, key, value = states
+    groups = zip(
+        windows.queries.divide(query),
+        windows.keys.divide(key),
+        windows.keys.divide(value),
+        windows.additive(causal, heads, query),
+        strict=True,
+    )
+    outputs = [_attend(*group, scaling, dropout) for group in groups]
+    return windows.queries.join(outputs, heads)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    additive: torch.Tensor,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention(Q, K, V) of heads (G * H, Q or K, d) by equation 1, or by SDPA for many keys."""
+    if key.shape[1] > _MOST_KEYS:
+        dtype, exact = query.dtype, torch.float32 if is_slow_on_cpu(query) else query.dtype
+        inputs = (side.to(exact) for side in (query, key, value, additive))
+        return F.scaled_dot_product_attention(*inputs, dropout_p=dropout, scale=scaling).to(dtype)
+    scores = torch.baddbmm(additive, query, key.transpose(1, 2), alpha=scaling)
+    return drop_out(scores.softmax(dim=-1), dropout, training=True) @ value
+
+
+def _by_sentence(
+    eager_attention: Callable,
+    module: Any,
+    states: list[torch.Tensor],
+    mask: PackedMask,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as written in the paper, one sentence in a row: (1, N, H, d_v) and (B, H, Q, K)."""
+    windows, heads = mask.sentences, states[0].shape[1]
+    sides = (windows.queries, windows.keys, windows.keys)
+    inputs = (side.divide(values) for side, values in zip(sides, states, strict=True))
+    outputs, weights = [], []
+    for query, key, value, hidden in zip(*inputs, windows.hidden(module.is_causal), strict=True):
+        split = (side.unflatten(0, (-1, heads)) for side in (query, key, value))
+        lowest = torch.finfo(query.dtype).min
+        additive = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, lowest)
+        output, weight = eager_attention(
+            module, *split, additive[:, None], scaling=scaling, dropout=dropout
+        )  # (G, Q, H, d_v), (G, H, Q, K)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        weights.append(weight)
+    return windows.queries.join(outputs, heads)[None], _padded_weights(weights, mask)
+
+
+def _padded_weights(weights: list[torch.Tensor], mask: PackedMask) -> torch.Tensor:
+    """Join the weights of the groups (G, H, Q, K) to (B, H, Q, K), with 0 at padding."""
+    sentences, heads = len(mask.queries.cu_seq_lens) - 1, weights[0].shape[1]
+    sizes = (mask.queries.max_length, mask.keys.max_length)
+    joined = weights[0].new_zeros(sentences, heads, *sizes)
+    windows = mask.sentences
+    paddings = windows.queries.of_groups(windows.queries.padding)
+    for members, weight, padding in zip(windows.sentences, weights, paddings, strict=True):
+        missing = (0, sizes[1] - weight.shape[3], 0, sizes[0] - weight.shape[2])
+        own = weight.masked_fill(padding[:, None, :, None], 0.0)
+        numbers = torch.tensor(members, device=weight.device)
+        joined = joined.index_copy(0, numbers, F.pad(own, missing))
+    return joined
+
+
+__all__ = ["attention_function", "packed_attention"]
