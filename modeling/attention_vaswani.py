@@ -81,6 +81,7 @@ class VaswaniAttention(PicklableModule):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from (B, Q, D) to itself, or to `encoder_hidden_states` (B, K, D)."""
+        hidden_states = _cast_once(hidden_states)
         query = self._split_heads(self.q_proj(hidden_states), self.d_k)  # (B, H, Q, d_k)
         if encoder_hidden_states is None:
             key, value = self._self_keys_values(hidden_states, past_key_values)
@@ -101,6 +102,7 @@ class VaswaniAttention(PicklableModule):
         return states.unflatten(-1, (-1, width)).transpose(1, 2)  # (B, H, Q or K, width)
 
     def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states = _cast_once(states)
         keys = self._split_heads(self.k_proj(states), self.d_k)
         return keys, self._split_heads(self.v_proj(states), self.d_v)
 
@@ -125,6 +127,14 @@ class VaswaniAttention(PicklableModule):
             return cached.keys, cached.values  # type: ignore[return-value, union-attr]
         past.is_updated[self.layer_idx] = True
         return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
+
+
+def _cast_once(states: torch.Tensor) -> torch.Tensor:
+    """Cast states as autocast does, which would cast them again for each linear map."""
+    device = states.device.type
+    if states.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return states
+    return states.to(torch.get_autocast_dtype(device))
 
 
 __all__ = ["VaswaniAttention", "eager_attention_forward", "linear_with_gain"]

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-# Bytes of a chunk's logits. Each chunk adds to the gradient of the whole vocabulary matrix. A chunk
-# with fewer tokens than D would spend more time on this addition than on its own products.
+# Most bytes of a chunk's logits.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
+# Smaller chunks stay in a CPU's cache. Each chunk adds to the gradient of the whole vocabulary
+# matrix. With fewer tokens than 2 D, this addition takes as long as the chunk's own products.
+_CHUNK_IN_CACHE = 2**25
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
@@ -96,24 +98,36 @@ def _loss_and_gradients(
     bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
     with torch.autocast(device.type, enabled=False):
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
-        chunk_size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ELSEWHERE
-        rows = chunk_size // (len(weight) * dtype.itemsize)
+        rows = _rows_of_chunk(matrix)
+        # Chunks share their buffers, because the first use of new memory takes time.
+        all_logits = states.new_empty(min(rows, len(targets)), len(weight))
+        product = None if dtype == exact else torch.empty_like(matrix)
         for chunk in _slices(len(targets), rows):
-            logits = states[chunk] @ matrix.t()  # (C, V)
+            states_of_chunk = states[chunk]
+            logits = all_logits[: len(states_of_chunk)]  # (C, V)
+            torch.mm(states_of_chunk, matrix.t(), out=logits)
             if bias is not None:
                 logits += bias.to(dtype)
             total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
             hidden_gradient[chunk] = logits @ matrix
-            if dtype == exact:
-                weight_gradient.addmm_(logits.t(), states[chunk])
+            if product is None:
+                weight_gradient.addmm_(logits.t(), states_of_chunk)
             else:
-                weight_gradient += logits.t() @ states[chunk]
+                weight_gradient += torch.mm(logits.t(), states_of_chunk, out=product)
             if bias_gradient is not None:
                 bias_gradient += logits.sum(dim=0, dtype=exact)
-            del logits  # free the memory before the next chunk
     if bias is not None and bias_gradient is not None:
         bias_gradient = bias_gradient.to(bias.dtype)
     return total, hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient
+
+
+def _rows_of_chunk(matrix: torch.Tensor) -> int:
+    """Return how many tokens a chunk has at most, for a vocabulary matrix (V, D)."""
+    bytes_of_token = len(matrix) * matrix.itemsize
+    if not matrix.is_cpu:
+        return _CHUNK_ELSEWHERE // bytes_of_token
+    rows = max(_CHUNK_IN_CACHE // bytes_of_token, 2 * matrix.shape[1])
+    return min(rows, _CHUNK_ON_CPU // bytes_of_token)
 
 
 # A compiled graph holds the loss as one operator. The graph cannot hold the loop, because the
@@ -180,13 +194,12 @@ def _loss_and_gradient(
     for part in _slices(tokens, _IN_CACHE // vocab_size if logits.is_cpu else tokens):
         values, gold = logits[part].to(exact), targets[part]  # a view if the dtype is exact
         at_target, at_average = values.gather(1, gold), values.mean(dim=-1, keepdim=True)
-        highest = values.amax(dim=-1, keepdim=True)
-        sums = values.sub_(highest).exp_().sum(dim=-1, keepdim=True)
-        total += (highest + sums.log() - (1 - epsilon) * at_target - epsilon * at_average).sum()
-        values.div_(sums).sub_(epsilon / vocab_size)
-        values.scatter_add_(1, gold, values.new_full(gold.shape, epsilon - 1))
-        if values.dtype != logits.dtype:
-            logits[part] = values
+        highest, chances = values.amax(dim=-1, keepdim=True), values.softmax(dim=-1)
+        log_sum = highest - chances.amax(dim=-1, keepdim=True).log()  # of exp(values)
+        total += (log_sum - (1 - epsilon) * at_target - epsilon * at_average).sum()
+        chances.sub_(epsilon / vocab_size)
+        chances.scatter_add_(1, gold, chances.new_full(gold.shape, epsilon - 1))
+        logits[part] = chances
     return total
 
 

@@ -1,8 +1,8 @@
 """Windows of a packed batch, in which attention on CPUs is computed.
 
-Batched products of small matrices spend most of their time between the products. Attention
-therefore joins short sentences to windows of about 32 tokens, and a mask separates the sentences of a
-window. Windows of similar sizes form a group, and a group is computed by one batched product.
+Batched products of very small matrices are slow, because each product has a fixed cost. Attention
+therefore joins short sentences to windows of about 32 tokens, and a mask separates the sentences of
+a window. Windows of similar sizes form a group, which is computed by one batched product.
 
 Shapes: B sentences, N tokens of one side, G windows of a group, Q queries and K keys of a window,
 P padded rows of all windows, H heads.
@@ -11,12 +11,14 @@ P padded rows of all windows, H heads.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-_WINDOW = 32  # tokens on either side; wider windows compute more scores than they save in time
-_SIMILAR = 0.8  # a group of longer sentences has windows of at least this share of the longest
+# Tokens of a window on either side. In wider windows, the scores between sentences, which the mask
+# hides, take more time than the joined products save.
+_WINDOW = 32
+_SIMILAR = 0.8  # least size of a window in a group of wider windows, as a share of the widest
 
 
 class _SelectRows(torch.autograd.Function):
@@ -47,6 +49,8 @@ class Side:
 
     Args:
         rows: (N,) the padded row of each token.
+        starts: (N,) the first padded row of each token's window.
+        widths: (N,) the number of padded rows of each token's window.
         tokens: (P,) the token of each padded row. Padding repeats the first token of its window.
         sentences: (P,) the sentence of each padded row.
         padding: (P,) True at padding.
@@ -54,6 +58,8 @@ class Side:
     """
 
     rows: torch.Tensor
+    starts: torch.Tensor
+    widths: torch.Tensor
     tokens: torch.Tensor
     sentences: torch.Tensor
     padding: torch.Tensor
@@ -70,23 +76,27 @@ class Side:
             Rows to select for the groups, rows to select for (N * H, d), and a mask of padding.
         """
         if heads not in self._indices:
-            head, by_group = torch.arange(heads, device=self.tokens.device)[:, None], []
-            for tokens, padding in zip(
-                self.of_groups(self.tokens), self.of_groups(self.padding), strict=True
-            ):
-                rows = tokens[:, None] * heads + head  # (G, H, Q)
-                by_group.append((rows.flatten(), padding[:, None].expand_as(rows).flatten()))
-            there, padding = (torch.cat(parts) for parts in zip(*by_group, strict=True))
-            back = torch.empty(len(self.rows) * heads, dtype=torch.long, device=there.device)
-            real = (~padding).nonzero()[:, 0]
-            back[there[real]] = real
-            self._indices[heads] = there, back, padding[:, None]
+            head = torch.arange(heads, device=self.tokens.device)
+            there = self._of_heads(self.tokens * heads, heads, head)
+            padding = self._of_heads(self.padding, heads)
+            inside = self.rows - self.starts
+            back = (self.starts * heads + inside)[:, None] + self.widths[:, None] * head
+            self._indices[heads] = there, back.flatten(), padding[:, None]
         return self._indices[heads]
+
+    def _of_heads(
+        self, values: torch.Tensor, heads: int, more: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Repeat values of padded rows (P,) for each head, in the order of (G, H, Q)."""
+        parts = []
+        for part in self.of_groups(values):
+            repeated = part[:, None].expand(-1, heads, -1)
+            parts.append((repeated if more is None else repeated + more[:, None]).flatten())
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def of_groups(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Divide values of padded rows (P,) into those of groups (G, Q)."""
-        parts = values.split([number * size for number, size in self.sizes])
-        return [part.view(shape) for part, shape in zip(parts, self.sizes, strict=True)]
+        return _divided(values, self.sizes)
 
     def divide(self, states: torch.Tensor) -> list[torch.Tensor]:
         """Divide (N, H, d) into windows: (G * H, Q, d) for each group."""
@@ -118,12 +128,12 @@ class Windows:
 
     def __init__(self, lengths: torch.Tensor, device: torch.device, join: bool = True) -> None:
         pairs = lengths.tolist()
-        windows = _windows(pairs) if join else [[sentence] for sentence in range(len(pairs))]
-        starts, sizes, self.sentences = _places(windows, pairs)
-        self.queries, self.keys = (
-            _side(torch.tensor([start[side] for start in starts]), lengths[:, side], size, device)
-            for side, size in enumerate(zip(*sizes, strict=True))
-        )
+        windows = _windows(pairs) if join else [_Window([i], *pair) for i, pair in enumerate(pairs)]
+        groups = _groups(windows)
+        self.sentences = [[window.sentences[0] for window in group] for group in groups]
+        self.queries = _side(groups, 0, lengths, device)
+        same = bool((lengths[:, 0] == lengths[:, 1]).all())
+        self.keys = self.queries if same else _side(groups, 1, lengths, device)
         self._masks: dict[Any, list[torch.Tensor]] = {}
 
     def hidden(self, causal: bool) -> list[torch.Tensor]:
@@ -146,83 +156,87 @@ class Windows:
         if key not in self._masks:
             self._masks[key] = [
                 torch.zeros_like(hidden, dtype=like.dtype)
-                .masked_fill_(hidden, -torch.inf)
-                .repeat_interleave(heads, dim=0)
+                .masked_fill_(hidden, -torch.inf)[:, None]
+                .expand(-1, heads, -1, -1)
+                .flatten(0, 1)
                 for hidden in self.hidden(causal)
             ]
         return self._masks[key]
 
 
-def _windows(lengths: list[list[int]]) -> list[list[int]]:
+class _Window(NamedTuple):
+    """The sentences of a window, and how many queries and keys they have."""
+
+    sentences: list[int]
+    queries: int
+    keys: int
+
+
+def _windows(lengths: list[list[int]]) -> list[_Window]:
     """Fill each window with a long sentence and as many of the shortest as it has room for."""
     order = sorted(range(len(lengths)), key=lambda sentence: -max(lengths[sentence]))
-    windows, last = [], len(order)
-    for first, sentence in enumerate(order):
-        if first >= last:
-            break
-        queries, keys = lengths[sentence]
-        size, window = max(_WINDOW, queries, keys), [sentence]
-        while last - 1 > first:
+    windows, first, last = [], 0, len(order)
+    while first < last:
+        window, (queries, keys) = [order[first]], lengths[order[first]]
+        room, first = max(_WINDOW, queries, keys), first + 1
+        while first < last:
             more_queries, more_keys = lengths[order[last - 1]]
-            if max(queries + more_queries, keys + more_keys) > size:
+            if max(queries + more_queries, keys + more_keys) > room:
                 break
             queries, keys, last = queries + more_queries, keys + more_keys, last - 1
             window.append(order[last])
-        windows.append(window)
+        windows.append(_Window(window, queries, keys))
     return windows
 
 
-def _places(
-    windows: list[list[int]], lengths: list[list[int]]
-) -> tuple[list[tuple[int, int]], list[Any], list[list[int]]]:
-    """Return the first padded rows of each sentence, the groups' sizes, and their sentences.
-
-    The sizes of a group are (G, Q) and (G, K).
-    """
-    filled = [[sum(lengths[sentence][side] for sentence in window) for side in (0, 1)] for window in windows]
-    starts: list[Any] = [None] * len(lengths)
-    groups: list[list[int]] = []
-    for number in sorted(range(len(windows)), key=lambda number: -max(filled[number])):
-        longest = max(filled[groups[-1][0]]) if groups else 0
-        if groups and (longest <= _WINDOW or max(filled[number]) >= _SIMILAR * longest):
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    first, sizes = [0, 0], []
-    for group in groups:
-        widths = [max(filled[number][side] for number in group) for side in (0, 1)]
-        for place, number in enumerate(group):
-            row = [first[side] + place * widths[side] for side in (0, 1)]
-            for sentence in windows[number]:
-                starts[sentence] = tuple(row)
-                row = [row[side] + lengths[sentence][side] for side in (0, 1)]
-        sizes.append(tuple((len(group), width) for width in widths))
-        first = [first[side] + len(group) * widths[side] for side in (0, 1)]
-    return starts, sizes, [[windows[number][0] for number in group] for group in groups]
+def _groups(windows: list[_Window]) -> list[list[_Window]]:
+    """Divide windows into groups of similar sizes, the longest first."""
+    groups: list[list[_Window]] = []
+    least = 0.0
+    for window in sorted(windows, key=lambda window: -max(window[1:])):
+        longest = max(window[1:])
+        if not groups or longest < least:
+            groups.append([])
+            least = 0.0 if longest <= _WINDOW else _SIMILAR * longest
+        groups[-1].append(window)
+    return groups
 
 
 def _side(
-    starts: torch.Tensor, lengths: torch.Tensor, sizes: tuple[Any, ...], device: torch.device
+    groups: list[list[_Window]], which: int, lengths: torch.Tensor, device: torch.device
 ) -> Side:
-    """Describe one side, from the first padded row and the length of each sentence (B,)."""
-    total, number = int(lengths.sum()), sum(windows * size for windows, size in sizes)
-    of_token = torch.arange(len(lengths)).repeat_interleave(lengths)  # (N,) sentences
-    positions = torch.arange(total) - (lengths.cumsum(0) - lengths)[of_token]
-    rows = starts[of_token] + positions
-    tokens = torch.full((number,), -1)
-    tokens[rows] = torch.arange(total)
+    """Describe the queries (0) or the keys (1) of groups of windows."""
+    of_sentence: list[Any] = [None] * len(lengths)  # first row, first row of the window, its width
+    numbers, sizes, start = lengths[:, which].tolist(), [], 0
+    for group in groups:
+        width = max(window[1 + which] for window in group)
+        sizes.append((len(group), width))
+        for window in group:
+            row = start
+            for sentence in window.sentences:
+                of_sentence[sentence] = row, start, width
+                row += numbers[sentence]
+            start += width
+    sentences = torch.arange(len(lengths)).repeat_interleave(lengths[:, which])  # (N,)
+    first, starts, widths = torch.tensor(of_sentence)[sentences].unbind(dim=1)
+    number = torch.arange(len(sentences))
+    ends = lengths[:, which].cumsum(0)
+    rows = first + number - (ends - lengths[:, which])[sentences]
+    tokens = torch.full((start,), -1)
+    tokens[rows] = number
     padding = tokens < 0
-    side = Side(rows, tokens, of_token, padding, list(sizes))
+    # The first token of each window is real.
     tokens = torch.cat(
-        [torch.where(part < 0, part[:, :1], part).flatten() for part in side.of_groups(tokens)]
+        [torch.where(part < 0, part[:, :1], part).flatten() for part in _divided(tokens, sizes)]
     )
-    return Side(
-        rows=rows.to(device),
-        tokens=tokens.to(device),
-        sentences=of_token[tokens].to(device),
-        padding=padding.to(device),
-        sizes=list(sizes),
-    )
+    found = (rows, starts, widths, tokens, sentences[tokens], padding)
+    return Side(*(values.to(device) for values in found), sizes=sizes)
+
+
+def _divided(values: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Divide values of padded rows (P,) into those of groups (G, Q)."""
+    parts = values.split([number * size for number, size in sizes])
+    return [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
 
 
 def _hidden(

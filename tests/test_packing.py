@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from vaswani.corpora.packed_collator import DataCollatorForPackedSeq2Seq, packed
-from vaswani.modeling import packing_vaswani
-from vaswani.modeling.packing_vaswani import PackedMask, Packing
+from vaswani.modeling import packed_attention_vaswani
+from vaswani.modeling.packing_vaswani import PackedMask
+from vaswani.modeling.windows_vaswani import Windows
 
 from vaswani import VaswaniEncoderModel, VaswaniModel, VaswaniTokenizer
 
@@ -288,9 +289,9 @@ def by_sentence(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_si
 def test_attention_by_cumulative_lengths_gets_no_mask_and_gives_the_same(
     tiny_model, batches, monkeypatch
 ):
-    monkeypatch.setattr(packing_vaswani, "varlen_attn", by_sentence)
-    monkeypatch.setattr(packing_vaswani, "_varlen_supports", lambda *states: True)
-    monkeypatch.setattr(PackedMask, "layout", None)  # masks are never built
+    monkeypatch.setattr(packed_attention_vaswani, "varlen_attn", by_sentence)
+    monkeypatch.setattr(packed_attention_vaswani, "_varlen_supports", lambda *states: True)
+    monkeypatch.setattr(PackedMask, "windows", None)  # masks are never built
     assert_same_learning(tiny_model(dropout=0.0), *batches())
 
 
@@ -306,14 +307,41 @@ def test_flash_attention_on_a_gpu_learns_as_padded(tiny_model, batches):
     torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
 
 
-def test_groups_hold_similar_lengths_and_every_sentence_once():
-    lengths = torch.randint(1, 60, (300,))
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    side = Packing(ends)
-    query_rows, key_rows, groups = PackedMask(side, side).layout
-    members = torch.cat([group.sentences for group in groups])
-    assert sorted(members.tolist()) == list(range(300))
-    assert len(query_rows.unique()) == len(query_rows) == lengths.sum()
-    assert torch.equal(query_rows, key_rows)
-    padded = sum(len(group.sentences) * group.sizes[0] for group in groups)
-    assert padded < 1.2 * lengths.sum() < 300 * lengths.max()
+@pytest.mark.parametrize("longest", [30, 60, 200])
+@pytest.mark.parametrize("join", [True, False], ids=["joined", "alone"])
+def test_windows_hold_every_sentence_once_with_little_padding(longest, join):
+    chance = torch.Generator().manual_seed(longest)
+    lengths = torch.randint(1, longest, (300, 2), generator=chance)
+    windows = Windows(lengths, torch.device("cpu"), join)
+    hidden, total = windows.hidden(causal=False), lengths.sum(dim=0)
+    for side, number in zip((windows.queries, windows.keys), total.tolist(), strict=True):
+        assert torch.equal(side.tokens[side.rows], torch.arange(number))
+        assert int((~side.padding).sum()) == number
+    seen = torch.zeros(300, 300, dtype=torch.long)
+    for group, mask in enumerate(hidden):
+        rows, keys, real = (
+            side.of_groups(values)[group]
+            for side, values in (
+                (windows.queries, windows.queries.sentences),
+                (windows.keys, windows.keys.sentences),
+                (windows.queries, ~windows.queries.padding),
+            )
+        )
+        window, row, key = (~mask & real[:, :, None]).nonzero(as_tuple=True)
+        seen.index_put_((rows[window, row], keys[window, key]), torch.tensor(1), accumulate=True)
+    assert torch.equal(seen, torch.diag(lengths.prod(dim=1)))
+    padded = len(windows.queries.padding) + len(windows.keys.padding)
+    assert padded < (1.6 if join else 2.5) * total.sum()
+
+
+def test_each_padded_row_belongs_to_a_sentence_of_its_window():
+    windows = Windows(torch.tensor([[3, 3], [40, 40], [30, 30], [35, 35]]), torch.device("cpu"))
+    assert windows.queries is windows.keys
+    assert windows.queries.sizes == [(2, 40), (1, 30)]
+    for sentences in windows.queries.of_groups(windows.queries.sentences):
+        assert all(set(row) in ({1}, {3, 0}, {2}) for row in sentences.tolist())
+
+
+def test_attention_over_many_keys_is_that_of_the_padded_batch(tiny_model, batches, monkeypatch):
+    monkeypatch.setattr(packed_attention_vaswani, "_MOST_KEYS", 8)
+    assert_same_learning(tiny_model(dropout=0.0), *batches())
