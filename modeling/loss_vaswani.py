@@ -12,7 +12,7 @@ import torch
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Smaller chunks stay in a CPU's cache. Each chunk adds to the gradient of the whole vocabulary
 # matrix. With fewer tokens than 2 D, this addition takes as long as the chunk's own products.
-_CHUNK_IN_CACHE = 2**25
+_CHUNK_IN_CACHE = 2**24
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
