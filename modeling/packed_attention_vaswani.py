@@ -137,8 +137,10 @@ def _attend(
     """Attention(Q, K, V) of heads (G * H, Q or K, d) by equation 1, or by SDPA for many keys."""
     if key.shape[1] > _MOST_KEYS:
         dtype, exact = query.dtype, torch.float32 if is_slow_on_cpu(query) else query.dtype
-        inputs = (side.to(exact) for side in (query, key, value, additive))
-        return F.scaled_dot_product_attention(*inputs, dropout_p=dropout, scale=scaling).to(dtype)
+        query, key, value, additive = (side.to(exact) for side in (query, key, value, additive))
+        return F.scaled_dot_product_attention(
+            query, key, value, additive, dropout_p=dropout, scale=scaling
+        ).to(dtype)
     scores = torch.baddbmm(additive, query, key.transpose(1, 2), alpha=scaling)
     return drop_out(scores.softmax(dim=-1), dropout, training=True) @ value
 

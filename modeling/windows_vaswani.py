@@ -128,7 +128,9 @@ class Windows:
 
     def __init__(self, lengths: torch.Tensor, device: torch.device, join: bool = True) -> None:
         pairs = lengths.tolist()
-        windows = _windows(pairs) if join else [_Window([i], *pair) for i, pair in enumerate(pairs)]
+        windows = (
+            _windows(pairs) if join else [_Window([i], (q, k)) for i, (q, k) in enumerate(pairs)]
+        )
         groups = _groups(windows)
         self.sentences = [[window.sentences[0] for window in group] for group in groups]
         self.queries = _side(groups, 0, lengths, device)
@@ -165,11 +167,10 @@ class Windows:
 
 
 class _Window(NamedTuple):
-    """The sentences of a window, and how many queries and keys they have."""
+    """The sentences of a window, and the numbers of their queries and keys."""
 
     sentences: list[int]
-    queries: int
-    keys: int
+    sizes: tuple[int, int]
 
 
 def _windows(lengths: list[list[int]]) -> list[_Window]:
@@ -185,7 +186,7 @@ def _windows(lengths: list[list[int]]) -> list[_Window]:
                 break
             queries, keys, last = queries + more_queries, keys + more_keys, last - 1
             window.append(order[last])
-        windows.append(_Window(window, queries, keys))
+        windows.append(_Window(window, (queries, keys)))
     return windows
 
 
@@ -193,8 +194,8 @@ def _groups(windows: list[_Window]) -> list[list[_Window]]:
     """Divide windows into groups of similar sizes, the longest first."""
     groups: list[list[_Window]] = []
     least = 0.0
-    for window in sorted(windows, key=lambda window: -max(window[1:])):
-        longest = max(window[1:])
+    for window in sorted(windows, key=lambda window: -max(window.sizes)):
+        longest = max(window.sizes)
         if not groups or longest < least:
             groups.append([])
             least = 0.0 if longest <= _WINDOW else _SIMILAR * longest
@@ -209,7 +210,7 @@ def _side(
     of_sentence: list[Any] = [None] * len(lengths)  # first row, first row of the window, its width
     numbers, sizes, start = lengths[:, which].tolist(), [], 0
     for group in groups:
-        width = max(window[1 + which] for window in group)
+        width = max(window.sizes[which] for window in group)
         sizes.append((len(group), width))
         for window in group:
             row = start
@@ -230,7 +231,8 @@ def _side(
         [torch.where(part < 0, part[:, :1], part).flatten() for part in _divided(tokens, sizes)]
     )
     found = (rows, starts, widths, tokens, sentences[tokens], padding)
-    return Side(*(values.to(device) for values in found), sizes=sizes)
+    rows, starts, widths, tokens, sentences, padding = (values.to(device) for values in found)
+    return Side(rows, starts, widths, tokens, sentences, padding, sizes)
 
 
 def _divided(values: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
