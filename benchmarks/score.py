@@ -10,11 +10,12 @@ chooses nothing.
 A small model does not keep several cores busy. `--at-once 2` trains two models side by side, each
 on half of the cores, and finishes both sooner.
 
-`--ingredients` removes one ingredient at a time, for the first seed. For averaging and the length
-penalty, the trained model is decoded again. For R-Drop, the recipe runs once more without it. For
-label smoothing and batches by tokens, short runs are compared: with both, without either one, and
-with four batches of a quarter of the tokens. Short runs scale warm-up and checkpoints in
-proportion. `--short 0` leaves out the short runs. A recipe that continues from a model has none.
+`--ingredients` measures each ingredient with all seeds. For averaging and the length penalty, the
+trained models are decoded again. For the others, the recipe runs again without the ingredient, or
+with it. A second stage, such as R-Drop, is compared with as many further updates without it.
+
+Tests of significance, which need scipy: a t-test of the seeds against the published score, a paired
+t-test of the seeds for each ingredient, and sacreBLEU's paired bootstrap for the first seed.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from sacrebleu.metrics import BLEU
+from sacrebleu.significance import PairedTest
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
 from vaswani.corpora.reading import Pair, read_pairs
@@ -56,6 +59,16 @@ KEPT = (
 )
 
 
+# Published scores on the test set, and where they come from.
+PUBLISHED = {
+    "multi30k-tiny": (41.02, "Wu et al. (2021)"),
+    "multi30k-tiny-r-drop": (41.02, "Wu et al. (2021)"),
+    "g2p-eng_us": (58.06, "SIGMORPHON 2021 Task 1, the baseline ensemble"),
+}
+SPLITS = ("valid", "test")
+OF_SECOND_STAGE = ("r-drop", "objective", "objective-settings")
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; `--help` prints the manual."""
     parser = argparse.ArgumentParser(
@@ -67,7 +80,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     add("--at-once", type=int, default=1, metavar="N", help="models trained side by side")
     add("--ingredients", action="store_true", help="measure what each ingredient is worth, too")
-    add("--short", type=int, default=2000, help="updates of a short run (default: 2000; 0: none)")
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     return parser.parse_args(argv)
@@ -98,7 +110,7 @@ def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dic
 
 def recipe_of(name: str) -> dict[str, Any]:
     """Read one of examples/recipes/."""
-    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return read_recipe(RECIPES / f"{name}.yaml")
 
 
 def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, Any]]:
@@ -126,19 +138,24 @@ def curve(results: dict[str, Any], score: str) -> list[dict[str, float]]:
     ]
 
 
-def decode(
+def translations(
     recipe: dict[str, Any], folder: Path, tokenizer: Path, pairs: list[Pair], **settings: Any
-) -> float:
-    """Score the model in `folder` with the recipe's search, overridden by `settings`."""
+) -> list[str]:
+    """Decode with the model in `folder` and the recipe's search, overridden by `settings`."""
     translator = VaswaniTranslationPipeline(
         AutoModelForSeq2SeqLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(tokenizer),
         device="cpu",
     )
     generation = {"num_beams": recipe["beams"], **recipe.get("generation", {}), **settings}
-    sources, references = zip(*pairs, strict=True)
-    outputs = [output["translation_text"] for output in translator(list(sources), **generation)]
+    sources = [pair[0] for pair in pairs]
+    return [output["translation_text"] for output in translator(sources, **generation)]
+
+
+def score_of(recipe: dict[str, Any], outputs: list[str], pairs: list[Pair]) -> float:
+    """Score translations by the recipe's figure."""
     metric = TranslationMetric(recipe.get("bleu-tokenize", "13a"))
+    references = [pair[1] for pair in pairs]
     return main_score(recipe, metric.compute(predictions=outputs, references=references))
 
 
@@ -148,83 +165,129 @@ def pairs_of(recipe: dict[str, Any], split: str) -> list[Pair]:
     return read_pairs(paths, ("source", "target"), split)
 
 
-def ingredients(
-    recipe: dict[str, Any], args: argparse.Namespace, whole: Path, results: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Scores with and without each ingredient, on the validation and the test set."""
-    rows = []
-    pairs = {split: pairs_of(recipe, split) for split in ("valid", "test")}
+def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return each ingredient that needs further runs: its name, "with" or "without", the recipe."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    if any(name in recipe for name in OF_SECOND_STAGE):
+        plain = {name: value for name, value in recipe.items() if name not in OF_SECOND_STAGE}
+        return {"second stage": ("without", plain)}
+    plain = {**recipe, "set": {**recipe.get("set", {}), "label_smoothing": 0.0}}
+    found["label smoothing"] = ("without", plain)
+    if recipe.get("batching") == "packed":
+        in_order = {name: value for name, value in recipe.items() if name != "batching"}
+        found["packed batches"] = ("without", in_order)
+    if "bpe-dropout" in recipe:
+        plain = {name: value for name, value in recipe.items() if name != "bpe-dropout"}
+        found["BPE-dropout"] = ("without", plain)
+    elif recipe.get("tokenizer-kind", "bpe") == "bpe":
+        found["BPE-dropout"] = ("with", {**recipe, "bpe-dropout": 0.1})
+    return found
 
-    def add(name: str, updates: int, given: dict[str, float], without: dict[str, float]) -> None:
-        rows.append({"ingredient": name, "updates": updates, "with": given, "without": without})
-        gains = ", ".join(f"{split} {given[split] - without[split]:+.2f}" for split in pairs)
-        print(f"{name} ({updates} updates): {gains}", flush=True)
 
-    def decoded(folder: Path, **settings: Any) -> dict[str, float]:
-        return {
-            split: decode(recipe, folder, whole, some, **settings) for split, some in pairs.items()
-        }
+class Ingredients:
+    """Scores with and without each ingredient of a recipe, for all seeds.
 
-    as_is = {split: main_score(recipe, results[split]) for split in pairs}
-    steps = results["steps"]
-    last = run_checkpoints(whole)[-1]
-    add(f"average of the last {recipe['average']}", steps, as_is, decoded(last))
-    gnmt = {"length_penalty_type": "gnmt", "length_penalty": 0.6}
-    none = {"length_penalty_type": "hf", "length_penalty": 0.0}
-    penalties = {name: decoded(whole, **settings) for name, settings in (("g", gnmt), ("n", none))}
-    add("length penalty of GNMT, alpha 0.6", steps, penalties["g"], penalties["n"])
-    add(
-        "score / length in its place",
-        steps,
-        decoded(whole, **none | {"length_penalty": 1.0}),
-        penalties["n"],
-    )
+    Args:
+        recipe: the recipe of the first seed.
+        runs: the folder of each seed's finished run.
+    """
 
-    if "r-drop" in recipe:
-        plain = {name: value for name, value in recipe.items() if name != "r-drop"}
-        (run,) = train_all({args.runs / f"{args.recipe}-no-r-drop": plain}, args.at_once)
-        add("R-Drop", steps, as_is, {split: main_score(recipe, run[split]) for split in pairs})
+    def __init__(self, recipe: dict[str, Any], runs: list[Path]) -> None:
+        self.recipe, self.runs = recipe, runs
+        self.pairs = {split: pairs_of(recipe, split) for split in SPLITS}
+        self.rows: list[dict[str, Any]] = []
 
-    if not args.short or "model" in recipe:  # a short run says nothing about continued training
-        return rows
-    short = {**recipe, "steps": args.short}
-    # Scale the warm-up too. Otherwise a short run could end inside it.
-    for name in {"warmup", "save-steps"} & set(recipe):
-        short[name] = max(1, recipe[name] * args.short // steps)
-    epochs = next(entry for entry in reversed(results["log"]) if "epoch" in entry)
-    updates_per_epoch = epochs["step"] / epochs["epoch"]
-    sentences = len(pairs_of(recipe, "train"))
-    if recipe.get("bpe-dropout"):
-        sentences *= recipe["segmentations"]  # an epoch has as many copies
-    per_batch = round(sentences / updates_per_epoch / recipe.get("accumulate", 1))
-    budgets = {"max-source-tokens", "max-target-tokens"} & set(short)
-    by_sentences = {name: value for name, value in short.items() if name not in budgets} | {
-        "batch-size": per_batch,
-        "trainer": {**recipe.get("trainer", {}), "train_sampling_strategy": "random"},
-    }
-    quarters = {name: short[name] // 4 for name in budgets}
-    variants = {
-        "short": short,
-        "no label smoothing": {**short, "set": {**recipe["set"], "label_smoothing": 0.0}},
-        "batches by sentences": by_sentences,
-        "batches by four": {**short, **quarters, "accumulate": 4 * recipe.get("accumulate", 1)},
-    }
-    outputs = [args.runs / f"{args.recipe}-{name.replace(' ', '-')}" for name in variants]
-    trained = train_all(dict(zip(outputs, variants.values(), strict=True)), args.at_once)
-    found = dict(zip(variants, trained, strict=True))
-    reference = {split: main_score(recipe, found["short"][split]) for split in pairs}
-    for name, ingredient in (
-        ("no label smoothing", "label smoothing"),
-        ("batches by sentences", f"batches by tokens (against {per_batch} random sentences)"),
-        ("batches by four", "batches by tokens (against four of a quarter an update)"),
-    ):
-        without = {split: main_score(recipe, found[name][split]) for split in pairs}
-        add(ingredient, args.short, reference, without)
-        rows[-1]["minutes"] = {
-            "with": found["short"]["training_minutes"],
-            "without": found[name]["training_minutes"],
-        }
-    return rows
+    def decoded(
+        self, runs: list[Path], checkpoint: int | None = None, **settings: Any
+    ) -> dict[str, Any]:
+        """Decode with the model of each run, or with one of its checkpoints.
+
+        Returns:
+            The scores of the seeds by split, and the first seed's translations of the test set.
+        """
+        scores: dict[str, list[float]] = {split: [] for split in SPLITS}
+        first: list[str] = []
+        for run in runs:
+            folder = run if checkpoint is None else run_checkpoints(run)[checkpoint]
+            for split, pairs in self.pairs.items():
+                outputs = translations(self.recipe, folder, run, pairs, **settings)
+                scores[split].append(score_of(self.recipe, outputs, pairs))
+                first = first or (outputs if split == "test" else [])
+        return {**scores, "translations": first}
+
+    def add(self, name: str, given: dict[str, Any], without: dict[str, Any]) -> None:
+        """Add a row, from what `decoded` returned."""
+        row: dict[str, Any] = {"ingredient": name}
+        for split in SPLITS:
+            row[split] = {"with": given[split], "without": without[split]}
+            row[split] |= paired(given[split], without[split])
+        if self.recipe.get("score", "bleu") == "bleu":
+            references = [pair[1] for pair in self.pairs["test"]]
+            tokenize = self.recipe.get("bleu-tokenize", "13a")
+            row["bootstrap_p_value"] = bootstrap(
+                given["translations"], without["translations"], references, tokenize
+            )
+        self.rows.append(row)
+        print(name, *(f"{split}: {row[split]['difference']:+.2f}" for split in SPLITS), flush=True)
+
+    def measure(self, args: argparse.Namespace) -> list[dict[str, Any]]:
+        """Measure all ingredients."""
+        whole = self.decoded(self.runs)
+        last = self.decoded(self.runs, checkpoint=-1)
+        self.add(f"average of the last {self.recipe['average']}", whole, last)
+        none = {"length_penalty_type": "hf", "length_penalty": 0.0}
+        gnmt = {"length_penalty_type": "gnmt", "length_penalty": 0.6}
+        without = self.decoded(self.runs, **none)
+        self.add("length penalty of GNMT, alpha 0.6", self.decoded(self.runs, **gnmt), without)
+        by_length = self.decoded(self.runs, **none | {"length_penalty": 1.0})
+        self.add("score / length in its place", by_length, without)
+        for name, (side, _) in variants(self.recipe).items():
+            runs = {}
+            for seed, run in zip(args.seeds, self.runs, strict=True):
+                folder = args.runs / f"{args.recipe}-{side}-{name.replace(' ', '-')}-seed{seed}"
+                runs[folder] = variants(read_recipe(run.with_suffix(".yaml")))[name][1]
+            list(train_all(runs, args.at_once))
+            other = self.decoded(list(runs))
+            self.add(name, *((other, whole) if side == "with" else (whole, other)))
+        return self.rows
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Read a recipe."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def against_published(figures: list[float], published: float) -> dict[str, Any]:
+    """Test whether the mean over seeds differs from a published score: Student's t-test."""
+    from scipy import stats  # only tests of significance need scipy
+
+    test = stats.ttest_1samp(figures, published)
+    return {"t": round(float(test.statistic), 2), "p_value": rounded(test.pvalue)}
+
+
+def paired(given: list[float], without: list[float]) -> dict[str, Any]:
+    """Return the mean difference of seeds, and the p-value of a paired t-test if there are two."""
+    difference = round(statistics.mean(given) - statistics.mean(without), 2)
+    if len(given) < 2:
+        return {"difference": difference, "p_value": None}
+    from scipy import stats
+
+    return {"difference": difference, "p_value": rounded(stats.ttest_rel(given, without).pvalue)}
+
+
+def bootstrap(given: list[str], without: list[str], references: list[str], tokenize: str) -> float:
+    """Compare two systems by sacreBLEU's paired bootstrap (Koehn, 2004): the p-value."""
+    if given == without:
+        return 1.0  # sacreBLEU's test needs a difference
+    metric = BLEU(tokenize=tokenize, force=True)
+    systems = [("without", without), ("with", given)]
+    test = PairedTest(systems, {"BLEU": metric}, [references], test_type="bs")
+    return rounded(test()[1]["BLEU"][1].p_value)
+
+
+def rounded(p_value: Any) -> float:
+    """Round a p-value to two digits."""
+    return float(f"{p_value:.2g}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -253,9 +316,14 @@ def main(argv: list[str] | None = None) -> None:
             "seeds": figures,
         }
         print(f"{split}: {score} {report[split]['mean']} (of {figures})")
+    if args.recipe in PUBLISHED and len(runs) > 1:
+        published, source = PUBLISHED[args.recipe]
+        report["published"] = {"score": published, "source": source}
+        report["published"] |= against_published(report["test"]["seeds"], published)
+        print(f"published: {published}, p = {report['published']['p_value']}")
     if args.ingredients:
-        whole, recipe = next(iter(recipes.items()))
-        report["ingredients"] = ingredients(recipe, args, whole, runs[0])
+        first = next(iter(recipes.values()))
+        report["ingredients"] = Ingredients(first, list(recipes)).measure(args)
     report["log"] = runs[0]["log"]
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -442,6 +442,24 @@ def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
     assert [ratio["tokens_per_batch"] for ratio in training.compare(rows, "MarianMT")] == [4096]
 
 
+def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
+    pytest.importorskip("scipy")
+    # By hand: mean 41.2, standard deviation 0.1, so t = 0.2 / (0.1 / sqrt(3)).
+    published = score.against_published([41.1, 41.2, 41.3], 41.0)
+    assert published["t"] == pytest.approx(0.2 / (0.1 / 3**0.5), abs=0.01)
+    assert 0.07 < published["p_value"] < 0.08
+    pairs = score.paired([2.0, 3.0, 4.0], [1.0, 2.1, 2.9])
+    assert pairs["difference"] == 1.0
+    assert pairs["p_value"] < 0.01
+    assert score.paired([2.0], [1.0]) == {"difference": 1.0, "p_value": None}
+    references = [f"ein satz mit der zahl {number} und noch mehr" for number in range(40)]
+    worse = [reference.replace("satz", "wort") for reference in references]
+    assert score.bootstrap(references, worse, references, "none") < 0.01
+    assert score.bootstrap(references, references, references, "none") == 1
+    first, second = ([*worse[:i], *references[i : i + 20], *worse[i + 20 :]] for i in (0, 20))
+    assert score.bootstrap(first, second, references, "none") > 0.3
+
+
 @pytest.mark.slow
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys
@@ -463,33 +481,44 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
         "eval-steps": 3,
         "average": 2,
         "beams": 2,
+        "batching": "packed",
         "bleu-tokenize": "none",
     }
     (tmp_path / "small.yaml").write_text(json.dumps(recipe))
     monkeypatch.setattr(score, "RECIPES", tmp_path)
-    command = ["small", "--seeds", "1", "2", "--ingredients", "--short", "3", "--at-once", "2"]
+    command = ["small", "--seeds", "1", "2", "--ingredients", "--at-once", "2"]
     command += ["--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "report.json")]
     score.main(command)
     report = json.loads((tmp_path / "report.json").read_text())
     runs = {path.parent.name: path for path in (tmp_path / "runs").glob("*/results.json")}
     assert set(runs) == {
-        "small-seed1", "small-seed2", "small-short", "small-no-label-smoothing",
-        "small-batches-by-sentences", "small-batches-by-four",
-    }  # fmt: skip
+        f"small-{run}seed{seed}"
+        for run in ("", "without-label-smoothing-", "without-packed-batches-", "with-BPE-dropout-")
+        for seed in (1, 2)
+    }
     of_seeds = [json.loads(runs[f"small-seed{seed}"].read_text()) for seed in (1, 2)]
     bleu = [run["test"]["bleu"] for run in of_seeds]
     assert report["test"]["seeds"] == bleu
     assert report["test"]["mean"] == round(sum(bleu) / 2, 2)
     assert of_seeds[0]["valid"] != of_seeds[1]["valid"], "seeds differ"
     assert [point["step"] for point in report["runs"][0]["curve"]] == [3, 6]
-    assert {row["ingredient"].split()[0] for row in report["ingredients"]} == {
-        "average", "length", "score", "label", "batches",
-    }  # fmt: skip
-    whole, short = report["ingredients"][0], report["ingredients"][3]
-    assert (whole["updates"], short["updates"]) == (6, 3)
-    assert whole["with"]["test"] == bleu[0]
-    scaled = yaml.safe_load((tmp_path / "runs" / "small-short.yaml").read_text())
-    assert (scaled["warmup"], scaled["save-steps"]) == (2, 1)
+    rows = {row["ingredient"]: row for row in report["ingredients"]}
+    assert list(rows) == [
+        "average of the last 2",
+        "length penalty of GNMT, alpha 0.6",
+        "score / length in its place",
+        "label smoothing",
+        "packed batches",
+        "BPE-dropout",
+    ]
+    assert rows["average of the last 2"]["test"]["with"] == bleu
+    without = [
+        json.loads(runs[f"small-without-packed-batches-seed{seed}"].read_text()) for seed in (1, 2)
+    ]
+    packed = rows["packed batches"]["test"]
+    assert packed["without"] == [run["test"]["bleu"] for run in without]
+    assert packed["difference"] == round((sum(bleu) - sum(packed["without"])) / 2, 2)
+    assert 0 <= rows["packed batches"]["bootstrap_p_value"] <= 1
 
     times = {path: path.stat().st_mtime_ns for path in runs.values()}
     capsys.readouterr()
@@ -503,7 +532,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     assert f"small: bleu {bleu[1]}" in capsys.readouterr().out
     of_both = [
         yaml.safe_load((tmp_path / "runs" / f"more-{run}.yaml").read_text())
-        for run in ("seed2", "no-r-drop")
+        for run in ("seed2", "without-second-stage-seed2")
     ]
     first = score.ROOT / of_both[0]["model"]
     assert first.samefile(tmp_path / "runs" / "small-seed2")
@@ -513,6 +542,6 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
         "average",
         "length",
         "score",
-        "R-Drop",
+        "second",
     ]
     assert {path: path.stat().st_mtime_ns for path in runs.values()} == times
