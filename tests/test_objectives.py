@@ -1,5 +1,6 @@
 """Objectives: the formulas of their papers, resumed updates, and errors in one sentence."""
 
+import copy
 import math
 
 import pytest
@@ -17,7 +18,7 @@ from vaswani.corpora.packed_collator import packed
 from vaswani.training.objective import ObjectiveError, Update
 from vaswani.training.objectives import make_objective
 from vaswani.training.r_drop import RDrop
-from vaswani.training.rewards import sentence_bleu, sentence_chrf
+from vaswani.training.rewards import reward_of, rewarded, sentence_bleu, sentence_chrf
 from vaswani.training.scheduled_sampling import ScheduledSampling
 from vaswani.training.sequence_objectives import Candidates, MinimumRisk, Reinforce
 
@@ -244,6 +245,34 @@ def test_a_reward_that_fails_ends_the_run_before_the_first_update(tmp_path, rewa
     with pytest.raises(ObjectiveError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.slow
+def test_worker_processes_compute_the_same_rewards_and_report_their_errors(tmp_path):
+    def trained(processes):
+        run = make_trainer(
+            tmp_path / str(processes),
+            objective=MinimumRisk("chrf", likelihood=0.0, reward_processes=processes),
+            processing_class=Letters(),
+            max_steps=2,
+        )
+        run.train()
+        return run
+
+    alone, shared = trained(0), trained(2)
+    assert_bit_for_bit(weights(shared), weights(alone))
+    names = [f"{number} a b" for number in range(7)]
+    assert shared.objective.reward(names, names) == [1.0] * 7
+    assert copy.deepcopy(shared.objective).reward(names[:1], names[:1]) == [1.0]
+    with pytest.raises(ObjectiveError, match="The reward broken failed with KeyError: 'absent'"):
+        rewarded(reward_of(broken, 2), names, names)
+
+
+def test_a_reward_for_worker_processes_must_be_importable():
+    with pytest.raises(ObjectiveError, match="<lambda> cannot run in other processes"):
+        MinimumRisk(lambda hypotheses, references: [0.0], reward_processes=2)
+    with pytest.raises(ObjectiveError, match="reward_processes must be an integer"):
+        make_objective("risk", reward_processes=-1)
 
 
 def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(tmp_path):

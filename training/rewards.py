@@ -1,7 +1,11 @@
 """Rewards of translations: the quality of each hypothesis, measured with its reference."""
 
+import functools
 import math
+import multiprocessing
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from ..configuration.extras import needs
@@ -39,12 +43,65 @@ def _scores(metric: Any, hypotheses: list[str], references: list[str]) -> list[f
 REWARDS: dict[str, Reward] = {"bleu": sentence_bleu, "chrf": sentence_chrf}
 
 
-def reward_of(reward: str | Reward) -> Reward:
-    """Return the reward of a name. A function is returned unchanged.
+class RewardInProcesses:
+    """A reward that worker processes compute, each for an equal part of the translations.
+
+    Workers start with the first call and import the reward's module. They end with the main
+    process.
+
+    Args:
+        reward: a function at the top level of a module.
+        processes: number of workers.
 
     Raises:
-        ObjectiveError: the name is unknown.
+        ObjectiveError: the reward cannot be sent to another process.
     """
+
+    def __init__(self, reward: Reward, processes: int) -> None:
+        self.reward, self.processes = reward, processes
+        self.__name__ = getattr(reward, "__name__", type(reward).__name__)
+        try:
+            pickle.dumps(reward)
+        except Exception as error:
+            raise ObjectiveError(
+                f"The reward {self.__name__} cannot run in other processes: {error}. Define it at "
+                "the top level of a module, or leave out reward_processes."
+            ) from error
+
+    @functools.cached_property
+    def _pool(self) -> ProcessPoolExecutor:
+        # A fork of a process with torch's threads could hang.
+        return ProcessPoolExecutor(self.processes, multiprocessing.get_context("spawn"))
+
+    def __call__(self, hypotheses: list[str], references: list[str]) -> list[float]:
+        """Return the reward of each hypothesis, in order."""
+        size = -(-len(hypotheses) // self.processes) or 1
+        parts = [slice(start, start + size) for start in range(0, len(hypotheses), size)]
+        found = self._pool.map(
+            rewarded,
+            [self.reward] * len(parts),
+            [hypotheses[part] for part in parts],
+            [references[part] for part in parts],
+        )
+        return [value for values in found for value in values]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the workers. A copy starts its own."""
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
+
+
+def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
+    """Return the reward of a name. A function is returned unchanged.
+
+    With `processes`, so many worker processes compute it.
+
+    Raises:
+        ObjectiveError: the name is unknown, or the number of processes is wrong.
+    """
+    if processes != int(processes) or processes < 0:
+        raise ObjectiveError(f"reward_processes must be an integer of at least 0, got {processes}.")
+    if processes:
+        return RewardInProcesses(reward_of(reward), int(processes))
     if callable(reward):
         return reward
     if reward not in REWARDS:
@@ -65,6 +122,8 @@ def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> li
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         values = [float(value) for value in reward(hypotheses, references)]
+    except ObjectiveError:  # from a worker process, which names the reward
+        raise
     except Exception as error:
         raise ObjectiveError(
             f"The reward {name} failed with {type(error).__name__}: {error}. A reward gets two "
@@ -83,4 +142,12 @@ def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> li
     return values
 
 
-__all__ = ["REWARDS", "Reward", "reward_of", "rewarded", "sentence_bleu", "sentence_chrf"]
+__all__ = [
+    "REWARDS",
+    "Reward",
+    "RewardInProcesses",
+    "reward_of",
+    "rewarded",
+    "sentence_bleu",
+    "sentence_chrf",
+]

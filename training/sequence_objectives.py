@@ -47,6 +47,8 @@ class SequenceObjective(Objective):
             all translations of a batch at once, including the references.
         candidates: k, the number of samples per sentence.
         likelihood: weight of the likelihood, from 0 to 1.
+        reward_processes: number of worker processes that compute the reward, each for an equal part
+            of the translations of a batch; 0 computes it in the process that trains.
 
     Raises:
         ObjectiveError: a number is out of range, or the reward is unknown.
@@ -56,9 +58,13 @@ class SequenceObjective(Objective):
     min_candidates = 1
 
     def __init__(
-        self, reward: str | Reward = "bleu", candidates: int = 5, likelihood: float = 0.3
+        self,
+        reward: str | Reward = "bleu",
+        candidates: int = 5,
+        likelihood: float = 0.3,
+        reward_processes: int = 0,
     ) -> None:
-        self.reward = reward_of(reward)
+        self.reward = reward_of(reward, reward_processes)
         if candidates != int(candidates) or candidates < self.min_candidates:
             raise ObjectiveError(
                 f"candidates must be an integer of at least {self.min_candidates}, got "
@@ -178,7 +184,7 @@ class MinimumRisk(SequenceObjective):
     likelihood outweighs the risk. With a likelihood, Edunov et al. (2018) use a sharpness of 1.
 
     Args:
-        reward, candidates, likelihood: as for SequenceObjective.
+        reward, candidates, likelihood, reward_processes: as for SequenceObjective.
         sharpness: the exponent, called alpha by Shen et al.
 
     Raises:
@@ -191,8 +197,9 @@ class MinimumRisk(SequenceObjective):
         candidates: int = 5,
         likelihood: float = 0.3,
         sharpness: float = 0.005,
+        reward_processes: int = 0,
     ) -> None:
-        super().__init__(reward, candidates, likelihood)
+        super().__init__(reward, candidates, likelihood, reward_processes)
         if not 0 < sharpness < math.inf:
             raise ObjectiveError(f"sharpness must be a positive number, got {sharpness}.")
         self.sharpness = sharpness
