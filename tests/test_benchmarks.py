@@ -452,7 +452,7 @@ def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
     assert pairs["difference"] == 1.0
     assert pairs["p_value"] < 0.01
     assert score.paired([2.0], [1.0]) == {"difference": 1.0, "p_value": None}
-    references = [f"ein satz mit der zahl {number} und noch mehr" for number in range(40)]
+    references = [f"der satz mit der zahl {number} und noch mehr" for number in range(40)]
     worse = [reference.replace("satz", "wort") for reference in references]
     assert score.bootstrap(references, worse, references, "none") < 0.01
     assert score.bootstrap(references, references, references, "none") == 1
