@@ -37,7 +37,8 @@ class Worker:
 
     def __call__(self, *job: Any) -> Any:
         """Run a job in the process and return its result."""
-        self._pipe.send(job)
+        with contextlib.suppress(BrokenPipeError):  # `_receive` says that the process ended
+            self._pipe.send(job)
         return self._receive()
 
     def close(self) -> None:
@@ -48,7 +49,7 @@ class Worker:
     def _receive(self) -> Any:
         try:
             error, answer = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._process.join()
             error = f"its process ended with exit code {self._process.exitcode}"
         if error is not None:
