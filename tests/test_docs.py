@@ -363,6 +363,30 @@ def test_the_gain_of_r_drop_is_not_significant():
     assert f"score {without:.2f}, and with R-Drop {given:.2f}" in page.words
 
 
+def test_speed_of_batches_comes_from_its_results_files():
+    page, expected = DOCS["results"], []
+    for size in ("tiny", "base"):
+        results = results_of(f"batching-{size}")
+        assert results["command"] in page.commands()
+        for precision in ("float32", "bfloat16"):
+            speeds = {
+                row["name"]: f"{row['tokens_per_second']:,.0f}"
+                for row in results["batching"]
+                if row["precision"] == precision
+            }
+            ratios = {
+                ratio["peer"]: ratio
+                for ratio in results["ratios"]["batching"]
+                if ratio["precision"] == precision
+            }
+            if speeds:
+                faster = [f"{ratios[peer]['speed']:.2f}" for peer in ("random", "sorted")]
+                memory = f"{ratios['random']['memory']:.2f}"
+                measured = [speeds[name] for name in ("packed", "random", "sorted")]
+                expected.append([size, precision, *measured, *faster, memory])
+    assert page.rows("size | precision | packed") == expected
+
+
 def test_training_speed_comes_from_its_results_file():
     page, results = DOCS["results"], results_of("training")
     assert {"commit", "hardware", "versions", "date", "aims"} <= results.keys()
