@@ -1,5 +1,6 @@
 r"""A recipe's published score: the mean of several seeds, and what each ingredient is worth.
 
+    pip install scipy
     python benchmarks/score.py multi30k-tiny --seeds 1 2 3 --ingredients --json FILE
 
 Every seed is a run of `vaswani train` in its own folder under runs/. A finished run is not
@@ -14,7 +15,7 @@ on half of the cores, and finishes both sooner.
 trained models are decoded again. For the others, the recipe runs again without the ingredient, or
 with it. A second stage, such as R-Drop, is compared with as many further updates without it.
 
-Tests of significance, which need scipy: a t-test of the seeds against the published score, a paired
+Tests of significance: a t-test of the seeds against the published score, a paired
 t-test of the seeds for each ingredient, and sacreBLEU's paired bootstrap for the first seed.
 """
 

@@ -464,6 +464,7 @@ def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys
 ):
+    pytest.importorskip("scipy")
     data = tmp_path / "data" / "multi30k"
     files = {
         name: [str(data / f"{split}.lc.norm.tok.{language}.gz") for language in ("en", "de")]
