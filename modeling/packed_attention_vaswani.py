@@ -17,9 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .backends_vaswani import attend_in_float32, is_slow_on_cpu
 from .dropout_vaswani import drop_out
 from .packing_vaswani import PackedMask
-
-# Up to so many keys, the formula is faster on CPUs than SDPA, which keeps no weights.
-_MOST_KEYS = 128
+from .windows_vaswani import LONG
 
 
 def attention_function(
@@ -114,35 +112,40 @@ def _in_windows(
 ) -> torch.Tensor:
     """Attend inside windows: (N, H, d) to (N, H, d_v)."""
     windows, heads = mask.windows, states[0].shape[1]
-    query, key, value = states
-    groups = zip(
-        windows.queries.divide(query),
-        windows.keys.divide(key),
-        windows.keys.divide(value),
-        windows.additive(causal, heads, query),
-        strict=True,
-    )
-    outputs = [_attend(*group, scaling, dropout) for group in groups]
+    sides = (windows.queries, windows.keys, windows.keys)
+    groups = zip(*(side.divide(of) for side, of in zip(sides, states, strict=True)), strict=True)
+    outputs = []
+    for number, (query, key, value) in enumerate(groups):
+        if max(query.shape[1], key.shape[1]) > LONG:
+            query, key, value = (side.unflatten(0, (-1, heads)) for side in (query, key, value))
+            real_keys = ~windows.padded_keys(number)[:, None, None]  # (G, 1, 1, K)
+            output = _attend_long(query, key, value, real_keys, causal, scaling, dropout)
+            output = output.flatten(0, 1)
+        else:
+            additive = windows.additive(number, causal, heads, query.dtype)
+            scores = torch.baddbmm(additive, query, key.transpose(1, 2), alpha=scaling)
+            output = drop_out(scores.softmax(dim=-1), dropout, training=True) @ value
+        outputs.append(output)  # (G * H, Q, d_v)
     return windows.queries.join(outputs, heads)
 
 
-def _attend(
+def _attend_long(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    additive: torch.Tensor,
+    real_keys: torch.Tensor,
+    causal: bool,
     scaling: float,
     dropout: float,
 ) -> torch.Tensor:
-    """Attention(Q, K, V) of heads (G * H, Q or K, d) by equation 1, or by SDPA for many keys."""
-    if key.shape[1] > _MOST_KEYS:
-        dtype, exact = query.dtype, torch.float32 if is_slow_on_cpu(query) else query.dtype
-        query, key, value, additive = (side.to(exact) for side in (query, key, value, additive))
-        return F.scaled_dot_product_attention(
-            query, key, value, additive, dropout_p=dropout, scale=scaling
-        ).to(dtype)
-    scores = torch.baddbmm(additive, query, key.transpose(1, 2), alpha=scaling)
-    return drop_out(scores.softmax(dim=-1), dropout, training=True) @ value
+    """Attend by SDPA in windows of one sentence each: (G, H, Q or K, d) to (G, H, Q, d_v)."""
+    dtype, exact = query.dtype, torch.float32 if is_slow_on_cpu(query) else query.dtype
+    query, key, value = query.to(exact), key.to(exact), value.to(exact)
+    # Padding follows the last query of a sentence, so a causal mask hides it.
+    mask = None if causal else real_keys
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p=dropout, is_causal=causal, scale=scaling
+    ).to(dtype)
 
 
 def _by_sentence(
@@ -158,7 +161,8 @@ def _by_sentence(
     sides = (windows.queries, windows.keys, windows.keys)
     inputs = (side.divide(values) for side, values in zip(sides, states, strict=True))
     outputs, weights = [], []
-    for query, key, value, hidden in zip(*inputs, windows.hidden(module.is_causal), strict=True):
+    for number, (query, key, value) in enumerate(zip(*inputs, strict=True)):
+        hidden = windows.hidden(number, module.is_causal)
         split = (side.unflatten(0, (-1, heads)) for side in (query, key, value))
         lowest = torch.finfo(query.dtype).min
         additive = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, lowest)

@@ -18,6 +18,9 @@ import torch
 # Tokens of a window on either side. In wider windows, the scores between sentences, which the mask
 # hides, take more time than the joined products save.
 _WINDOW = 32
+# A sentence with more tokens has its own window. SDPA is faster there than the formula, and needs
+# no mask of queries by keys.
+LONG = 128
 _SIMILAR = 0.8  # least size of a window in a group of wider windows, as a share of the widest
 
 
@@ -136,33 +139,28 @@ class Windows:
         self.queries = _side(groups, 0, lengths, device)
         same = bool((lengths[:, 0] == lengths[:, 1]).all())
         self.keys = self.queries if same else _side(groups, 1, lengths, device)
-        self._masks: dict[Any, list[torch.Tensor]] = {}
+        self._masks: dict[Any, torch.Tensor] = {}
 
-    def hidden(self, causal: bool) -> list[torch.Tensor]:
-        """Return masks of keys that queries do not see, (G, Q, K) for each group."""
-        if causal not in self._masks:
-            self._masks[causal] = [
-                _hidden(*of_group, causal)
-                for of_group in zip(
-                    self.queries.of_groups(self.queries.sentences),
-                    self.keys.of_groups(self.keys.sentences),
-                    self.keys.of_groups(self.keys.padding),
-                    strict=True,
-                )
-            ]
-        return self._masks[causal]
+    def hidden(self, group: int, causal: bool) -> torch.Tensor:
+        """Return a mask of the keys that the queries of a group do not see: (G, Q, K)."""
+        queries = self.queries.of_groups(self.queries.sentences)[group]
+        keys = self.keys.of_groups(self.keys.sentences)[group]
+        hidden = (queries[:, :, None] != keys[:, None]) | self.padded_keys(group)[:, None]
+        if causal:
+            hidden |= hidden.new_ones(hidden.shape[1:]).triu(1)
+        return hidden
 
-    def additive(self, causal: bool, heads: int, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return masks to add to scores, (G * H, Q, K) for each group: 0 or -inf."""
-        key = causal, heads, like.dtype
+    def padded_keys(self, group: int) -> torch.Tensor:
+        """Return a mask of the padding among the keys of a group: (G, K)."""
+        return self.keys.of_groups(self.keys.padding)[group]
+
+    def additive(self, group: int, causal: bool, heads: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a mask to add to the scores of a group, (G * H, Q, K): 0 or -inf."""
+        key = group, causal, heads, dtype
         if key not in self._masks:
-            self._masks[key] = [
-                torch.zeros_like(hidden, dtype=like.dtype)
-                .masked_fill_(hidden, -torch.inf)[:, None]
-                .expand(-1, heads, -1, -1)
-                .flatten(0, 1)
-                for hidden in self.hidden(causal)
-            ]
+            hidden = self.hidden(group, causal)
+            mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            self._masks[key] = mask[:, None].expand(-1, heads, -1, -1).flatten(0, 1)
         return self._masks[key]
 
 
@@ -180,7 +178,7 @@ def _windows(lengths: list[list[int]]) -> list[_Window]:
     while first < last:
         window, (queries, keys) = [order[first]], lengths[order[first]]
         room, first = max(_WINDOW, queries, keys), first + 1
-        while first < last:
+        while first < last and room <= LONG:
             more_queries, more_keys = lengths[order[last - 1]]
             if max(queries + more_queries, keys + more_keys) > room:
                 break
@@ -199,6 +197,7 @@ def _groups(windows: list[_Window]) -> list[list[_Window]]:
         if not groups or longest < least:
             groups.append([])
             least = 0.0 if longest <= _WINDOW else _SIMILAR * longest
+            least = max(least, LONG + 1) if longest > LONG else least
         groups[-1].append(window)
     return groups
 
@@ -241,15 +240,4 @@ def _divided(values: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.T
     return [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
 
 
-def _hidden(
-    queries: torch.Tensor, keys: torch.Tensor, padding: torch.Tensor, causal: bool
-) -> torch.Tensor:
-    """Compare sentences of queries (G, Q) and keys (G, K): a mask of hidden keys (G, Q, K)."""
-    hidden = (queries[:, :, None] != keys[:, None]) | padding[:, None]
-    if causal:
-        later = torch.ones(hidden.shape[1:], dtype=torch.bool, device=hidden.device).triu(1)
-        hidden |= later
-    return hidden
-
-
-__all__ = ["Side", "Windows"]
+__all__ = ["LONG", "Side", "Windows"]

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from vaswani.corpora.packed_collator import DataCollatorForPackedSeq2Seq, packed
-from vaswani.modeling import packed_attention_vaswani
+from vaswani.modeling import packed_attention_vaswani, windows_vaswani
 from vaswani.modeling.packing_vaswani import PackedMask
 from vaswani.modeling.windows_vaswani import Windows
 
@@ -313,12 +313,13 @@ def test_windows_hold_every_sentence_once_with_little_padding(longest, join):
     chance = torch.Generator().manual_seed(longest)
     lengths = torch.randint(1, longest, (300, 2), generator=chance)
     windows = Windows(lengths, torch.device("cpu"), join)
-    hidden, total = windows.hidden(causal=False), lengths.sum(dim=0)
+    total = lengths.sum(dim=0)
     for side, number in zip((windows.queries, windows.keys), total.tolist(), strict=True):
         assert torch.equal(side.tokens[side.rows], torch.arange(number))
         assert int((~side.padding).sum()) == number
     seen = torch.zeros(300, 300, dtype=torch.long)
-    for group, mask in enumerate(hidden):
+    for group in range(len(windows.queries.sizes)):
+        mask = windows.hidden(group, causal=False)
         rows, keys, real = (
             side.of_groups(values)[group]
             for side, values in (
@@ -343,5 +344,6 @@ def test_each_padded_row_belongs_to_a_sentence_of_its_window():
 
 
 def test_attention_over_many_keys_is_that_of_the_padded_batch(tiny_model, batches, monkeypatch):
-    monkeypatch.setattr(packed_attention_vaswani, "_MOST_KEYS", 8)
+    monkeypatch.setattr(packed_attention_vaswani, "LONG", 8)
+    monkeypatch.setattr(windows_vaswani, "LONG", 8)
     assert_same_learning(tiny_model(dropout=0.0), *batches())
