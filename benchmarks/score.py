@@ -15,7 +15,7 @@ on half of the cores, and finishes both sooner.
 trained models are decoded again. For the others, the recipe runs again without the ingredient, or
 with it. A second stage, such as R-Drop, is compared with as many further updates without it.
 
-Tests of significance: a t-test of the seeds against the published score, a paired
+Three tests of significance are made: a t-test of the seeds against the published score, a paired
 t-test of the seeds for each ingredient, and sacreBLEU's paired bootstrap for the first seed.
 """
 
@@ -111,7 +111,7 @@ def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dic
 
 def recipe_of(name: str) -> dict[str, Any]:
     """Read one of examples/recipes/."""
-    return read_recipe(RECIPES / f"{name}.yaml")
+    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, Any]]:
@@ -167,20 +167,16 @@ def pairs_of(recipe: dict[str, Any], split: str) -> list[Pair]:
 
 
 def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return each ingredient that needs further runs: its name, "with" or "without", the recipe."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    """Return "with" or "without" and the recipe of further runs, for each ingredient."""
     if any(name in recipe for name in OF_SECOND_STAGE):
         plain = {name: value for name, value in recipe.items() if name not in OF_SECOND_STAGE}
         return {"second stage": ("without", plain)}
     plain = {**recipe, "set": {**recipe.get("set", {}), "label_smoothing": 0.0}}
-    found["label smoothing"] = ("without", plain)
+    found = {"label smoothing": ("without", plain)}
     if recipe.get("batching") == "packed":
         in_order = {name: value for name, value in recipe.items() if name != "batching"}
         found["packed batches"] = ("without", in_order)
-    if "bpe-dropout" in recipe:
-        plain = {name: value for name, value in recipe.items() if name != "bpe-dropout"}
-        found["BPE-dropout"] = ("without", plain)
-    elif recipe.get("tokenizer-kind", "bpe") == "bpe":
+    if recipe.get("tokenizer-kind", "bpe") == "bpe":
         found["BPE-dropout"] = ("with", {**recipe, "bpe-dropout": 0.1})
     return found
 
@@ -189,27 +185,38 @@ class Ingredients:
     """Scores with and without each ingredient of a recipe, for all seeds.
 
     Args:
-        recipe: the recipe of the first seed.
-        runs: the folder of each seed's finished run.
+        recipes: the recipe of each seed, by the folder of its finished run.
+        at_once: models trained side by side.
     """
 
-    def __init__(self, recipe: dict[str, Any], runs: list[Path]) -> None:
-        self.recipe, self.runs = recipe, runs
-        self.pairs = {split: pairs_of(recipe, split) for split in SPLITS}
+    def __init__(self, recipes: dict[Path, dict[str, Any]], at_once: int) -> None:
+        self.recipes, self.at_once = recipes, at_once
+        self.recipe = next(iter(recipes.values()))
+        self.pairs = {split: pairs_of(self.recipe, split) for split in SPLITS}
         self.rows: list[dict[str, Any]] = []
 
-    def decoded(
-        self, runs: list[Path], checkpoint: int | None = None, **settings: Any
-    ) -> dict[str, Any]:
-        """Decode with the model of each run, or with one of its checkpoints.
+    def trained(self, recipes: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+        """Train what is not trained yet.
 
         Returns:
             The scores of the seeds by split, and the first seed's translations of the test set.
         """
+        results = list(train_all(recipes, self.at_once))
+        scores = {
+            split: [main_score(self.recipe, run[split]) for run in results] for split in SPLITS
+        }
+        first = next(iter(recipes))
+        return {
+            **scores,
+            "translations": translations(self.recipe, first, first, self.pairs["test"]),
+        }
+
+    def decoded(self, last_checkpoint: bool = False, **settings: Any) -> dict[str, Any]:
+        """Decode with the model of each seed, or its last checkpoint, and return as `trained`."""
         scores: dict[str, list[float]] = {split: [] for split in SPLITS}
         first: list[str] = []
-        for run in runs:
-            folder = run if checkpoint is None else run_checkpoints(run)[checkpoint]
+        for run in self.recipes:
+            folder = run_checkpoints(run)[-1] if last_checkpoint else run
             for split, pairs in self.pairs.items():
                 outputs = translations(self.recipe, folder, run, pairs, **settings)
                 scores[split].append(score_of(self.recipe, outputs, pairs))
@@ -217,7 +224,7 @@ class Ingredients:
         return {**scores, "translations": first}
 
     def add(self, name: str, given: dict[str, Any], without: dict[str, Any]) -> None:
-        """Add a row, from what `decoded` returned."""
+        """Add a row, from what `trained` or `decoded` returned."""
         row: dict[str, Any] = {"ingredient": name}
         for split in SPLITS:
             row[split] = {"with": given[split], "without": without[split]}
@@ -231,31 +238,27 @@ class Ingredients:
         self.rows.append(row)
         print(name, *(f"{split}: {row[split]['difference']:+.2f}" for split in SPLITS), flush=True)
 
-    def measure(self, args: argparse.Namespace) -> list[dict[str, Any]]:
+    def measure(self) -> list[dict[str, Any]]:
         """Measure all ingredients."""
-        whole = self.decoded(self.runs)
-        last = self.decoded(self.runs, checkpoint=-1)
+        whole = self.trained(self.recipes)
+        last = self.decoded(last_checkpoint=True)
         self.add(f"average of the last {self.recipe['average']}", whole, last)
         none = {"length_penalty_type": "hf", "length_penalty": 0.0}
         gnmt = {"length_penalty_type": "gnmt", "length_penalty": 0.6}
-        without = self.decoded(self.runs, **none)
-        self.add("length penalty of GNMT, alpha 0.6", self.decoded(self.runs, **gnmt), without)
-        by_length = self.decoded(self.runs, **none | {"length_penalty": 1.0})
+        without = self.decoded(**none)
+        self.add("length penalty of GNMT, alpha 0.6", self.decoded(**gnmt), without)
+        by_length = self.decoded(**none | {"length_penalty": 1.0})
         self.add("score / length in its place", by_length, without)
         for name, (side, _) in variants(self.recipe).items():
-            runs = {}
-            for seed, run in zip(args.seeds, self.runs, strict=True):
-                folder = args.runs / f"{args.recipe}-{side}-{name.replace(' ', '-')}-seed{seed}"
-                runs[folder] = variants(read_recipe(run.with_suffix(".yaml")))[name][1]
-            list(train_all(runs, args.at_once))
-            other = self.decoded(list(runs))
+            runs = {
+                run.with_name(
+                    run.name.replace("-seed", f"-{side}-{name.replace(' ', '-')}-seed")
+                ): variants(recipe)[name][1]
+                for run, recipe in self.recipes.items()
+            }
+            other = self.trained(runs)
             self.add(name, *((other, whole) if side == "with" else (whole, other)))
         return self.rows
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def against_published(figures: list[float], published: float) -> dict[str, Any]:
@@ -323,8 +326,7 @@ def main(argv: list[str] | None = None) -> None:
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")
     if args.ingredients:
-        first = next(iter(recipes.values()))
-        report["ingredients"] = Ingredients(first, list(recipes)).measure(args)
+        report["ingredients"] = Ingredients(recipes, args.at_once).measure()
     report["log"] = runs[0]["log"]
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,7 @@ _TRAVELLING_FILES = (
     "generation/settings_vaswani.py",
     "generation/batches_vaswani.py",
     "tokenization/tokenization_vaswani.py",
+    "tokenization/kinds_vaswani.py",
     "generation/pipeline_vaswani.py",
 )
 # Copies leave the folder that holds the licence, so each copy names it.

@@ -13,7 +13,7 @@ from typing import Any
 from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
-from ..tokenization.tokenization_vaswani import half_character
+from ..tokenization.kinds_vaswani import half_character
 
 Pair = tuple[str, str]
 

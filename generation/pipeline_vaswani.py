@@ -13,7 +13,7 @@ from transformers import Pipeline
 from transformers.utils import logging
 
 from ..configuration.places_vaswani import check_model_type
-from ..tokenization.tokenization_vaswani import half_character
+from ..tokenization.kinds_vaswani import half_character
 from .batches_vaswani import batches_by_length
 from .limits_vaswani import check_position_limit
 from .settings_vaswani import first_setting

@@ -10,8 +10,8 @@ import torch
 
 # Most bytes of a chunk's logits.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
-# Smaller chunks stay in a CPU's cache. Each chunk adds to the gradient of the whole vocabulary
-# matrix. With fewer tokens than 2 D, this addition takes as long as the chunk's own products.
+# Smaller chunks stay in a CPU's cache. Each chunk also adds to the gradient of the whole vocabulary
+# matrix, so a chunk has at least 2 D tokens if that many fit the limit above.
 _CHUNK_IN_CACHE = 2**24
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
@@ -100,20 +100,19 @@ def _loss_and_gradients(
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
         rows = _rows_of_chunk(matrix)
         # Chunks share their buffers, because the first use of new memory takes time.
-        all_logits = states.new_empty(min(rows, len(targets)), len(weight))
+        buffer = states.new_empty(min(rows, len(targets)), len(weight))
         product = None if dtype == exact else torch.empty_like(matrix)
         for chunk in _slices(len(targets), rows):
-            states_of_chunk = states[chunk]
-            logits = all_logits[: len(states_of_chunk)]  # (C, V)
-            torch.mm(states_of_chunk, matrix.t(), out=logits)
+            inputs = states[chunk]
+            logits = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])  # (C, V)
             if bias is not None:
                 logits += bias.to(dtype)
             total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
             hidden_gradient[chunk] = logits @ matrix
             if product is None:
-                weight_gradient.addmm_(logits.t(), states_of_chunk)
+                weight_gradient.addmm_(logits.t(), inputs)
             else:
-                weight_gradient += torch.mm(logits.t(), states_of_chunk, out=product)
+                weight_gradient += torch.mm(logits.t(), inputs, out=product)
             if bias_gradient is not None:
                 bias_gradient += logits.sum(dim=0, dtype=exact)
     if bias is not None and bias_gradient is not None:
@@ -125,9 +124,9 @@ def _rows_of_chunk(matrix: torch.Tensor) -> int:
     """Return how many tokens a chunk has at most, for a vocabulary matrix (V, D)."""
     bytes_of_token = len(matrix) * matrix.itemsize
     if not matrix.is_cpu:
-        return _CHUNK_ELSEWHERE // bytes_of_token
+        return max(_CHUNK_ELSEWHERE // bytes_of_token, 1)
     rows = max(_CHUNK_IN_CACHE // bytes_of_token, 2 * matrix.shape[1])
-    return min(rows, _CHUNK_ON_CPU // bytes_of_token)
+    return max(min(rows, _CHUNK_ON_CPU // bytes_of_token), 1)
 
 
 # A compiled graph holds the loss as one operator. The graph cannot hold the loop, because the
@@ -191,7 +190,8 @@ def _loss_and_gradient(
     """Sum the loss of `targets` (C, 1), and replace `logits` (C, V) by its gradient, in place."""
     total = torch.zeros((), dtype=exact, device=logits.device)
     tokens, vocab_size = logits.shape
-    for part in _slices(tokens, _IN_CACHE // vocab_size if logits.is_cpu else tokens):
+    # Parts have copies in `exact`: they fit a CPU's cache, or spare memory elsewhere.
+    for part in _slices(tokens, _IN_CACHE // vocab_size if logits.is_cpu else -(-tokens // 4)):
         values, gold = logits[part].to(exact), targets[part]  # a view if the dtype is exact
         at_target, at_average = values.gather(1, gold), values.mean(dim=-1, keepdim=True)
         highest, chances = values.amax(dim=-1, keepdim=True), values.softmax(dim=-1)

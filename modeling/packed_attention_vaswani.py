@@ -23,7 +23,10 @@ from .windows_vaswani import LONG
 def attention_function(
     implementation: str, attention_mask: Any, query: torch.Tensor, eager_attention: Callable
 ) -> Callable:
-    """Return the attention function of packed batches, or the one that transformers chooses."""
+    """Return the attention function of packed batches, or the one that transformers chooses.
+
+    SDPA runs in float32 where it is slow in the dtype of `query`.
+    """
     if isinstance(attention_mask, PackedMask):
         return functools.partial(packed_attention, implementation, eager_attention)
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
@@ -47,8 +50,9 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
 
-    GPUs run flash attention by cumulative lengths, without a mask. On other devices, attention is
-    computed in windows of sentences. Only "eager" returns weights, of shape (B, H, Q, K).
+    GPUs run flash attention by cumulative lengths, without a mask, where it supports the states.
+    Otherwise, attention is computed in windows of sentences, and scores have the dtype of the
+    states. Only "eager" returns weights, of shape (B, H, Q, K).
     """
     mask = attention_mask
     if implementation.startswith("flash"):

@@ -1,4 +1,4 @@
-"""Windows of a packed batch, in which attention on CPUs is computed.
+"""Windows of a packed batch, in which attention is computed without flash attention.
 
 Batched products of very small matrices are slow, because each product has a fixed cost. Attention
 therefore joins short sentences to windows of about 32 tokens, and a mask separates the sentences of
@@ -9,7 +9,6 @@ P padded rows of all windows, H heads.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ import torch
 # Tokens of a window on either side. In wider windows, the scores between sentences, which the mask
 # hides, take more time than the joined products save.
 _WINDOW = 32
-# A sentence with more tokens has its own window. SDPA is faster there than the formula, and needs
-# no mask of queries by keys.
+# A sentence with more tokens has its own window. SDPA computes it, without scores in memory and
+# without a mask of queries by keys.
 LONG = 128
 _SIMILAR = 0.8  # least size of a window in a group of wider windows, as a share of the widest
 
@@ -67,10 +66,9 @@ class Side:
     sentences: torch.Tensor
     padding: torch.Tensor
     sizes: list[tuple[int, int]]
-
-    @functools.cached_property
-    def _indices(self) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return {}
+    _indices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = dataclasses.field(
+        default_factory=dict, init=False
+    )
 
     def indices(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return indices between rows of (N * H, d) and of all groups' (G, H, Q, d).

@@ -353,7 +353,7 @@ def test_scores_come_from_results_files():
             assert f"{among_the_best:.2f}% of the words" in page.words
 
 
-def test_the_gain_of_r_drop_is_not_significant():
+def test_the_p_value_and_the_control_of_r_drop_come_from_its_results_file():
     stats = pytest.importorskip("scipy.stats")
     page, results = DOCS["results"], results_of("multi30k-tiny-r-drop")
     p_value = stats.ttest_1samp(results["test"]["seeds"], 41.02).pvalue

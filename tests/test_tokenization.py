@@ -11,12 +11,8 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
-from vaswani.tokenization.tokenization_vaswani import (
-    KINDS,
-    SMILES_PATTERN,
-    SUBWORD_KINDS,
-    VaswaniTokenizer,
-)
+from vaswani.tokenization.kinds_vaswani import KINDS, SMILES_PATTERN, SUBWORD_KINDS
+from vaswani.tokenization.tokenization_vaswani import VaswaniTokenizer
 
 import vaswani  # noqa: F401  (registers the tokenizer with AutoTokenizer)
 

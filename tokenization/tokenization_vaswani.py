@@ -39,251 +39,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils import extract_commit_hash
 
 from ..configuration.places_vaswani import check_path
 from ..configuration.remote_code_vaswani import save_remote_code
+from .kinds_vaswani import (
+    EOS,
+    PAD,
+    UNK,
+    completed,
+    half_character,
+    lines_that_fit,
+    subword_backend,
+    trainer_of,
+    untrained,
+    vocab_size_of_trainer,
+)
 
-SUBWORD_KINDS = ("bpe", "wordpiece", "unigram")
-KINDS = (*SUBWORD_KINDS, "word", "char", "regex")
-
-# Tokens of reaction SMILES: bracket atoms, the organic subset and its aromatic forms, ring closures
-# of two digits, the reaction arrow; then single bonds, branches, digits and dots.
-SMILES_PATTERN = r"\[[^\[\]]*\]|Cl|Br|[BCNOPSFI]|[bcnops]|%\d\d|%\(\d+\)|>>|[-=#$:~/\\.()+*>]|\d"
-
-_PAD, _UNK, _EOS = _SPECIAL_TOKENS = ("<pad>", "<unk>", "</s>")
 _MASK = "<mask>"
-_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-_SMALLEST_UNIGRAM = 10  # entries of a vocabulary
-_REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
-# A punctuation mark, alone or repeated ("..."), with the space that it carries; by space_after.
-_PUNCTUATION = {False: r"▁?(\p{P})\1*", True: r"(\p{P})\1*▁?"}
-
-
-def _subword_backend(model: models.Model, space_after: bool, split_punctuation: bool) -> Tokenizer:
-    """Make words carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
-    backend = Tokenizer(model)
-    # Metaspace adds no first space to a text that begins with one, and decoding would lose it.
-    one_more = normalizers.Replace(Regex(r"\z"), " ") if space_after else normalizers.Prepend(" ")
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), one_more]
-    )
-    # No token continues after "<", so no learned token can equal "</s>" or "<0x41>".
-    ends = ["▁", "<"] if space_after else ["<"]
-    splits = [pre_tokenizers.Split(end, "merged_with_previous") for end in ends]
-    if split_punctuation:
-        splits.append(pre_tokenizers.Split(Regex(_PUNCTUATION[space_after]), "isolated"))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(prepend_scheme="never", split=not space_after), *splits]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            # Strip panics on the right of an empty text.
-            decoders.Replace(Regex(r" \z"), "") if space_after else decoders.Strip(" ", 1, 0),
-            decoders.Replace("▂1", "▁"),
-            decoders.Replace("▂2", "▂"),
-        ]
-    )
-    return backend
-
-
-def _word_backend() -> Tokenizer:
-    r"""Split at white space, and escape "</s>", "<pad>", "<unk>" and words that start with "\"."""
-    backend = Tokenizer(models.WordLevel(unk_token=_UNK))
-    backend.normalizer = normalizers.Sequence(
-        [
-            normalizers.Replace(Regex(r"(?<!\S)\\"), "\\\\"),
-            normalizers.Replace(Regex(rf"(?<!\S)<(?={_REST_OF_SPECIAL}(?!\S))"), "\\<"),
-        ]
-    )
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s+"), "removed")
-    # The WordPiece decoder joins words by a space if they do not start with its prefix, a space.
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(Regex(r"\A\\"), ""), decoders.WordPiece(prefix=" ", cleanup=False)]
-    )
-    return backend
-
-
-def _regex_backend(pattern: str) -> Tokenizer:
-    """Split into the matches of a pattern and the text between them."""
-    try:
-        matches = Regex(pattern)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
-    backend = Tokenizer(models.WordLevel(unk_token=_UNK))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(matches, "isolated"),
-            pre_tokenizers.Split(Regex(rf"\A<(?={_REST_OF_SPECIAL}\z)"), "isolated"),
-        ]
-    )
-    backend.decoder = decoders.Fuse()
-    return backend
-
-
-def _untrained(
-    kind: str, pattern: str | None, space_after: bool, split_punctuation: bool
-) -> Tokenizer:
-    """Return the tokenizer of a kind, before training."""
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}.")
-    if pattern is not None and kind != "regex":
-        raise ValueError(f"pattern ({pattern!r}) is for kind='regex' only, not for {kind!r}.")
-    if space_after and kind not in SUBWORD_KINDS:
-        raise ValueError(
-            f"space_after ({space_after}) is for {', '.join(SUBWORD_KINDS)} only, not for {kind!r}."
-        )
-    match kind:
-        case "bpe":
-            pairs = models.BPE(unk_token=_UNK, byte_fallback=True)
-            return _subword_backend(pairs, space_after, split_punctuation)
-        case "wordpiece":
-            # By default, words of more than 100 characters become <unk>.
-            pieces = models.WordPiece(unk_token=_UNK, max_input_chars_per_word=2**31)
-            return _subword_backend(pieces, space_after, split_punctuation)
-        case "unigram":
-            return _subword_backend(models.Unigram(), space_after, split_punctuation)
-        case "word":
-            return _word_backend()
-        case "char":
-            return _regex_backend(r"[\s\S]")
-    return _regex_backend(SMILES_PATTERN if pattern is None else pattern)
-
-
-def _trainer(
-    kind: str, vocab_size: int, min_frequency: int, show_progress: bool
-) -> trainers.Trainer:
-    """Return the trainer of a kind. Special tokens come first, so their ids are 0, 1, 2."""
-    options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "special_tokens": list(_SPECIAL_TOKENS),
-        "show_progress": show_progress,
-    }
-    if kind == "unigram":
-        if min_frequency != 1:
-            raise ValueError(f"min_frequency ({min_frequency}) must be 1 for kind='unigram'.")
-        return trainers.UnigramTrainer(unk_token=_UNK, **options)
-    options["min_frequency"] = min_frequency
-    if kind == "bpe":
-        return trainers.BpeTrainer(**options)
-    if kind == "wordpiece":
-        # The space "▁" marks the start of a word, so other pieces need no mark ("##").
-        return trainers.WordPieceTrainer(continuing_subword_prefix="", **options)
-    return trainers.WordLevelTrainer(**options)
-
-
-def _lines_that_fit(
-    lines: Iterable[str | Sequence[str]],
-    vocab_size: int,
-    model: models.Model,
-    normalizer: normalizers.Normalizer | None,
-) -> Iterator[str]:
-    """Yield the lines, then check that their characters fit the vocabulary.
-
-    The tokenizers library trains on the lines before it raises an error of this iterator.
-
-    Raises:
-        ValueError: a line has half a surrogate pair, all lines are blank, or vocab_size is too
-            small.
-    """
-    characters: set[str] = set()
-    number = 0
-    for batch in lines:
-        for line in [batch] if isinstance(batch, str) else batch:
-            number += 1
-            if flaw := half_character(line):
-                raise ValueError(f"Line {number} {flaw}.")
-            characters.update(line)
-            yield line
-    text = "".join(characters)
-    if not text.strip():
-        raise ValueError("There is no text to train on: pass at least one line that is not blank.")
-    needed = len(_SPECIAL_TOKENS) + _reserved_bytes(model)
-    if isinstance(model, models.WordLevel):
-        needed += 1
-    else:
-        # The normalizer adds characters: the space, and "1" and "2" of the escapes.
-        needed += len(set(normalizer.normalize_str(text) if normalizer else text))
-    if isinstance(model, models.Unigram):
-        # The trainer needs room for one piece beyond the characters, or it exceeds vocab_size.
-        needed = max(needed + 1, _SMALLEST_UNIGRAM)
-    if vocab_size < needed:
-        raise ValueError(
-            f"vocab_size ({vocab_size}) is too small: the special tokens, the bytes (bpe) and the "
-            f"characters of this text need {needed}. Pass a larger one, or simpler text."
-        )
-
-
-def half_character(text: str) -> str | None:
-    r"""Say where a text holds half of a surrogate pair; None if it holds none.
-
-    Escapes of JSON can write such a half ("\ud800"), but no encoding of text can.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        return f"holds {half!r} as character {error.start + 1}, half of a surrogate pair: remove it"
-    return None
-
-
-def _reserved_bytes(model: models.Model) -> int:
-    """Return how many entries of the vocabulary are bytes."""
-    return len(_BYTE_TOKENS) if isinstance(model, models.BPE) and model.byte_fallback else 0
-
-
-def _vocab_size_of_trainer(vocab_size: int, model: models.Model) -> int:
-    """Return the vocab_size for the trainer of a model."""
-    if isinstance(model, models.Unigram):
-        # The trainer may never end below this size, and `_lines_that_fit` checks too late.
-        return max(vocab_size, _SMALLEST_UNIGRAM)
-    return max(vocab_size - _reserved_bytes(model), 0)
-
-
-def _completed(backend: Tokenizer) -> Tokenizer:
-    """Complete a trained tokenizer: add bytes for bpe, and sort the pieces of unigram."""
-    state = json.loads(backend.to_str())
-    if _reserved_bytes(backend.model):
-        # The trainer accepts bytes as special tokens only, which decoding leaves out.
-        first = backend.get_vocab_size()
-        state["model"]["vocab"] |= {token: first + byte for byte, token in enumerate(_BYTE_TOKENS)}
-    elif isinstance(backend.model, models.Unigram):
-        first = len(state["added_tokens"])
-        state["model"]["vocab"][first:] = _sorted_pieces(state["model"]["vocab"][first:])
-    return Tokenizer.from_str(json.dumps(state))
-
-
-def _sorted_pieces(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Sort unigram pieces by rounded score, then by name, so that training is reproducible.
-
-    The trainer iterates over hash maps, so the order of ties is random, and scores vary by about
-    1e-11. Characters that were pruned and added back get the scores lowest, lowest + 0.0001, ... in
-    random order. Here, these characters all get the lowest score.
-    """
-    lowest = min(score for _, score in pieces)
-
-    def reproducible_score(piece: str, score: float) -> float:
-        steps = (score - lowest) / 0.0001
-        added_back = len(piece) == 1 and abs(steps - round(steps)) < 1e-6
-        return round(lowest if added_back else score, 5)
-
-    scored = [(piece, reproducible_score(piece, score)) for piece, score in pieces]
-    return sorted(scored, key=lambda entry: (-entry[1], entry[0]))
 
 
 def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
@@ -379,12 +155,12 @@ class VaswaniTokenizer(TokenizersBackend):
         """
         if isinstance(lines, str):
             raise TypeError("lines is one string: pass an iterable of strings, such as [text].")
-        backend = _untrained(kind, pattern, space_after, split_punctuation)
-        trained_size = _vocab_size_of_trainer(vocab_size, backend.model)
-        trainer = _trainer(kind, trained_size, min_frequency, show_progress)
-        fitting = _lines_that_fit(lines, vocab_size, backend.model, backend.normalizer)
+        backend = untrained(kind, pattern, space_after, split_punctuation)
+        trained_size = vocab_size_of_trainer(vocab_size, backend.model)
+        trainer = trainer_of(kind, trained_size, min_frequency, show_progress)
+        fitting = lines_that_fit(lines, vocab_size, backend.model, backend.normalizer)
         backend.train_from_iterator(fitting, trainer)
-        return cls.from_backend(_completed(backend))
+        return cls.from_backend(completed(backend))
 
     @classmethod
     def train_from_files(
@@ -407,15 +183,15 @@ class VaswaniTokenizer(TokenizersBackend):
     def from_backend(cls, backend: Tokenizer) -> Self:
         """Wrap a tokenizer of the tokenizers library, whose vocabulary has the special tokens."""
         backend.post_processor = TemplateProcessing(
-            single=f"$A {_EOS}",
-            pair=f"$A {_EOS} $B {_EOS}",
-            special_tokens=[(_EOS, backend.token_to_id(_EOS))],
+            single=f"$A {EOS}",
+            pair=f"$A {EOS} $B {EOS}",
+            special_tokens=[(EOS, backend.token_to_id(EOS))],
         )
         return cls(
             tokenizer_object=backend,
-            pad_token=_PAD,
-            unk_token=_UNK,
-            eos_token=_EOS,
+            pad_token=PAD,
+            unk_token=UNK,
+            eos_token=EOS,
             split_special_tokens=True,
             clean_up_tokenization_spaces=False,
         )
@@ -507,11 +283,11 @@ class VaswaniTokenizer(TokenizersBackend):
         backend = self.backend_tokenizer
         if isinstance(backend.model, models.WordPiece):
             kwargs.setdefault("continuing_subword_prefix", "")
-        fitting = _lines_that_fit(text_iterator, vocab_size, backend.model, backend.normalizer)
-        trained_size = _vocab_size_of_trainer(vocab_size, backend.model)
+        fitting = lines_that_fit(text_iterator, vocab_size, backend.model, backend.normalizer)
+        trained_size = vocab_size_of_trainer(vocab_size, backend.model)
         new = super().train_new_from_iterator(fitting, trained_size, *args, **kwargs)
         new.init_kwargs.pop("unknown_from", None)
-        new._tokenizer = _completed(new._tokenizer)
+        new._tokenizer = completed(new._tokenizer)
         new._tokenizer.encode_special_tokens = new.split_special_tokens
         return new
 
@@ -597,7 +373,7 @@ def separates_words(tokenizer: Any) -> bool:
     for space_after in (False, True):
         for split_punctuation in (False, True):
             known = json.loads(
-                _subword_backend(models.BPE(), space_after, split_punctuation).to_str()
+                subword_backend(models.BPE(), space_after, split_punctuation).to_str()
             )
             if all(state[part] == known[part] for part in ("normalizer", "pre_tokenizer")):
                 return True

@@ -93,7 +93,7 @@ class RewardInProcesses:
 def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
     """Return the reward of a name. A function is returned unchanged.
 
-    With `processes`, so many worker processes compute it.
+    If `processes` is not 0, that many worker processes compute the reward.
 
     Raises:
         ObjectiveError: the name is unknown, or the number of processes is wrong.
