@@ -5,8 +5,9 @@ among them), S source tokens, N positions in the cache, L layers, H heads, D = d
 the target vocabulary.
 """
 
-import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class _DecoderLayer:
         if self.source is not None:
             self.source_query = prepare(self.source.q_proj)
             self.source_output = prepare(self.source.out_proj)
-        self.fc1, self.fc2 = prepare(layer.fc1), prepare(layer.fc2)
+        self.fc1 = prepare(layer.fc1, activation=layer.activation_fn)
+        self.fc2 = prepare(layer.fc2)
 
     def __call__(
         self, states: torch.Tensor, attend_past: Callable, attend_source: Callable
@@ -54,10 +56,90 @@ class _DecoderLayer:
                 layer.encoder_attn_layer_norm,
             )
         return layer.add_norm(
-            states,
-            lambda inputs: self.fc2(layer.activation_fn(self.fc1(inputs))),
-            layer.final_layer_norm,
+            states, lambda inputs: self.fc2(self.fc1(inputs)), layer.final_layer_norm
         )
+
+
+class _Attention:
+    """Attention of K hypotheses of each of B sentences (3.2.1, equation 1).
+
+    Its buffers serve all layers and steps. SDPA is slower from few queries.
+
+    Args:
+        shape: (B, K).
+        heads: H.
+        widths: d_k and d_v.
+        like: a tensor with the dtype of the keys.
+        dtype: of the outputs.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        heads: int,
+        widths: tuple[int, int],
+        like: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        sentences, beams = self.shape = shape
+        by_head = (sentences, heads, beams)
+
+        def buffer(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return (B * H, K, d) and a view of it as (B, K, H, d)."""
+            states = like.new_empty((*by_head, width))
+            return states.flatten(0, 1), states.transpose(1, 2)
+
+        self.query, self.query_of_rows = buffer(widths[0])
+        self.heads, self.heads_of_rows = buffer(widths[1])
+        # Autocast would multiply in another dtype than that of the buffers.
+        self.precision: AbstractContextManager = nullcontext()
+        if torch.is_autocast_enabled(like.device.type):
+            self.precision = torch.autocast(like.device.type, enabled=False)
+        self.output = like.new_empty((sentences * beams, heads * widths[1]), dtype=dtype)
+        self.output_of_heads = self.output.view(sentences, beams, heads, widths[1])
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return concatenated heads (B * K, H d_v), until the next call.
+
+        Args:
+            query: (B, K, H, d_k).
+            keys: (B * H, d_k, N).
+            values: (B * H, N, d_v).
+            mask: 0 or -inf, broadcast to (B * H, K, N).
+            scaling: 1 / sqrt(d_k).
+        """
+        self.query_of_rows.copy_(query)
+        with self.precision:
+            scores = torch.baddbmm(mask, self.query, keys, alpha=scaling)
+            torch.bmm(torch.softmax(scores, dim=2, out=scores), values, out=self.heads)
+        self.output_of_heads.copy_(self.heads_of_rows)
+        return self.output
+
+
+def _attend_from_prompt(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Attend as `_Attention` does, with a mask that is broadcast to (B, H, K, N)."""
+    by_sentence = len(query), query.shape[2]
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2).to(keys.dtype),
+        keys.transpose(1, 2).unflatten(0, by_sentence),
+        values.unflatten(0, by_sentence),
+        attn_mask=mask,
+        scale=scaling,
+    )
+    return output.transpose(1, 2).flatten(2).flatten(0, 1).to(query.dtype)
 
 
 class IncrementalDecoder:
@@ -67,6 +149,9 @@ class IncrementalDecoder:
     hypotheses of a sentence also share one list of target positions, and a mask tells which
     positions are the past of a hypothesis. A choice of hypotheses changes only the mask; keys and
     values are not copied. When the list is full, positions without a descendant are dropped.
+
+    On a CPU, attention and its cache are in float32 even if the model has 16 bits, because PyTorch
+    multiplies such small matrices faster in float32.
 
     Args:
         model: a VaswaniForConditionalGeneration, or a VaswaniForCausalLM.
@@ -88,60 +173,81 @@ class IncrementalDecoder:
         self.decoder = model.model.decoder
         self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
         self.to_vocabulary = prepare(model.lm_head)
-        self.source_mask = None  # (B, 1, 1, S), 0 at real tokens and -inf at padding
-        if source is not None and source_mask is not None and not source_mask.all():
-            padding = (source_mask == 0)[:, None, None]
-            self.source_mask = torch.zeros_like(padding, dtype=source.dtype)
-            self.source_mask.masked_fill_(padding, -torch.inf)
-        # Keys and values of the source by layer, (B, H, S, d_k or d_v).
+        weight = self.decoder.embed_tokens.weight
+        # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
+        self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
+        dtype = self.decoder.dtype
+        if weight.device.type == "cpu":
+            dtype = torch.promote_types(dtype, torch.float32)
+        self.no_mask = weight.new_zeros((1, 1, 1), dtype=dtype)
+        # Keys (B * H, d_k, S) and values (B * H, S, d_v) of the source, by layer.
         self.source: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.source_mask = self.no_mask  # (B, H, 1, S or 1), 0 at real tokens, -inf at padding
         if source is not None:
-            self.source = [layer.source._keys_values(source) for layer in self.layers]
+            self._read_source(source, source_mask)
         self.padding = None  # (B, T), True at padding of the prompt
         if prompt_mask is not None and not prompt_mask.all():
             self.padding = prompt_mask == 0
         self.prefix_mask = None if prefix_mask is None else prefix_mask != 0
-        # Keys, then values of all heads, by layer and position: (L, B, N, H d_k + H d_v).
-        self.target = torch.empty(0)
-        self.slots: list[tuple[torch.Tensor, ...]] = []  # by layer: views of all, keys and values
+        # Keys and values of the target, (L, B, H, N, d_k or d_v).
+        self.keys, self.values = torch.empty(0), torch.empty(0)
+        self.attention: _Attention | None = None
         self.used = 0  # positions of the N that are taken
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
         self.position = 0  # position of the next token in the sentence, padding included
-        weight = self.decoder.embed_tokens.weight
-        # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
-        self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
 
-    def _cached_width(self) -> int:
-        """Return the width of the keys and values of a position, in the heads of this process."""
-        if self.source:
-            return sum(keys.shape[1] * keys.shape[3] for keys in self.source[0])
-        attention = self.layers[0].past
-        return sum(len(_own_rows(map.weight)) for map in (attention.k_proj, attention.v_proj))
+    def _read_source(self, source: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Compute keys and values of the source (B, S, D)."""
+        padding = None if mask is None or mask.all() else (mask == 0)[:, None, None]
+        for layer in self.layers:
+            keys, values = (
+                states.to(self.no_mask.dtype).contiguous()
+                for states in layer.source._keys_values(source)
+            )  # (B, H, S, d_k or d_v)
+            self.source.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
+            self.source_mask = self.no_mask.new_zeros((*keys.shape[:2], 1, 1))
+            if padding is not None:
+                # A sentence without any source token attends to zeros, as with SDPA.
+                nothing = padding.all(dim=3, keepdim=True)
+                values.masked_fill_(nothing, 0)
+                self.source_mask = self.source_mask.masked_fill(padding & ~nothing, -torch.inf)
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
         sentences, length = prefix.shape
-        shape = (len(self.layers), sentences, 0, self._cached_width() if self.layers else 0)
-        self._use(self.positions.new_empty(shape))
+        self._start_cache(sentences)
         position_ids = None
         if self.padding is not None:
             position_ids = ((~self.padding).cumsum(dim=1) - 1).clamp(min=0)
-        states = self.decoder.embed(prefix, None, position_ids=position_ids)
-        mask = self._mask_of_prompt(states) if length > 1 else None
-        states = self._decode(states.flatten(0, 1), prefix.shape, None, mask)
+        states = self.decoder.embed(prefix, None, position_ids=position_ids).flatten(0, 1)
+        mask = self._mask_of_prompt(length) if length > 1 else None
+        states = self._decode(states, prefix.shape, None, mask)
         self.position = length
         return self.to_vocabulary(states.view(*prefix.shape, -1)[:, -1])
 
-    def _mask_of_prompt(self, states: torch.Tensor) -> torch.Tensor:
+    def _start_cache(self, sentences: int) -> None:
+        heads = d_k = d_v = 0
+        if self.layers:
+            attention = self.layers[0].past
+            d_k, d_v = attention.d_k, attention.d_v
+            if self.source:
+                heads = len(self.source[0][0]) // sentences
+            else:
+                heads = len(_own_rows(attention.k_proj.weight)) // d_k
+        shape = len(self.layers), sentences, heads, 0
+        self.keys = self.no_mask.new_empty((*shape, d_k))
+        self.values = self.no_mask.new_empty((*shape, d_v))
+
+    def _mask_of_prompt(self, length: int) -> torch.Tensor:
         """Say what the prompt's tokens see of each other: (T, T) or (B, 1, T, T), 0 or -inf."""
-        length = states.shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool, device=states.device).tril()
+        device = self.no_mask.device
+        seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         if self.prefix_mask is not None:
             seen = seen | (self.prefix_mask[:, :, None] & self.prefix_mask[:, None])
         if self.padding is not None:
             # Padding sees itself, because softmax over nothing is NaN.
-            seen = (seen & ~self.padding[:, None]) | torch.eye(length, device=seen.device).bool()
-        mask = states.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+            seen = (seen & ~self.padding[:, None]) | torch.eye(length, device=device).bool()
+        mask = self.no_mask.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
         return mask if mask.dim() == 2 else mask[:, None]
 
     def step(
@@ -159,35 +265,34 @@ class IncrementalDecoder:
         """
         states = self._embed(tokens, open_rows)
         masked = tokens.shape[1] > 1 or self.padding is not None
-        mask = self._descend(tokens.shape, parents, states) if masked else None
+        mask = self._descend(tokens.shape, parents) if masked else None
         states = self._decode(states, tokens.shape, open_rows, mask)
         self.position += 1
         return self.to_vocabulary(states)
 
     def keep(self, sentences: torch.Tensor) -> None:
-        """Drop all sentences but these, given by their numbers (B',)."""
-        self.source = [
-            (keys.index_select(0, sentences), values.index_select(0, sentences))
-            for keys, values in self.source
-        ]
-        self._use(self.target.index_select(1, sentences))
-        if self.padding is not None:
-            self.padding = self.padding.index_select(0, sentences)
-        if self.source_mask is not None:
-            self.source_mask = self.source_mask.index_select(0, sentences)
-        if self.past is not None:
-            self.past = self.past.index_select(0, sentences)
+        """Drop all sentences but these, given by their numbers (B',).
 
-    def _use(self, target: torch.Tensor) -> None:
-        """Take another buffer as the cache, with a view of keys and one of values per layer."""
-        self.target = target
-        self.slots = []
-        for index, layer in enumerate(self.layers):
-            cached, d_k, d_v = target[index], layer.past.d_k, layer.past.d_v
-            heads = target.shape[3] // (d_k + d_v)
-            keys = _heads(cached[:, :, : heads * d_k], heads, d_k)
-            values = _heads(cached[:, :, heads * d_k :], heads, d_v)
-            self.slots.append((cached, keys, values))
+        A sentence stays at its place, or takes the place of one that is dropped.
+        """
+        numbers = sentences.tolist()
+
+        def kept(rows: torch.Tensor) -> torch.Tensor:
+            for place, sentence in enumerate(numbers):
+                if place != sentence:
+                    rows[place].copy_(rows[sentence])
+            return rows[: len(numbers)]
+
+        heads = self.keys.shape[2]
+        for index, states in enumerate(self.source):
+            keys, values = (kept(part.unflatten(0, (-1, heads))).flatten(0, 1) for part in states)
+            self.source[index] = keys, values
+        for cache in (self.keys, self.values):
+            kept(cache[:, :, :, : self.used].transpose(0, 1))
+        self.keys, self.values = self.keys[:, : len(numbers)], self.values[:, : len(numbers)]
+        self.source_mask = kept(self.source_mask) if self.source else self.no_mask
+        self.padding = None if self.padding is None else kept(self.padding)
+        self.past = None if self.past is None else kept(self.past)
 
     def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Embed the tokens (B, K) of some rows at their next positions (3.4, 3.5): (R, D)."""
@@ -217,50 +322,53 @@ class IncrementalDecoder:
             states: (R, D).
             shape: (B, K), or (B, T) while a prefix is read.
             rows: (R,) the hypotheses of the states, among B * K; None means all.
-            mask: for the attention to the target, broadcast to (B, H, K, N).
+            mask: for the attention to the target, as the function for attention takes it.
         """
         self._make_room(shape[1])
+        end = self.used + shape[1]
+        heads, d_k, d_v = self.keys.shape[2], self.keys.shape[4], self.values.shape[4]
+        source_mask = self.source_mask
+        attend: Callable = _attend_from_prompt
+        if self.position > 0 or shape[1] == 1:
+            if self.attention is None or self.attention.shape != shape:
+                widths = d_k, d_v
+                self.attention = _Attention(shape, heads, widths, self.no_mask, states.dtype)
+            attend, source_mask = self.attention, source_mask.flatten(0, 1)
+        mask = self.no_mask if mask is None else mask
+        # By layer: the places of new keys and values, (B, K, H, d), and those of the whole past.
+        new_keys = self.keys[:, :, :, self.used : end].transpose(2, 3).unbind()
+        new_values = self.values[:, :, :, self.used : end].transpose(2, 3).unbind()
+        keys = self.keys[:, :, :, :end].flatten(1, 2).transpose(2, 3).unbind()
+        values = self.values[:, :, :, :end].flatten(1, 2).unbind()
+
+        def attend_past(index: int, inputs: torch.Tensor) -> torch.Tensor:
+            """Add new keys and values to the cache, and attend to the whole past."""
+            parts = _spread(inputs, shape, rows).split((heads * d_k, heads * d_k, heads * d_v), 1)
+            query, key, value = (part.view(*shape, heads, -1) for part in parts)
+            new_keys[index].copy_(key)
+            new_values[index].copy_(value)
+            output = attend(
+                query, keys[index], values[index], mask, self.layers[index].past.scaling
+            )
+            return output if rows is None else output[rows]
+
+        def attend_source(index: int, query: torch.Tensor) -> torch.Tensor:
+            query = _spread(query, shape, rows).view(*shape, heads, -1)
+            output = attend(
+                query, *self.source[index], source_mask, self.layers[index].source.scaling
+            )
+            return output if rows is None else output[rows]
+
         for index, layer in enumerate(self.layers):
-            attend_past = functools.partial(self._attend_past, index, mask, shape, rows)
-            attend_source = functools.partial(self._attend_source, index, shape, rows)
-            states = layer(states, attend_past, attend_source)
-        self.used += shape[1]
+            states = layer(states, partial(attend_past, index), partial(attend_source, index))
+        self.used = end
         return self.decoder.layer_norm(states)
 
-    def _attend_past(
-        self,
-        index: int,
-        mask: torch.Tensor | None,
-        shape: torch.Size,
-        rows: torch.Tensor | None,
-        inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        """Add new keys and values to the cache, and attend to the whole past: (R, H d_v).
-
-        The inputs are concatenated queries, keys and values (R, H (2 d_k + d_v)).
-        """
-        attention = self.layers[index].past
-        cached, keys, values = self.slots[index]
-        end = self.used + shape[1]
-        inputs = _spread(inputs, shape, rows)
-        width = inputs.shape[2] - cached.shape[2]  # of the queries
-        cached[:, self.used : end] = inputs[:, :, width:]
-        past = keys[:, :, :end], values[:, :, :end]
-        return _attend(attention, inputs[:, :, :width], *past, mask, rows)
-
-    def _attend_source(
-        self, index: int, shape: torch.Size, rows: torch.Tensor | None, query: torch.Tensor
-    ) -> torch.Tensor:
-        attention, (keys, values) = self.layers[index].source, self.source[index]
-        return _attend(attention, _spread(query, shape, rows), keys, values, self.source_mask, rows)
-
-    def _descend(
-        self, shape: torch.Size, parents: torch.Tensor | None, like: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a mask (B, 1, K, N): each hypothesis sees its parent's past and itself."""
+    def _descend(self, shape: torch.Size, parents: torch.Tensor | None) -> torch.Tensor:
+        """Return a mask (B * H, K, N): each hypothesis sees its parent's past and itself."""
         sentences, beams = shape
         if self.past is None:
-            self.past = like.new_full((sentences, beams, self.target.shape[2]), -torch.inf)
+            self.past = self.no_mask.new_full((sentences, beams, self.keys.shape[3]), -torch.inf)
             self.past[:, :, : self.used] = 0
             if self.padding is not None:
                 self.past[:, :, : self.used].masked_fill_(self.padding[:, None], -torch.inf)
@@ -270,24 +378,28 @@ class IncrementalDecoder:
         assert self.past is not None
         end = self.used + beams
         self.past[:, :, self.used : end].diagonal(dim1=1, dim2=2).zero_()
-        return self.past[:, None, :, :end]
+        return self.past[:, None, :, :end].expand(-1, self.keys.shape[2], -1, -1).flatten(0, 1)
 
     def _make_room(self, positions: int) -> None:
         """Make room in the cache for more positions."""
-        if self.used + positions <= self.target.shape[2]:
+        capacity = self.keys.shape[3]
+        if self.used + positions <= capacity:
             return
         if self.past is not None:
             self._drop_dead_ends(self.past)
-        if 2 * (self.used + positions) > self.target.shape[2]:
-            more = max(self.target.shape[2], 2 * positions, _FIRST_CAPACITY)
-            # Positions that are not taken stay without values, because nothing reads them.
-            grown = self.target.new_empty(
-                (*self.target.shape[:2], self.target.shape[2] + more, self.target.shape[3])
-            )
-            grown[:, :, : self.used] = self.target[:, :, : self.used]
-            self._use(grown)
+        if 2 * (self.used + positions) > capacity:
+            more = max(capacity, 2 * positions, _FIRST_CAPACITY)
+            self.keys, self.values = self._grown(self.keys, more), self._grown(self.values, more)
             if self.past is not None:
                 self.past = F.pad(self.past, (0, more), value=-torch.inf)
+
+    def _grown(self, cache: torch.Tensor, more: int) -> torch.Tensor:
+        """Copy a cache, with room for more positions."""
+        *shape, positions, width = cache.shape
+        # Positions that are not taken stay without values, because nothing reads them.
+        grown = cache.new_empty((*shape, positions + more, width))
+        grown[:, :, :, : self.used] = cache[:, :, :, : self.used]
+        return grown
 
     def _drop_dead_ends(self, past: torch.Tensor) -> None:
         """Move the positions that belong to the past of a hypothesis to the front of the cache."""
@@ -296,10 +408,10 @@ class IncrementalDecoder:
         # Sentences with fewer live positions keep dead ones at the end. The mask hides them.
         order = alive.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         self.past = past.gather(2, order[:, None].expand_as(past))
-        kept = order[None, :, : self.used, None].expand(
-            *self.target.shape[:2], -1, self.target.shape[3]
-        )
-        self.target[:, :, : self.used] = self.target.gather(2, kept)
+        kept = order[None, :, None, : self.used, None]
+        for cache in (self.keys, self.values):
+            *shape, _, width = cache.shape
+            cache[:, :, :, : self.used] = cache.gather(3, kept.expand(*shape[:3], -1, width))
 
 
 def _own_rows(weight: torch.Tensor) -> torch.Tensor:
@@ -307,34 +419,8 @@ def _own_rows(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def _heads(states: torch.Tensor, heads: int, width: int) -> torch.Tensor:
-    """View states (B, N, H * width) as heads (B, H, N, width)."""
-    return states.view(*states.shape[:2], heads, width).transpose(1, 2)
-
-
-def _attend(
-    attention: Any,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    rows: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend from queries (B, K, H d_k) to keys and values: concatenated heads (R, H d_v)."""
-    output = F.scaled_dot_product_attention(
-        _heads(query, keys.shape[1], attention.d_k),
-        keys,
-        values,
-        attn_mask=mask,
-        scale=attention.scaling,
-    )
-    width = output.shape[1] * output.shape[3]
-    output = output.transpose(1, 2).reshape(-1, width)  # (B * K, H * d_v)
-    return output if rows is None else output[rows]
-
-
 def _spread(states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None) -> torch.Tensor:
-    """Reshape states (R, W) to (B, K, W), with zeros at hypotheses that have no row."""
-    if rows is not None:
-        states = states.new_zeros(shape.numel(), states.shape[1]).index_copy_(0, rows, states)
-    return states.view(*shape, -1)
+    """Return states (B * K, W) of states (R, W), with zeros at hypotheses that have no row."""
+    if rows is None:
+        return states
+    return states.new_zeros(shape.numel(), states.shape[1]).index_copy_(0, rows, states)

@@ -157,9 +157,11 @@ def _multiply_rounded(
     """
     rows = states.reshape(-1, states.shape[-1]).float()
     row_scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(_SMALLEST_SCALE).mul_(_STEP)
-    output = sums((rows / row_scale).round_().to(torch.int8)).mul_(row_scale)
-    if bias is not None:
-        output.add_(bias)
+    output = sums((rows / row_scale).round_().to(torch.int8))
+    if bias is None:
+        output.mul_(row_scale)
+    else:
+        torch.addcmul(bias, output, row_scale, out=output)
     return output.to(states.dtype).view(*states.shape[:-1], output.shape[1])
 
 

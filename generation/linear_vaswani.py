@@ -47,8 +47,11 @@ class _Packed(NamedTuple):
 _packed_of: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakKeyDictionary()
 
 
-def prepare(*linears: nn.Linear) -> Product:
+def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Product:
     """Return a function that applies layers to the same states and concatenates their outputs.
+
+    The function applies `activation` to the outputs, if there is one. oneDNN computes ReLU as part
+    of the product, with the same result.
 
     The function serves one call of `generate`. A layer that was never packed computes its first
     product without packing. Its second product shows that it is used in every step, so packing
@@ -57,10 +60,20 @@ def prepare(*linears: nn.Linear) -> Product:
     layers = tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
+    product: Product
     if not all(map(_can_prepare, layers)) or len(set(map(type, layers))) > 1:
-        return functools.partial(_apply, layers)
-    if isinstance(layers[0], Int8Linear):
-        return _prepare_int8(layers)
+        product = functools.partial(_apply, layers)
+    elif isinstance(layers[0], Int8Linear):
+        product = _prepare_int8(layers)
+    elif type(activation) is nn.ReLU and not _is_changed(activation):
+        return _prepare_float(layers, "relu")
+    else:
+        product = _prepare_float(layers)
+    return product if activation is None else lambda states: activation(product(states))
+
+
+def _prepare_float(layers: tuple[Any, ...], after: str = "none") -> Product:
+    """Return a function for layers with weights in floating point, as `prepare` does."""
     few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -69,14 +82,15 @@ def prepare(*linears: nn.Linear) -> Product:
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal weight, bias, in_use
         if states.numel() <= few_values:
-            return _apply(layers, states)
+            output = _apply(layers, states)
+            return output.relu_() if after == "relu" else output
         # A single row must be packed: without packing it would be rounded differently.
         if not in_use and states.numel() > layers[0].in_features:
             in_use = True
-            return _multiply(states, layers[0].weight, layers[0].bias)
+            return _multiply(states, layers[0].weight, layers[0].bias, after)
         if weight is None:
             weight, bias = _packed_weight(layers).packed, _joined_bias(layers)
-        return _multiply(states, weight, bias)
+        return _multiply(states, weight, bias, after)
 
     return product
 
@@ -118,10 +132,10 @@ def _apply(layers: tuple[nn.Linear, ...], states: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: str = "none"
 ) -> torch.Tensor:
-    """Multiply by a weight with oneDNN, packed or not."""
-    return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+    """Multiply by a weight with oneDNN, packed or not, and apply "relu" or "none"."""
+    return torch.ops.mkldnn._linear_pointwise(states, weight, bias, after, [], "")
 
 
 class PreparedLinear(nn.Linear):
@@ -175,9 +189,7 @@ def _can_prepare(module: nn.Module) -> bool:
     """Tell whether a module is a plain linear layer on a CPU, of a dtype that oneDNN packs."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False  # oneDNN's products record no gradients and ignore autocast
-    if type(module) not in (nn.Linear, Int8Linear) or "forward" in vars(module):
-        return False
-    if module._forward_pre_hooks or module._forward_hooks:
+    if type(module) not in (nn.Linear, Int8Linear) or _is_changed(module):
         return False
     weight = module.weight
     if weight.device.type != "cpu" or weight.layout != torch.strided:
@@ -187,6 +199,11 @@ def _can_prepare(module: nn.Module) -> bool:
     if weight.numel() < _WORTH_PACKING or type(weight.data) is not torch.Tensor:
         return False
     return bool(torch.backends.mkldnn.enabled) and weight.dtype in _packed_dtypes()
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Tell whether a module has hooks or a `forward` of its own."""
+    return bool("forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks)
 
 
 def _packed_weight(layers: tuple[nn.Linear, ...]) -> _Packed:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
@@ -44,7 +45,10 @@ class Decoder(Protocol):
         """Extend hypotheses `parents` (B, K) by `tokens` (B, K): logits of the open rows (R, V)."""
 
     def keep(self, sentences: torch.Tensor) -> None:
-        """Drop all sentences but these, given by their numbers (B',)."""
+        """Drop all sentences but these, given by their numbers (B',).
+
+        A sentence stays at its place, or takes the place of one that is dropped.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,16 +434,19 @@ def _best_in_blocks(
     row = hypothesis + beams * torch.arange(sentences, device=best.device)[:, None]
     inside = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
     inside = inside[place[row], block] + offset[row][:, :, None]  # (B, C, block)
-    columns = torch.arange(vocabulary, device=best.device)
-    numbers = (hypothesis * vocabulary + block * _BLOCK)[:, :, None] + columns[:_BLOCK]
-
     rest = logits[:, blocks * _BLOCK :][place] + offset[:, None]
-    rest_numbers = columns[:beams, None] * vocabulary + columns[blocks * _BLOCK :]
     scores = torch.cat((inside.flatten(1), rest.view(sentences, -1)), dim=1)
     scores, chosen = scores.topk(count)
-    rest_numbers = rest_numbers.flatten().expand(sentences, -1)
-    numbers = torch.cat((numbers.flatten(1), rest_numbers), dim=1).gather(1, chosen)
-    return scores, numbers // vocabulary, numbers % vocabulary
+    # Of the C blocks, then of the last ones: the number of each chosen score.
+    nth, within = chosen // _BLOCK, chosen % _BLOCK
+    last, width = chosen - count * _BLOCK, max(1, rest.shape[1])
+    in_rest = last >= 0
+    nth = nth.masked_fill_(in_rest, 0)
+    hypotheses = torch.where(in_rest, last // width, hypothesis.gather(1, nth))
+    tokens = torch.where(
+        in_rest, last % width + blocks * _BLOCK, block.gather(1, nth) * _BLOCK + within
+    )
+    return scores, hypotheses, tokens
 
 
 def _log_sums_and_maxima(
@@ -453,23 +460,31 @@ def _log_sums_and_maxima(
     scratch = logits.new_empty(min(rows_at_once, rows), vocabulary, dtype=dtype)
     for first in range(0, rows, rows_at_once):
         part = slice(first, first + rows_at_once)
-        values = scratch[: len(logits[part])].copy_(logits[part])
-        in_blocks = values[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
-        torch.amax(in_blocks, 2, out=maxima[part])
-        highest = values.amax(dim=1, keepdim=True)
-        log_sums[part] = values.sub_(highest).exp_().sum(dim=1).log_() + highest[:, 0]
+        values = logits[part]
+        probabilities = scratch[: len(values)]
+        if values.dtype != dtype:
+            values = probabilities.copy_(values)
+        torch.amax(values[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)), 2, out=maxima[part])
+        highest = values.amax(dim=1)
+        # The largest probability is 1 / sum(exp(values - highest)), and PyTorch computes
+        # probabilities in fewer passes than this sum.
+        torch.softmax(values, dim=1, out=probabilities)
+        torch.sub(highest, probabilities.amax(dim=1).log_(), out=log_sums[part])
     return log_sums, maxima
 
 
 def _sentences_to_keep(done: torch.Tensor) -> torch.Tensor | None:
-    """List the sentences that are not done; None to keep all for now.
+    """List the sentences that are not done, in their new order; None to keep all for now.
 
-    Dropping sentences copies the cache, so wait until an eighth of them is done.
+    Dropping sentences moves others in the cache, so wait until an eighth of them is done. The last
+    sentences take the places of those that are dropped, so that few are moved.
     """
     leaving = int(done.sum())
     if leaving == 0 or 8 * leaving < len(done):
         return None
-    return (~done).nonzero()[:, 0]
+    places = torch.arange(len(done) - leaving, device=done.device)
+    last = (~done[len(places) :]).nonzero()[:, 0] + len(places)
+    return places.masked_scatter(done[: len(places)], last)
 
 
 def _open_rows(can_win: torch.Tensor) -> torch.Tensor | None:
@@ -491,26 +506,29 @@ def _trace_back(
     Returns:
         The tokens and the hypotheses that they continued, (B * n, T) each.
     """
-    sentences, returned = endings.shape[:2]
-    lengths, parents, tokens = endings.unbind(dim=2)  # (B, n) each
-    longest = int(lengths.max())
-    sequences = endings.new_full((longest, sentences, returned), FILL)
-    beams = sequences.clone()
+    sentences, returned, _ = endings.shape
+    lengths, parents, tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
+    longest = lengths.max()
+    sequences = np.full((longest, sentences, returned), FILL)
+    hypotheses = sequences.copy()
     hypothesis = parents  # (B, n) the hypothesis of the current step
     for step in range(longest - 1, -1, -1):
-        rows, open_parents, open_tokens = steps[step]
-        all_parents = open_parents.new_zeros(sentences, open_parents.shape[1])
-        all_tokens = torch.zeros_like(all_parents)
+        rows, open_parents, open_tokens = (part.cpu().numpy() for part in steps[step])
+        all_parents = np.zeros((sentences, open_parents.shape[1]), dtype=int)
+        all_tokens = np.zeros_like(all_parents)
         all_parents[rows], all_tokens[rows] = open_parents, open_tokens
         ends_here, reached = lengths == step + 1, lengths >= step + 1
-        token = torch.where(ends_here, tokens, all_tokens.gather(1, hypothesis))
-        parent = torch.where(ends_here, parents, all_parents.gather(1, hypothesis))
-        sequences[step] = torch.where(reached, token, FILL)
-        beams[step] = torch.where(reached, parent, FILL)
-        hypothesis = torch.where(reached, parent, hypothesis)
-    first_of_sentence = torch.arange(sentences, device=beams.device)[:, None] * steps[0][1].shape[1]
-    beams = torch.where(beams == FILL, FILL, beams + first_of_sentence)
-    return sequences.flatten(1).T.contiguous(), beams.flatten(1).T.contiguous()
+        token = np.where(ends_here, tokens, np.take_along_axis(all_tokens, hypothesis, 1))
+        parent = np.where(ends_here, parents, np.take_along_axis(all_parents, hypothesis, 1))
+        sequences[step] = np.where(reached, token, FILL)
+        hypotheses[step] = np.where(reached, parent, FILL)
+        hypothesis = np.where(reached, parent, hypothesis)
+    first_of_sentence = np.arange(sentences)[:, None] * steps[0][1].shape[1]
+    hypotheses = np.where(hypotheses == FILL, FILL, hypotheses + first_of_sentence)
+    return tuple(
+        torch.from_numpy(table.reshape(longest, -1).T.copy()).to(endings.device)
+        for table in (sequences, hypotheses)
+    )
 
 
 __all__ = ["FILL", "SearchSettings", "TokenRules", "beam_search", "greedy_search", "length_penalty"]

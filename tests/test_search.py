@@ -587,15 +587,17 @@ def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, m
     torch.testing.assert_close(output.sequences_scores, expected.sequences_scores)
 
 
+@torch.inference_mode()
 def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, source):
     model = tiny_model()
     decoder = IncrementalDecoder(model, model.get_encoder()(**source)[0], source["attention_mask"])
     decoder.read(torch.full((4, 1), 2))
     kept = [keys.data_ptr() for keys, _ in decoder.source]
+    heads = model.config.decoder_attention_heads
     decoder.step(torch.randint(3, 19, (4, 5)), torch.zeros(4, 5, dtype=torch.long))
     decoder.step(torch.randint(3, 19, (4, 5)), torch.randint(0, 5, (4, 5)))
     assert [keys.data_ptr() for keys, _ in decoder.source] == kept
-    assert all(len(keys) == 4 for keys, _ in decoder.source)
+    assert all(len(keys) == 4 * heads for keys, _ in decoder.source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
