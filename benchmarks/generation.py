@@ -77,6 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--results", type=Path, metavar="FOLDER", help="write HOST-DATE.json here")
+    add("--name", help="write HOST-DATE-NAME.json, for settings beside those of HOST-DATE.json")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--train", action="store_true", help="train the model, and measure nothing")
     add("--ranges", action="store_true", help="print the ratios of all files in the results folder")
@@ -307,23 +308,26 @@ def print_ratios(ratios: list[Row]) -> None:
 
 
 def ranges(folder: Path) -> list[str]:
-    """Return the lines of a table: the range over hosts of each median ratio, native instructions.
+    """Return the lines of a table: the range over hosts of each median ratio.
 
-    A host counts once, with its latest file.
+    The table has short sentences, native instructions and glibc. A host counts once, with its
+    latest file that has such ratios.
     """
     latest = {}
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
-        latest[host_name(results["hardware"])] = results
+        usual = ("glibc", "native", "short")
+        rows = [row for row in results["ratios"] if tuple(map(row.get, SETTING[:3])) == usual]
+        if rows:
+            latest[host_name(results["hardware"])] = rows
     medians: dict[tuple, list[float]] = {}
     sizes = set()
-    for results in latest.values():
-        for row in results["ratios"]:
-            if (row["allocator"], row["instructions"], row["text"]) == ("glibc", "native", "short"):
-                search = "greedy" if row["beams"] == 1 else f"beam {row['beams']}"
-                kind = (row["rule"], row["peer"], search)
-                medians.setdefault((*kind, row["batch"]), []).append(row["median"])
-                sizes.add(row["batch"])
+    for rows in latest.values():
+        for row in rows:
+            search = "greedy" if row["beams"] == 1 else f"beam {row['beams']}"
+            kind = (row["rule"], row["peer"], search)
+            medians.setdefault((*kind, row["batch"]), []).append(row["median"])
+            sizes.add(row["batch"])
     columns = sorted(sizes)
     lines = [
         f"| ours | peer | search | {' | '.join(f'batch {size}' for size in columns)} |",
@@ -395,9 +399,9 @@ def main(argv: list[str] | None = None) -> None:
             "rounds": args.rounds,
             "distance_of_twins": check_twins(model, folder, text),
         }
-        path = args.results and args.results / (
-            f"{host_name(results['hardware'])}-{datetime.datetime.now(datetime.UTC).date()}.json"
-        )
+        parts = [host_name(results["hardware"]), str(datetime.datetime.now(datetime.UTC).date())]
+        name = "-".join([*parts, *([args.name] if args.name else [])])
+        path = args.results and args.results / f"{name}.json"
         del model  # an engine has the machine for itself
         results["speed"], results["missing"] = measure_speed(args, args.model, folder, text)
         for engine in results["missing"]:

@@ -525,10 +525,11 @@ def _trace_back(
         hypothesis = np.where(reached, parent, hypothesis)
     first_of_sentence = np.arange(sentences)[:, None] * steps[0][1].shape[1]
     hypotheses = np.where(hypotheses == FILL, FILL, hypotheses + first_of_sentence)
-    return tuple(
-        torch.from_numpy(table.reshape(longest, -1).T.copy()).to(endings.device)
-        for table in (sequences, hypotheses)
-    )
+
+    def of_hypotheses(table: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(table.reshape(longest, -1).T.copy()).to(endings.device)
+
+    return of_hypotheses(sequences), of_hypotheses(hypotheses)
 
 
 __all__ = ["FILL", "SearchSettings", "TokenRules", "beam_search", "greedy_search", "length_penalty"]
