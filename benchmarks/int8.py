@@ -1,13 +1,16 @@
-r"""Compare the BLEU of a model in float32, in bfloat16 and with int8 weights.
+r"""Compare the BLEU of models in float32, in bfloat16 and with int8 weights.
 
     python benchmarks/int8.py runs/en-de --test test.en test.de --output int8/ --json FILE
+    python benchmarks/int8.py runs/seed1 runs/seed2 --test test.en test.de --output int8/
 
 OUTPUT is a new folder: the model with int8 weights, its tokenizer, the scores as results/int8.json,
-and a card that shows BLEU before and after rounding.
+and a card that shows BLEU before and after rounding. Several models, such as the seeds of a recipe,
+have one such folder each in OUTPUT.
 """
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="folder of a model with float32 weights")
+    add("models", type=Path, nargs="+", metavar="MODEL", help="folder with float32 weights")
     add("--test", nargs=2, required=True, metavar="FILE", help="source and reference translation")
     add("--bleu-tokenize", default="13a", metavar="NAME", help="sacreBLEU's tokenizer; default 13a")
     add("--output", type=Path, required=True, metavar="FOLDER", help="new folder with int8 weights")
@@ -43,43 +46,65 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line."""
-    args = parse_args(argv)
-    logging.set_verbosity_error()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Score a model in each form, and write the folder with int8 weights.
+
+    Returns:
+        BLEU before and after rounding, and sizes in bytes.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = read_pairs(args.test, ("source", "target"), "test")
     sources, references = map(list, zip(*pairs, strict=True))
     scores: dict[str, Any] = {}
     for name, options in FORMS.items():
-        model = AutoModelForSeq2SeqLM.from_pretrained(args.model, **options)
-        translator = VaswaniTranslationPipeline(model, tokenizer, device="cpu")
+        form = AutoModelForSeq2SeqLM.from_pretrained(model, **options)
+        translator = VaswaniTranslationPipeline(form, tokenizer, device="cpu")
         outputs = [output["translation_text"] for output in translator(sources)]
-        found = TranslationMetric(args.bleu_tokenize).compute(
-            predictions=outputs, references=references
-        )
+        metric = TranslationMetric(args.bleu_tokenize)
+        found = metric.compute(predictions=outputs, references=references)
         scores |= {name: found["bleu"], "signature": found["bleu_signature"]}
-        print(f"{name}: {found['bleu']:.2f}", flush=True)
-    with new_folder(args.output) as folder:
-        model.save_pretrained(folder)  # the last one has int8 weights
+        print(f"{model.name}: {name} {found['bleu']:.2f}", flush=True)
+    with new_folder(output) as folder:
+        form.save_pretrained(folder)  # the last one has int8 weights
         tokenizer.save_pretrained(folder)
         results = {
             **circumstances(),
-            "model": args.model.name,
-            "parameters": AutoModelForSeq2SeqLM.from_pretrained(args.model).num_parameters(),
+            "model": model.name,
+            "parameters": AutoModelForSeq2SeqLM.from_pretrained(model).num_parameters(),
             "weights_sha256": weights_sha256(folder),
-            "weight_error": model.config.quantization_config.weight_error,
+            "weight_error": form.config.quantization_config.weight_error,
             "bytes": (folder / "model.safetensors").stat().st_size,
-            "float_bytes": (args.model / "model.safetensors").stat().st_size,
+            "float_bytes": (model / "model.safetensors").stat().st_size,
             "settings": {"test": args.test},
-            "test": {**scores, "beams": model.generation_config.num_beams, "pairs": len(pairs)},
+            "test": {**scores, "beams": form.generation_config.num_beams, "pairs": len(pairs)},
         }
         text = json.dumps(results, indent=1) + "\n"
         (folder / "results").mkdir()
         (folder / "results" / "int8.json").write_text(text, encoding="utf-8")
-    write_model_card(args.output)
+    write_model_card(output)
+    return results
+
+
+def differences(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how far rounding moves BLEU: the mean, and the largest loss."""
+    moved = [found["test"]["bleu"] - found["test"]["float_bleu"] for found in results]
+    return {"mean": round(statistics.mean(moved), 3), "largest_loss": round(-min(moved), 3)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    args = parse_args(argv)
+    logging.set_verbosity_error()
+    outputs = [args.output]
+    if len(args.models) > 1:
+        outputs = [args.output / model.name for model in args.models]
+    results = [
+        rounded(model, output, args) for model, output in zip(args.models, outputs, strict=True)
+    ]
+    report = {**circumstances(), "test": args.test, **differences(results), "models": results}
+    print(f"int8 - float32: mean {report['mean']:+.2f} BLEU")
     if args.json:
-        args.json.write_text(text, encoding="utf-8")
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

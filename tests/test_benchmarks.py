@@ -395,8 +395,9 @@ def test_int8_scores_enter_the_card_of_the_rounded_model(model, corpus, tmp_path
     int8.main(
         [str(tmp_path / "tiny"), "--test", *files, "--output", str(out), "--json", str(report)]
     )
-    results = json.loads(report.read_text())
-    assert {"command", "commit", "hardware", "versions", "date"} < results.keys()
+    whole = json.loads(report.read_text())
+    assert {"command", "commit", "hardware", "versions", "date"} < whole.keys()
+    (results,) = whole["models"]
     assert results == json.loads((out / "results" / "int8.json").read_text())
     assert 0.25 < results["bytes"] / results["float_bytes"] < 0.6  # many scales in so small a model
     card = (out / "README.md").read_text()
@@ -405,6 +406,12 @@ def test_int8_scores_enter_the_card_of_the_rounded_model(model, corpus, tmp_path
     before = results["test"]["float_bleu"]
     assert f"| BLEU before the weights were rounded | {before:.2f} |" in card
     assert f"Rounding moved them by {results['weight_error']:.2%}" in card
+
+
+def test_differences_of_int8_have_the_mean_and_the_largest_loss():
+    scores = [(30.0, 29.9), (31.0, 31.2), (32.0, 31.7)]
+    results = [{"test": {"float_bleu": before, "bleu": after}} for before, after in scores]
+    assert int8.differences(results) == {"mean": -0.067, "largest_loss": 0.3}
 
 
 def test_training_ratios_are_medians_and_aims_are_judged():
