@@ -538,8 +538,9 @@ def test_ratios_of_decoding_speed_are_ranges_over_all_hosts(monkeypatch):
 
 
 def test_missed_aims_of_decoding_are_as_listed():
-    results = results_of_hosts()[-1]
-    missed = [row for row in results["ratios"] if row["aim"] and row["median"] < row["aim"]]
+    # Newest first. Of one day, the usual settings come before those with a file of their own.
+    found = [row for results in reversed(results_of_hosts()) for row in results["ratios"]]
+    missed = [row for row in found if row["aim"] and row["median"] < row["aim"]]
     listed = DOCS["results"].rows("missed aim |")
     assert [cells[1:] for cells in listed] == [
         [f"{row['median']:.2f}", f"{row['aim']:g}"] for row in missed
