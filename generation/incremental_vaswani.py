@@ -8,7 +8,7 @@ the target vocabulary.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,10 +60,22 @@ class _DecoderLayer:
         )
 
 
+class _Attended(NamedTuple):
+    """What hypotheses attend to: keys (B * H, d_k, N) and values (B * H, N, d_v).
+
+    The mask is 0 or -inf, and `scaling` is 1 / sqrt(d_k).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+    scaling: float
+
+
 class _Attention:
     """Attention of K hypotheses of each of B sentences (3.2.1, equation 1).
 
-    Its buffers serve all layers and steps. SDPA is slower from few queries.
+    Its buffers serve all layers and steps. With few queries, SDPA is slower.
 
     Args:
         shape: (B, K).
@@ -98,23 +110,14 @@ class _Attention:
         self.output = like.new_empty((sentences * beams, heads * widths[1]), dtype=dtype)
         self.output_of_heads = self.output.view(sentences, beams, heads, widths[1])
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor,
-        scaling: float,
-    ) -> torch.Tensor:
-        """Return concatenated heads (B * K, H d_v), until the next call.
+    def __call__(self, query: torch.Tensor, attended: _Attended) -> torch.Tensor:
+        """Return concatenated heads (B * K, H d_v), which the next call overwrites.
 
         Args:
             query: (B, K, H, d_k).
-            keys: (B * H, d_k, N).
-            values: (B * H, N, d_v).
-            mask: 0 or -inf, broadcast to (B * H, K, N).
-            scaling: 1 / sqrt(d_k).
+            attended: its mask is broadcast to (B * H, K, N).
         """
+        keys, values, mask, scaling = attended
         self.query_of_rows.copy_(query)
         with self.precision:
             scores = torch.baddbmm(mask, self.query, keys, alpha=scaling)
@@ -123,21 +126,15 @@ class _Attention:
         return self.output
 
 
-def _attend_from_prompt(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-) -> torch.Tensor:
+def _attend_from_prompt(query: torch.Tensor, attended: _Attended) -> torch.Tensor:
     """Attend as `_Attention` does, with a mask that is broadcast to (B, H, K, N)."""
     by_sentence = len(query), query.shape[2]
     output = F.scaled_dot_product_attention(
-        query.transpose(1, 2).to(keys.dtype),
-        keys.transpose(1, 2).unflatten(0, by_sentence),
-        values.unflatten(0, by_sentence),
-        attn_mask=mask,
-        scale=scaling,
+        query.transpose(1, 2).to(attended.keys.dtype),
+        attended.keys.transpose(1, 2).unflatten(0, by_sentence),
+        attended.values.unflatten(0, by_sentence),
+        attn_mask=attended.mask,
+        scale=attended.scaling,
     )
     return output.transpose(1, 2).flatten(2).flatten(0, 1).to(query.dtype)
 
@@ -198,19 +195,23 @@ class IncrementalDecoder:
 
     def _read_source(self, source: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Compute keys and values of the source (B, S, D)."""
-        padding = None if mask is None or mask.all() else (mask == 0)[:, None, None]
+        padding = nothing = None  # (B, 1, 1, S), (B, 1, 1, 1)
+        if mask is not None and not mask.all():
+            padding = (mask == 0)[:, None, None]
+            nothing = padding.all(dim=3, keepdim=True)
         for layer in self.layers:
             keys, values = (
                 states.to(self.no_mask.dtype).contiguous()
                 for states in layer.source._keys_values(source)
             )  # (B, H, S, d_k or d_v)
             self.source.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
-            self.source_mask = self.no_mask.new_zeros((*keys.shape[:2], 1, 1))
-            if padding is not None:
-                # A sentence without any source token attends to zeros, as with SDPA.
-                nothing = padding.all(dim=3, keepdim=True)
-                values.masked_fill_(nothing, 0)
-                self.source_mask = self.source_mask.masked_fill(padding & ~nothing, -torch.inf)
+            if nothing is not None:
+                values.masked_fill_(nothing, 0)  # as from SDPA, if there is no token to attend to
+        if self.source:
+            shape = len(source), len(self.source[0][0]) // len(source), 1, 1
+            self.source_mask = self.no_mask.new_zeros(shape)
+        if padding is not None and nothing is not None:
+            self.source_mask = self.source_mask.masked_fill(padding & ~nothing, -torch.inf)
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
@@ -347,16 +348,14 @@ class IncrementalDecoder:
             query, key, value = (part.view(*shape, heads, -1) for part in parts)
             new_keys[index].copy_(key)
             new_values[index].copy_(value)
-            output = attend(
-                query, keys[index], values[index], mask, self.layers[index].past.scaling
-            )
+            scaling = self.layers[index].past.scaling
+            output = attend(query, _Attended(keys[index], values[index], mask, scaling))
             return output if rows is None else output[rows]
 
         def attend_source(index: int, query: torch.Tensor) -> torch.Tensor:
             query = _spread(query, shape, rows).view(*shape, heads, -1)
-            output = attend(
-                query, *self.source[index], source_mask, self.layers[index].source.scaling
-            )
+            scaling = self.layers[index].source.scaling
+            output = attend(query, _Attended(*self.source[index], source_mask, scaling))
             return output if rows is None else output[rows]
 
         for index, layer in enumerate(self.layers):

@@ -437,16 +437,13 @@ def _best_in_blocks(
     rest = logits[:, blocks * _BLOCK :][place] + offset[:, None]
     scores = torch.cat((inside.flatten(1), rest.view(sentences, -1)), dim=1)
     scores, chosen = scores.topk(count)
-    # Of the C blocks, then of the last ones: the number of each chosen score.
-    nth, within = chosen // _BLOCK, chosen % _BLOCK
-    last, width = chosen - count * _BLOCK, max(1, rest.shape[1])
-    in_rest = last >= 0
-    nth = nth.masked_fill_(in_rest, 0)
-    hypotheses = torch.where(in_rest, last // width, hypothesis.gather(1, nth))
-    tokens = torch.where(
-        in_rest, last % width + blocks * _BLOCK, block.gather(1, nth) * _BLOCK + within
-    )
-    return scores, hypotheses, tokens
+    # A chosen score comes from one of the C blocks, or from the tokens after the last whole block.
+    after = chosen - count * _BLOCK
+    in_rest, width = after >= 0, max(1, rest.shape[1])
+    nth = (chosen // _BLOCK).masked_fill_(in_rest, 0)
+    hypotheses = torch.where(in_rest, after // width, hypothesis.gather(1, nth))
+    first = torch.where(in_rest, blocks * _BLOCK, block.gather(1, nth) * _BLOCK)
+    return scores, hypotheses, first + torch.where(in_rest, after % width, chosen % _BLOCK)
 
 
 def _log_sums_and_maxima(

@@ -587,6 +587,32 @@ def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, m
     torch.testing.assert_close(output.sequences_scores, expected.sequences_scores)
 
 
+@pytest.mark.parametrize(
+    ("done", "kept"),
+    [
+        ("0000", None),
+        ("00000000010000000", None),  # fewer than an eighth
+        ("1000", [3, 1, 2]),
+        ("0011", [0, 1]),
+        ("10100101", [4, 1, 6, 3]),
+        ("11", []),
+    ],
+)
+def test_the_last_sentences_take_the_places_of_those_that_leave(done, kept):
+    found = search_vaswani._sentences_to_keep(torch.tensor([mark == "1" for mark in done]))
+    assert (found if found is None else found.tolist()) == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@torch.inference_mode()
+def test_the_cache_of_a_model_in_16_bits_is_in_float32_on_a_cpu(tiny_model, source, dtype):
+    model = tiny_model().to(dtype)
+    decoder = IncrementalDecoder(model, model.get_encoder()(**source)[0], source["attention_mask"])
+    assert decoder.read(torch.full((4, 1), 2)).dtype == dtype
+    expected = torch.promote_types(dtype, torch.float32)
+    assert {part.dtype for part in (decoder.keys, decoder.values, *decoder.source[0])} == {expected}
+
+
 @torch.inference_mode()
 def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, source):
     model = tiny_model()

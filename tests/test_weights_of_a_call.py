@@ -613,6 +613,22 @@ class TestPrepare:
             torch.testing.assert_close(product(states), expected)
         assert len(linear_vaswani._packed_of[layers[0]]) == 1
 
+    @pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU()])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @torch.no_grad()
+    def test_an_activation_in_the_product_changes_no_bit(self, layers, activation, dtype):
+        layer, states = layers[0].to(dtype), torch.randn(8, 160, dtype=dtype)
+        plain, activated = prepare(layer), prepare(layer, activation=activation)
+        for _ in range(3):  # without packed weights at first
+            assert torch.equal(activated(states), activation(plain(states)))
+
+    @torch.no_grad()
+    def test_activations_with_hooks_are_called(self, layers):
+        activation, calls = nn.ReLU(), []
+        activation.register_forward_hook(lambda *_: calls.append(1))
+        prepare(layers[0], activation=activation)(torch.randn(8, 160))
+        assert calls == [1]
+
     @torch.no_grad()
     def test_a_weight_is_packed_in_the_second_product_and_then_shared(self, layers, monkeypatch):
         packed = []
