@@ -313,10 +313,10 @@ def ranges(folder: Path) -> list[str]:
     The table has short sentences, native instructions and glibc. A host counts once, with its
     latest file that has such ratios.
     """
+    usual = ("glibc", "native", "short")
     latest = {}
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
-        usual = ("glibc", "native", "short")
         rows = [row for row in results["ratios"] if tuple(map(row.get, SETTING[:3])) == usual]
         if rows:
             latest[host_name(results["hardware"])] = rows

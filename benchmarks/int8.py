@@ -43,7 +43,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bleu-tokenize", default="13a", metavar="NAME", help="sacreBLEU's tokenizer; default 13a")
     add("--output", type=Path, required=True, metavar="FOLDER", help="new folder with int8 weights")
     add("--json", type=Path, metavar="FILE", help="write all numbers here too")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    names = [model.name for model in args.models]
+    if len(set(names)) < len(names):
+        parser.error(f"the models need different folder names, got {' '.join(names)}")
+    return args
 
 
 def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, Any]:

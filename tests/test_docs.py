@@ -484,7 +484,7 @@ def test_training_compared_with_marian_comes_from_its_results_file():
 
 
 def results_of_hosts():
-    """The results of the decoding benchmark, one file for each host and day."""
+    """The results of the decoding benchmark; of one day, the usual settings come last."""
     return [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted((RESULTS / "generation").glob("*.json"))
@@ -538,7 +538,6 @@ def test_ratios_of_decoding_speed_are_ranges_over_all_hosts(monkeypatch):
 
 
 def test_missed_aims_of_decoding_are_as_listed():
-    # Newest first. Of one day, the usual settings come before those with a file of their own.
     found = [row for results in reversed(results_of_hosts()) for row in results["ratios"]]
     missed = [row for row in found if row["aim"] and row["median"] < row["aim"]]
     listed = DOCS["results"].rows("missed aim |")
