@@ -20,12 +20,17 @@ from torch.nn import functional as F  # noqa: N812
 
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _ZERO_POINT = 128  # of states as unsigned integers
-_FEW_ROWS = 8  # up to here, a weight that is not packed may be faster
-_SMALLEST_SCALE = 1e-30  # of states, so that a row of zeros does not divide by zero
+_SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
+_BEYOND_CACHE = 2**23  # bytes of weights that push each other out of a core's cache
+# A float of this size has no bits for fractions. Adding it rounds a number to an integer, which is
+# then found in the low bits of the sum.
+_NO_FRACTIONS = 1.5 * 2**23
 # Operands as tensors, because torch casts a number of Python in each operation, which takes longer
 # than the operation.
-_STEP = torch.tensor(1 / _LARGEST, dtype=torch.float32, device="cpu")
-_OFFSET = torch.tensor(_ZERO_POINT, dtype=torch.uint8, device="cpu")
+_STEPS, _STEP, _TO_SIGNED, _TO_UNSIGNED = (
+    torch.tensor(number, dtype=torch.float32, device="cpu")
+    for number in (_LARGEST, 1 / _LARGEST, _NO_FRACTIONS, _NO_FRACTIONS + _ZERO_POINT)
+)
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,19 +119,23 @@ class Int8Product:
         scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
-        self.values, self.packed, self.scale, self.bias = values, packed, scale, bias
+        self.values, self.packed, self.scale, self.bias = values, packed, scale * _STEP, bias
         self.zeros = torch.zeros(len(scale), dtype=torch.int64)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Round states (..., in), and multiply them by the weight: (..., out)."""
-        rows = states.numel() // states.shape[-1]
-        sizes = (rows, *self.values.shape, torch.get_num_threads())
-        if rows <= _FEW_ROWS and _is_faster_unpacked(*sizes):
-            return multiply(states, self.values, self.scale, self.bias)
-        return _multiply_rounded(states, self._sums, self.bias)
+        single = states.numel() == states.shape[-1]
+        if single and _is_faster_unpacked(*self.values.shape, torch.get_num_threads()):
+            return _multiply_rounded(states, self.plain_sums, self.bias)
+        return _multiply_rounded(states, self.packed_sums, self.bias)
 
-    def _sums(self, rounded: torch.Tensor) -> torch.Tensor:
-        return _packed_sums(rounded, self.packed, self.scale, self.zeros)
+    def plain_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows by the weight that is not packed, as `_multiply_rounded` asks."""
+        return _plain_sums(rows, self.values, self.scale)
+
+    def packed_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows by the packed weight, as `_multiply_rounded` asks."""
+        return _packed_sums(rows, self.packed, self.scale, self.zeros)
 
 
 def multiply(
@@ -140,29 +149,32 @@ def multiply(
         scale: (out,) of the weight.
         bias: (out,).
     """
-    return _multiply_rounded(
-        states, lambda rounded: torch._int_mm(rounded, values.t()) * scale.float(), bias
-    )
+    scale = scale.float() * _STEP
+    return _multiply_rounded(states, lambda rows: _plain_sums(rows, values, scale), bias)
 
 
 def _multiply_rounded(
     states: torch.Tensor, sums: Callable[[torch.Tensor], torch.Tensor], bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Round each row of states (..., in), and multiply: (..., out).
+    """Scale each row of states (..., in) to -127 ... 127, round it, and multiply: (..., out).
 
     Args:
         states: (..., in).
-        sums: maps int8 rows (R, in) to sums times the weight's scale (R, out), in float32.
+        sums: rounds scaled rows (R, in), which it may overwrite, and maps them to sums (R, out) in
+            float32, times the weight's scale / 127.
         bias: (out,).
     """
-    rows = states.reshape(-1, states.shape[-1]).float()
-    row_scale = rows.abs().amax(dim=1, keepdim=True).clamp_min_(_SMALLEST_SCALE).mul_(_STEP)
-    output = sums((rows / row_scale).round_().to(torch.int8))
+    rows = states if states.dim() == 2 else states.reshape(-1, states.shape[-1])
+    rows = rows if rows.dtype == torch.float32 else rows.float()
+    scaled = rows.abs()
+    largest = scaled.amax(1, True).clamp_min_(_SMALLEST)
+    output = sums(torch.mul(rows, _STEPS / largest, out=scaled))
     if bias is None:
-        output.mul_(row_scale)
+        output.mul_(largest)
     else:
-        torch.addcmul(bias, output, row_scale, out=output)
-    return output.to(states.dtype).view(*states.shape[:-1], output.shape[1])
+        torch.addcmul(bias, output, largest, out=output)
+    output = output if output.dtype == states.dtype else output.to(states.dtype)
+    return output if states.dim() == 2 else output.view(*states.shape[:-1], output.shape[1])
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
@@ -170,33 +182,50 @@ def pack(values: torch.Tensor) -> torch.Tensor:
     return torch.ops.onednn.qlinear_prepack(values, None)
 
 
+def _plain_sums(rows: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Round rows (R, in) in place, and multiply them by int8 values (out, in) and their scale."""
+    rounded = rows.add_(_TO_SIGNED).view(torch.int32).to(torch.int8)
+    return torch._int_mm(rounded, values.t()) * scale
+
+
 def _packed_sums(
-    rounded: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor
+    rows: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply int8 rows (R, in) by a packed weight, and by its scale: (R, out)."""
+    """Do the same with a packed weight: (R, out)."""
     # oneDNN is fast on all CPUs with unsigned states only.
-    unsigned = rounded.view(torch.uint8).bitwise_xor_(_OFFSET)
+    rounded = rows.add_(_TO_UNSIGNED).view(torch.int32).to(torch.uint8)
     number, none = torch.float32, "none"
     return torch.ops.onednn.qlinear_pointwise(
-        unsigned, 1.0, _ZERO_POINT, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
+        rounded, 1.0, _ZERO_POINT, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
     )
 
 
 @functools.cache
-def _is_faster_unpacked(rows: int, outputs: int, inputs: int, threads: int) -> bool:
-    """Measure whether few rows are multiplied faster by a weight that is not packed.
+def _is_faster_unpacked(outputs: int, inputs: int, threads: int) -> bool:
+    """Measure whether a single row is multiplied faster by a weight that is not packed.
 
     The answer depends on the CPU and on the threads. It changes no result, because the sums of both
-    products are exact.
+    products are exact. A step of a model multiplies by many weights, so no weight stays in the
+    cache of a core, and none does here.
     """
+    weights = max(1, _BEYOND_CACHE // (outputs * inputs))
+    products = [_example(outputs, inputs) for _ in range(weights)]
+    states = torch.ones(1, inputs)
+
+    def all_products(name: str) -> None:
+        for product in products:
+            _multiply_rounded(states, getattr(product, name), None)
+
+    plain = _shortest_time(lambda: all_products("plain_sums"))
+    return plain < _shortest_time(lambda: all_products("packed_sums"))
+
+
+def _example(outputs: int, inputs: int) -> Int8Product:
     values = torch.ones(outputs, inputs, dtype=torch.int8)
-    scale, states = torch.ones(outputs), torch.ones(rows, inputs)
-    product = Int8Product(values, pack(values), scale, None)
-    plain = _shortest_time(lambda: multiply(states, values, scale, None))
-    return plain < _shortest_time(lambda: _multiply_rounded(states, product._sums, None))
+    return Int8Product(values, pack(values), torch.ones(outputs), None)
 
 
-def _shortest_time(compute: Callable[[], torch.Tensor]) -> float:
+def _shortest_time(compute: Callable[[], None]) -> float:
     """Return the shortest of several times, which other processes disturb least."""
     times = []
     for _ in range(7):
@@ -212,13 +241,13 @@ def multiplies_exactly() -> bool:
 
     CPUs without VNNI or AMX add pairs of products in 16 bits, which overflow.
     """
-    rounded = torch.full((2, 64), _LARGEST, dtype=torch.int8)
+    rows = torch.full((2, 64), float(_LARGEST))
     values = torch.full((16, 64), _LARGEST, dtype=torch.int8)
     expected = 64 * _LARGEST**2
     try:
-        sums = torch._int_mm(rounded, values.t())
+        sums = _plain_sums(rows.clone(), values, torch.ones(16))
         zeros = torch.zeros(16, dtype=torch.int64)
-        same = _packed_sums(rounded, pack(values), torch.ones(16), zeros)
+        same = _packed_sums(rows.clone(), pack(values), torch.ones(16), zeros)
     except (AttributeError, RuntimeError):
         return False
     return bool((sums == expected).all() and (same == expected).all())

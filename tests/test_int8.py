@@ -140,9 +140,9 @@ class TestProducts:
         values[:20] = 127  # the largest sums
         bias = torch.randn(200)
         whole = multiply(states, values, scale, bias)
-        product = Int8Product(values, pack(values), scale, bias)
         for faster in (True, False):
             monkeypatch.setattr(int8_vaswani, "_is_faster_unpacked", lambda *_, f=faster: f)
+            product = Int8Product(values, pack(values), scale, bias)
             for rows in (1, 2, 3, 5, 8, 17, 64):
                 for start in (0, 64 - rows):
                     some = states[start : start + rows]
