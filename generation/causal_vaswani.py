@@ -74,7 +74,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         with torch.no_grad():
-            return super(VaswaniGenerationMixin, self._prepared_for_call(kwargs)).generate(
+            return super(VaswaniGenerationMixin, self).generate(
                 inputs, generation_config, *args, **kwargs
             )
 

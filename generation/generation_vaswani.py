@@ -185,18 +185,17 @@ class VaswaniGenerationMixin(GenerationMixin):
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
         with torch.no_grad():
-            return super(VaswaniGenerationMixin, self._prepared_for_call(kwargs)).generate(
+            return super().generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
 
-    def _prepared_for_call(self, kwargs: dict[str, Any]) -> Any:
-        """Return a copy of the model with prepared layers, or the model itself.
+    def _prepared(self) -> Any:
+        """Return a copy of the model with prepared layers, for one of transformers' searches.
 
-        A custom function may keep the model that it gets. A global hook may look for a module by
-        identity, and would not find it in a copy.
+        A global hook may look for a module by identity, and would not find it in a copy. Then this
+        is the model itself.
         """
-        hooked = torch.nn.modules.module._has_any_global_hook()
-        if hooked or kwargs.get("custom_generate") is not None:
+        if torch.nn.modules.module._has_any_global_hook():
             return self
         return prepared_copy(self, self._is_as_written)
 
@@ -449,7 +448,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         fast = self._fast_search(prompt, logits_processor, stopping_criteria, config, model_kwargs)
         if synced_gpus or fast is None:
             return fallback_beam_search(
-                self,
+                self._prepared(),
                 input_ids,
                 logits_processor,
                 stopping_criteria,
@@ -495,7 +494,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             input_ids, logits_processor, stopping_criteria, config, model_kwargs
         )
         if fast is None or synced_gpus or streamer is not None or config._pad_token_tensor is None:
-            return super()._sample(
+            return super(VaswaniGenerationMixin, self._prepared())._sample(
                 input_ids,
                 logits_processor,
                 stopping_criteria,
@@ -514,6 +513,11 @@ class VaswaniGenerationMixin(GenerationMixin):
         if not config.return_dict_in_generate:
             return sequences
         return self._greedy_output(sequences=sequences)
+
+    @functools.wraps(GenerationMixin._assisted_decoding)
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """Verify tokens that an assistant proposes, as transformers does."""
+        return super(VaswaniGenerationMixin, self._prepared())._assisted_decoding(*args, **kwargs)
 
     def adjust_generation_fn(
         self,
