@@ -144,6 +144,7 @@ class GraphDecoder:
         self.fixed = fixed
         self.cache: dict[str, Array] = {}
         self.beams = 1  # K
+        self.vocabulary = 0  # V
 
     def inputs(self, tokens: Array) -> dict[str, Array]:
         """Return the inputs that come with new tokens (B * K, T)."""
@@ -179,6 +180,10 @@ class GraphDecoder:
         logits = self._remember(run_graph(self.sessions["decode"], feed))
         return logits if open_rows is None else logits[open_rows]
 
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some rows (r, V), which the graphs return already."""
+        return states
+
     def keep(self, sentences: torch.Tensor) -> None:
         """Forget all sentences but these, given by their numbers (B',)."""
         self._take((sentences.numpy()[:, None] * self.beams + np.arange(self.beams)).ravel())
@@ -193,6 +198,7 @@ class GraphDecoder:
             for name, array in outputs.items()
             if name.startswith("past_key_values.") and ".cross_attention_cache." not in name
         }
+        self.vocabulary = outputs["logits"].shape[-1]
         return torch.from_numpy(outputs["logits"][:, -1])
 
 

@@ -184,20 +184,23 @@ class VaswaniGenerationMixin(GenerationMixin):
             stopping_criteria = StoppingCriteriaList(
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
+        # The search prepares the decoder. A custom function may keep the model that it gets.
+        custom = kwargs.get("custom_generate") is not None
         with torch.no_grad():
-            return super().generate(
+            model = self if custom else self._prepared(but=self.model.decoder)
+            return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
 
-    def _prepared(self) -> Any:
-        """Return a copy of the model with prepared layers, for one of transformers' searches.
+    def _prepared(self, but: Any = None) -> Any:
+        """Return a copy of the model with prepared layers, except in the module `but`.
 
         A global hook may look for a module by identity, and would not find it in a copy. Then this
         is the model itself.
         """
         if torch.nn.modules.module._has_any_global_hook():
             return self
-        return prepared_copy(self, self._is_as_written)
+        return prepared_copy(self, lambda module: module is not but and self._is_as_written(module))
 
     def _set_max_length(
         self, max_length: int, given: GenerationConfig | None, kwargs: dict[str, Any]

@@ -169,8 +169,9 @@ class IncrementalDecoder:
     ) -> None:
         self.decoder = model.model.decoder
         self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
-        self.to_vocabulary = prepare(model.lm_head)
+        self.logits = prepare(model.lm_head)  # of states (R, D): (R, V)
         weight = self.decoder.embed_tokens.weight
+        self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
         self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
         dtype = self.decoder.dtype
@@ -214,7 +215,7 @@ class IncrementalDecoder:
             self.source_mask = self.source_mask.masked_fill(padding & ~nothing, -torch.inf)
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
-        """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
+        """Read the first target tokens (B, T): states that predict the next (B, D)."""
         sentences, length = prefix.shape
         self._start_cache(sentences)
         position_ids = None
@@ -224,7 +225,7 @@ class IncrementalDecoder:
         mask = self._mask_of_prompt(length) if length > 1 else None
         states = self._decode(states, prefix.shape, None, mask)
         self.position = length
-        return self.to_vocabulary(states.view(*prefix.shape, -1)[:, -1])
+        return states.view(*prefix.shape, -1)[:, -1]
 
     def _start_cache(self, sentences: int) -> None:
         heads = d_k = d_v = 0
@@ -257,7 +258,7 @@ class IncrementalDecoder:
         parents: torch.Tensor | None = None,
         open_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Extend hypotheses by one token each, and predict the next: logits (R, V).
+        """Extend hypotheses by one token each: states that predict the next (R, D).
 
         Args:
             tokens: (B, K).
@@ -269,7 +270,7 @@ class IncrementalDecoder:
         mask = self._descend(tokens.shape, parents) if masked else None
         states = self._decode(states, tokens.shape, open_rows, mask)
         self.position += 1
-        return self.to_vocabulary(states)
+        return states
 
     def keep(self, sentences: torch.Tensor) -> None:
         """Drop all sentences but these, given by their numbers (B',).

@@ -20,6 +20,7 @@ FILL = -1  # fills results after the last token; no token and no hypothesis has 
 _RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
 _BLOCK = 512  # entries of the vocabulary that share one maximum
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
+_AT_ONCE = 3 * 2**21  # logits that a CPU computes at once: 25 MB in float32
 
 
 def length_penalty(length: Any, alpha: float, kind: str | None) -> Any:
@@ -31,10 +32,15 @@ def length_penalty(length: Any, alpha: float, kind: str | None) -> Any:
 
 
 class Decoder(Protocol):
-    """A decoder that keeps its sources, and a cache of the target tokens that it has read."""
+    """A decoder that keeps its sources, and a cache of the target tokens that it has read.
+
+    What it returns of each row, which has W numbers, is for `logits` alone.
+    """
+
+    vocabulary: int  # V, known after `read`
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
-        """Read the first target tokens (B, T), and predict the next: logits (B, V)."""
+        """Read the first target tokens (B, T): states that predict the next (B, W)."""
 
     def step(
         self,
@@ -42,7 +48,10 @@ class Decoder(Protocol):
         parents: torch.Tensor | None = None,
         open_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Extend hypotheses `parents` (B, K) by `tokens` (B, K): logits of the open rows (R, V)."""
+        """Extend hypotheses `parents` (B, K) by `tokens` (B, K): states of the open rows (R, W)."""
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Predict the next tokens from the states of some rows (r, W): logits (r, V)."""
 
     def keep(self, sentences: torch.Tensor) -> None:
         """Drop all sentences but these, given by their numbers (B',).
@@ -144,11 +153,15 @@ def greedy_search(
     rows = torch.arange(len(prompt), device=prompt.device)  # sentences that are still searched
     done = torch.zeros_like(rows, dtype=torch.bool)
     columns = []
-    logits = decoder.read(prompt)
+    states = decoder.read(prompt)
     for length in itertools.count(1):
-        if (banned := rules.banned(length, logits)) is not None:
-            logits[:, banned] = -torch.inf
-        tokens = _sampled(logits, rules.warpers) if sample else logits.argmax(dim=-1)  # (B,)
+        chosen = []
+        for part in _portions(len(states), decoder.vocabulary, states.device):
+            logits = decoder.logits(states[part])
+            if (banned := rules.banned(length, logits)) is not None:
+                logits[:, banned] = -torch.inf
+            chosen.append(_sampled(logits, rules.warpers) if sample else logits.argmax(dim=-1))
+        tokens = torch.cat(chosen)  # (B,)
         if rules.forced_last is not None:
             tokens = tokens.masked_fill(limits == length, rules.forced_last)
         tokens = tokens.masked_fill(done, FILL)
@@ -160,8 +173,19 @@ def greedy_search(
             decoder.keep(kept)
             rows, done, limits, tokens = rows[kept], done[kept], limits[kept], tokens[kept]
         # Finished sentences that are still in the batch have FILL, and read token 0 instead.
-        logits = decoder.step(tokens.clamp(min=0)[:, None])
+        states = decoder.step(tokens.clamp(min=0)[:, None])
     return torch.stack(columns, dim=1)
+
+
+def _portions(sentences: int, logits_each: int, device: torch.device) -> list[slice]:
+    """Divide sentences into portions, whose logits are computed and used in turn.
+
+    The allocator of the C library returns large blocks of memory to the system, which then has to
+    clear them again in each step. Portions are smaller, and fit the last cache of most CPUs.
+    """
+    at_once = max(1, _AT_ONCE // logits_each) if device.type == "cpu" else sentences
+    at_once = -(-sentences // max(1, -(-sentences // at_once)))  # portions of one size
+    return [slice(first, first + at_once) for first in range(0, sentences, max(1, at_once))]
 
 
 def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
@@ -213,15 +237,15 @@ class _Beam:
     done: torch.Tensor
 
     @classmethod
-    def start(cls, limits: torch.Tensor, beams: int, logits: torch.Tensor) -> "_Beam":
+    def start(cls, limits: torch.Tensor, beams: int, states: torch.Tensor) -> "_Beam":
         """Begin with one hypothesis for each sentence: the prompt."""
         rows = torch.arange(len(limits), device=limits.device)
-        exact = torch.promote_types(logits.dtype, torch.float32)
+        exact = torch.promote_types(states.dtype, torch.float32)
         return cls(
             rows,
             limits,
-            running=logits.new_zeros(len(rows), 1, dtype=exact),
-            finished=logits.new_full((len(rows), beams), -torch.inf, dtype=exact),
+            running=states.new_zeros(len(rows), 1, dtype=exact),
+            finished=states.new_full((len(rows), beams), -torch.inf, dtype=exact),
             endings=rows.new_zeros(len(rows), beams, 3),
             done=torch.zeros_like(rows, dtype=torch.bool),
         )
@@ -283,13 +307,13 @@ def beam_search(
         continued (B * n, T), numbered through the batch, filled up with -1. Scores (B * n,), best
         first.
     """
-    logits = decoder.read(prompt)  # (B, V)
-    beam = _Beam.start(limits, settings.num_beams, logits)
+    states = decoder.read(prompt)  # (B, W)
+    beam = _Beam.start(limits, settings.num_beams, states)
     result_scores, result_endings = beam.finished.clone(), beam.endings.clone()
     steps = []
-    open_rows = None  # (R,) hypotheses that have logits; None means all
+    open_rows = None  # (R,) hypotheses that have states; None means all
     for length in itertools.count(1):
-        candidates = _candidates(logits, beam, length, settings, rules, open_rows)
+        candidates = _candidates(decoder, states, beam, length, settings, rules, open_rows)
         ends = settings.ends(candidates.tokens, beam.limits[:, None], length)
         beam.running, chosen = (candidates.scores + ends * _RULED_OUT).topk(settings.num_beams)
         parents = candidates.parents.gather(1, chosen)
@@ -306,7 +330,7 @@ def beam_search(
             parents, tokens, can_win = parents[kept], tokens[kept], can_win[kept]
         # An exact search drops hypotheses that cannot win, because their descendants cannot win.
         open_rows = _open_rows(can_win & ~beam.done[:, None]) if settings.exact else None
-        logits = decoder.step(tokens, parents, open_rows)
+        states = decoder.step(tokens, parents, open_rows)
     returned = settings.num_return_sequences
     sequences, indices = _trace_back(steps, result_endings[:, :returned])
     scores = result_scores[:, :returned].flatten()
@@ -314,7 +338,8 @@ def beam_search(
 
 
 def _candidates(
-    logits: torch.Tensor,
+    decoder: Decoder,
+    states: torch.Tensor,
     beam: _Beam,
     length: int,
     settings: SearchSettings,
@@ -326,20 +351,38 @@ def _candidates(
     forced = beam.limits == length
     forced_token = rules.forced_last if bool(forced.any()) else None
     if beam.running.shape[1] == 1 < settings.num_beams:
-        choices = logits.shape[1] - len(rules.never | rules.ends)
+        choices = decoder.vocabulary - len(rules.never | rules.ends)
         # The prompt alone has too few continuations. Add copies of it that are ruled out.
         if forced_token is not None or choices < count:
-            logits = logits.repeat_interleave(settings.num_beams, dim=0)
+            states = states.repeat_interleave(settings.num_beams, dim=0)
             missing = (0, settings.num_beams - 1)
             beam.running = torch.nn.functional.pad(beam.running, missing, value=_RULED_OUT)
-    banned = rules.banned(length, logits)
-    if banned is not None and rules.renormalize:
-        logits[:, banned] = -torch.inf
-        banned = None
-    best = _Candidates(*best_continuations(logits, beam.running, count, open_rows, banned))
+    found = []
+    sentences, beams = beam.running.shape
+    for part in _portions(sentences, beams * decoder.vocabulary, states.device):
+        rows, own_rows = _rows_of(part, beams, open_rows)
+        logits = decoder.logits(states[rows])
+        banned = rules.banned(length, logits)
+        if banned is not None and rules.renormalize:
+            logits[:, banned] = -torch.inf
+            banned = None
+        found.append(best_continuations(logits, beam.running[part], count, own_rows, banned))
+    best = _Candidates(*map(torch.cat, zip(*found, strict=True)))
     if forced_token is not None:
         _force(best, beam.running, forced, forced_token)
     return best
+
+
+def _rows_of(
+    sentences: slice, beams: int, open_rows: torch.Tensor | None
+) -> tuple[slice, torch.Tensor | None]:
+    """Find the rows of some sentences, and number their open rows among their own hypotheses."""
+    first, end = sentences.start * beams, sentences.stop * beams
+    if open_rows is None:
+        return slice(first, end), None
+    bounds = torch.tensor([first, end], device=open_rows.device)
+    rows = slice(*torch.searchsorted(open_rows, bounds).tolist())
+    return rows, open_rows[rows] - first
 
 
 def _force(
@@ -380,6 +423,9 @@ def best_continuations(
         Log-probabilities, best first; the hypotheses that they continue; the tokens: (B, C) each.
     """
     sentences, beams = running.shape
+    if not len(logits):
+        nothing = torch.zeros(sentences, count, dtype=torch.long, device=logits.device)
+        return running.new_full(nothing.shape, -torch.inf), nothing, nothing
     if open_rows is None:
         open_rows = place = torch.arange(len(logits), device=logits.device)
     else:  # the row of logits of each hypothesis; a hypothesis without logits gets row 0

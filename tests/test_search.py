@@ -504,6 +504,47 @@ def test_each_sample_of_each_sentence_keeps_to_the_limit_of_its_source(tiny_mode
 WARPERS = [{"top_k": 1}, {"temperature": 1e-4, "top_k": 0}, {"top_p": 1e-6}, {"min_p": 1.0}]
 
 
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("early_stopping", ["never", True, False])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_logits_in_portions_change_no_answer(
+    tiny_model, source, searches, monkeypatch, beams, early_stopping, rules
+):
+    model = tiny_model(seed=3)
+    settings = {**rules, "num_beams": beams, "early_stopping": early_stopping}
+    settings |= {"num_return_sequences": beams, "max_new_tokens": 8} if beams > 1 else {}
+    settings |= {"return_dict_in_generate": True}
+    whole = model.generate(**source, **settings)
+    portions = []
+    search = search_vaswani.best_continuations
+    monkeypatch.setattr(
+        search_vaswani,
+        "best_continuations",
+        lambda logits, *args: portions.append(len(logits)) or search(logits, *args),
+    )
+    for at_once in (1, 2 * beams * 20):  # one sentence, then two
+        monkeypatch.setattr(search_vaswani, "_AT_ONCE", at_once)
+        divided = model.generate(**source, **settings)
+        assert torch.equal(divided.sequences, whole.sequences)
+        if beams > 1:
+            close = torch.testing.assert_close
+            close(divided.sequences_scores, whole.sequences_scores, rtol=1e-12, atol=1e-12)
+            assert torch.equal(divided.beam_indices, whole.beam_indices)
+    assert beams == 1 or max(portions) <= 2 * beams
+    assert searches["beam_search" if beams > 1 else "greedy_search"] == 3
+
+
+@pytest.mark.parametrize(
+    ("sentences", "at_once", "sizes"),
+    [(1, 1, [1]), (7, 70, [7]), (7, 60, [4, 3]), (9, 25, [2, 2, 2, 2, 1]), (3, 1, [1, 1, 1])],
+)
+def test_portions_have_one_size(monkeypatch, sentences, at_once, sizes):
+    monkeypatch.setattr(search_vaswani, "_AT_ONCE", at_once)
+    portions = search_vaswani._portions(sentences, 10, torch.device("cpu"))
+    assert [len(range(sentences)[part]) for part in portions] == sizes
+    assert len(search_vaswani._portions(sentences, 10, torch.device("meta"))) == 1
+
+
 @pytest.mark.parametrize("settings", WARPERS, ids=str)
 def test_sampling_from_the_best_token_alone_is_greedy_search(
     tiny_model, source, searches, settings
