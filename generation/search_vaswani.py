@@ -10,6 +10,7 @@ T tokens, C candidates of a step, n sentences returned for each, V entries of th
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -183,9 +184,11 @@ def _portions(sentences: int, logits_each: int, device: torch.device) -> list[sl
     The allocator of the C library returns large blocks of memory to the system, which then has to
     clear them again in each step. Portions are smaller, and fit the last cache of most CPUs.
     """
-    at_once = max(1, _AT_ONCE // logits_each) if device.type == "cpu" else sentences
-    at_once = -(-sentences // max(1, -(-sentences // at_once)))  # portions of one size
-    return [slice(first, first + at_once) for first in range(0, sentences, max(1, at_once))]
+    if device.type != "cpu":
+        return [slice(0, sentences)]
+    portions = math.ceil(sentences / max(1, _AT_ONCE // logits_each))
+    size = math.ceil(sentences / portions)
+    return [slice(first, first + size) for first in range(0, sentences, size)]
 
 
 def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
