@@ -30,6 +30,9 @@ METHODS = {
         "validate_architecture": "self",
     },
     "transformers.GenerationMixin": {
+        "_assisted_decoding": "self input_ids logits_processor stopping_criteria "
+        "generation_config synced_gpus streamer inputs_tensor assistant_model "
+        "assistant_tokenizer tokenizer model_kwargs",
         "_beam_search": "self input_ids logits_processor stopping_criteria generation_config "
         "synced_gpus model_kwargs",
         "_check_early_stop_heuristic": "is_early_stop_heuristic_unsatisfied running_beam_scores "
