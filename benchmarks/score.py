@@ -8,6 +8,9 @@ repeated, and a killed run is resumed. If a recipe continues from another recipe
 recipe runs first, with the same seed. The score of a seed is that of the final model. The test set
 chooses nothing.
 
+Seeds can be trained on several machines, or on several days. If FILE exists, its other seeds stay
+in the report.
+
 A small model does not keep several cores busy. `--at-once 2` trains two models side by side, each
 on half of the cores, and finishes both sooner.
 
@@ -68,6 +71,12 @@ PUBLISHED = {
     "g2p-eng_us": (58.06, "SIGMORPHON 2021 Task 1, the baseline ensemble"),
 }
 SPLITS = ("valid", "test")
+# Length penalties by the names of their rows. Each is compared with no penalty.
+PENALTIES = {
+    "length penalty of GNMT, alpha 0.6": {"length_penalty_type": "gnmt", "length_penalty": 0.6},
+    "score / length": {"length_penalty_type": "hf", "length_penalty": 1.0},
+}
+NO_PENALTY = {"length_penalty_type": "hf", "length_penalty": 0.0}
 OF_SECOND_STAGE = ("r-drop", "objective", "objective-settings")
 
 
@@ -81,7 +90,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("recipe", choices=names, help="one of examples/recipes/")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
     add("--at-once", type=int, default=1, metavar="N", help="models trained side by side")
-    add("--ingredients", action="store_true", help="measure what each ingredient is worth, too")
+    add(
+        "--ingredients",
+        nargs="*",
+        metavar="NAME",
+        help='measure what these ingredients are worth, too, such as "BPE-dropout" (default: all)',
+    )
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     return parser.parse_args(argv)
@@ -182,19 +196,27 @@ def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     return found
 
 
+def averaging(recipe: dict[str, Any]) -> str:
+    """Name the ingredient of averaged checkpoints."""
+    return f"average of the last {recipe['average']}"
+
+
 class Ingredients:
     """Scores with and without each ingredient of a recipe, for all seeds.
 
     Args:
         recipes: the recipe of each seed, by the folder of its finished run.
         at_once: models trained side by side.
+        rows: rows of an earlier report. Their other seeds are kept.
     """
 
-    def __init__(self, recipes: dict[Path, dict[str, Any]], at_once: int) -> None:
+    def __init__(
+        self, recipes: dict[Path, dict[str, Any]], at_once: int, rows: list[dict[str, Any]]
+    ) -> None:
         self.recipes, self.at_once = recipes, at_once
         self.recipe = next(iter(recipes.values()))
         self.pairs = {split: pairs_of(self.recipe, split) for split in SPLITS}
-        self.rows: list[dict[str, Any]] = []
+        self.rows = {row["ingredient"]: row for row in rows}
 
     def trained(self, recipes: dict[Path, dict[str, Any]]) -> dict[str, Any]:
         """Train what is not trained yet.
@@ -225,32 +247,42 @@ class Ingredients:
         return {**scores, "translations": first}
 
     def add(self, name: str, given: dict[str, Any], without: dict[str, Any]) -> None:
-        """Add a row, from what `trained` or `decoded` returned."""
+        """Add a row, or seeds to an earlier row, from what `trained` or `decoded` returned."""
+        before = self.rows.get(name, {})
+        seeds = [recipe["seed"] for recipe in self.recipes.values()]
         row: dict[str, Any] = {"ingredient": name}
         for split in SPLITS:
-            row[split] = {"with": given[split], "without": without[split]}
-            row[split] |= paired(given[split], without[split])
-        if self.recipe.get("score", "bleu") == "bleu":
+            sides: dict[str, list[float]] = {}
+            for side, found in (("with", given), ("without", without)):
+                earlier = before[split][side] if before else []
+                scores = dict(zip(before.get("seeds", []), earlier, strict=True))
+                scores |= dict(zip(seeds, found[split], strict=True))
+                row["seeds"] = sorted(scores)
+                sides[side] = [scores[seed] for seed in row["seeds"]]
+            row[split] = sides | paired(sides["with"], sides["without"])
+        if "bootstrap_p_value" in before:
+            row["bootstrap_p_value"] = before["bootstrap_p_value"]
+        elif self.recipe.get("score", "bleu") == "bleu":
             references = [pair[1] for pair in self.pairs["test"]]
             tokenize = self.recipe.get("bleu-tokenize", "13a")
             row["bootstrap_p_value"] = bootstrap(
                 given["translations"], without["translations"], references, tokenize
             )
-        self.rows.append(row)
+        self.rows[name] = row
         print(name, *(f"{split}: {row[split]['difference']:+.2f}" for split in SPLITS), flush=True)
 
-    def measure(self) -> list[dict[str, Any]]:
-        """Measure all ingredients."""
+    def measure(self, names: list[str]) -> list[dict[str, Any]]:
+        """Measure the ingredients of these names, and return the rows of the report."""
         whole = self.trained(self.recipes)
-        last = self.decoded(last_checkpoint=True)
-        self.add(f"average of the last {self.recipe['average']}", whole, last)
-        none = {"length_penalty_type": "hf", "length_penalty": 0.0}
-        gnmt = {"length_penalty_type": "gnmt", "length_penalty": 0.6}
-        without = self.decoded(**none)
-        self.add("length penalty of GNMT, alpha 0.6", self.decoded(**gnmt), without)
-        by_length = self.decoded(**none | {"length_penalty": 1.0})
-        self.add("score / length in its place", by_length, without)
+        penalties = [name for name in names if name in PENALTIES]
+        no_penalty = self.decoded(**NO_PENALTY) if penalties else {}
+        if averaging(self.recipe) in names:
+            self.add(averaging(self.recipe), whole, self.decoded(last_checkpoint=True))
+        for name in penalties:
+            self.add(name, self.decoded(**PENALTIES[name]), no_penalty)
         for name, (side, _) in variants(self.recipe).items():
+            if name not in names:
+                continue
             runs = {
                 run.with_name(
                     run.name.replace("-seed", f"-{side}-{name.replace(' ', '-')}-seed")
@@ -259,7 +291,7 @@ class Ingredients:
             }
             other = self.trained(runs)
             self.add(name, *((other, whole) if side == "with" else (whole, other)))
-        return self.rows
+        return list(self.rows.values())
 
 
 def against_published(figures: list[float], published: float) -> dict[str, Any]:
@@ -295,25 +327,46 @@ def rounded(p_value: Any) -> float:
     return float(f"{p_value:.2g}")
 
 
+def earlier_report(path: Path | None, name: str, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Read the report that `path` holds already, or return {} if there is none.
+
+    Raises:
+        SystemExit: the report belongs to another recipe, or to other settings of this one.
+    """
+    if path is None or not path.exists():
+        return {}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if (report.get("recipe"), report.get("settings")) != (name, recipe):
+        sys.exit(f"{path} has seeds of another recipe, or of other settings: choose another file.")
+    return report
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     logging.set_verbosity_error()
     recipe = recipe_of(args.recipe)
     score = recipe.get("score", "bleu")
-    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score, "runs": []}
+    earlier = earlier_report(args.json, args.recipe, recipe)
+    known = [averaging(recipe), *PENALTIES, *variants(recipe)]
+    for name in args.ingredients or []:
+        if name not in known:
+            sys.exit(f"--ingredients: {name!r} is none of {', '.join(map(repr, known))}")
+    report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score}
+    report["settings"] = recipe
     if "model" in recipe:
         first = Path(recipe["model"]).name
         for run in train_all(runs_of(first, args.seeds, args.runs), args.at_once):
             print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
     recipes = runs_of(args.recipe, args.seeds, args.runs)
-    runs = []
+    kept = {run["seed"]: run for run in earlier.get("runs", [])}
     for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
-        runs.append(run)
-        kept = {name: run[name] for name in KEPT if name in run}
-        report["runs"].append({"seed": seed, **kept, "curve": curve(run, score)})
+        kept[seed] = {"seed": seed, **{name: run[name] for name in KEPT if name in run}}
+        kept[seed]["curve"] = curve(run, score)
+        report.setdefault("log", earlier.get("log", run["log"]))
         print(f"seed {seed}: {score} {main_score(recipe, run['test'])}", flush=True)
-    for split in ("valid", "test"):
+    report["runs"] = runs = [kept[seed] for seed in sorted(kept)]
+    for split in SPLITS:
         figures = [main_score(recipe, run[split]) for run in runs]
         report[split] = {
             "mean": round(statistics.mean(figures), 2),
@@ -326,9 +379,11 @@ def main(argv: list[str] | None = None) -> None:
         report["published"] = {"score": published, "source": source}
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")
-    if args.ingredients:
-        report["ingredients"] = Ingredients(recipes, args.at_once).measure()
-    report["log"] = runs[0]["log"]
+    rows = earlier.get("ingredients", [])
+    if args.ingredients is not None:
+        rows = Ingredients(recipes, args.at_once, rows).measure(args.ingredients or known)
+    if rows:
+        report["ingredients"] = rows
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

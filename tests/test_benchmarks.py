@@ -514,7 +514,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     assert list(rows) == [
         "average of the last 2",
         "length penalty of GNMT, alpha 0.6",
-        "score / length in its place",
+        "score / length",
         "label smoothing",
         "packed batches",
         "BPE-dropout",
@@ -536,7 +536,9 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     more = {name: value for name, value in recipe.items() if name not in ("vocab-size", "set")}
     more |= {"model": "runs/small", "r-drop": 2, "steps": 2}
     (tmp_path / "more.yaml").write_text(json.dumps(more))
-    score.main(["more", "--seeds", "2", "--ingredients", *command[-4:]])
+    score.main(
+        ["more", "--seeds", "2", "--ingredients", *command[-4:-1], str(tmp_path / "more.json")]
+    )
     assert f"small: bleu {bleu[1]}" in capsys.readouterr().out
     of_both = [
         yaml.safe_load((tmp_path / "runs" / f"more-{run}.yaml").read_text())
@@ -545,7 +547,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     first = score.ROOT / of_both[0]["model"]
     assert first.samefile(tmp_path / "runs" / "small-seed2")
     assert of_both[0] == {**of_both[1], "r-drop": 2}
-    more = json.loads((tmp_path / "report.json").read_text())["ingredients"]
+    more = json.loads((tmp_path / "more.json").read_text())["ingredients"]
     assert [row["ingredient"].split()[0] for row in more] == [
         "average",
         "length",
@@ -553,3 +555,18 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
         "second",
     ]
     assert {path: path.stat().st_mtime_ns for path in runs.values()} == times
+
+    third = ["small", "--seeds", "3", *command[-4:], "--ingredients", "score / length"]
+    score.main(third)
+    extended = json.loads((tmp_path / "report.json").read_text())
+    assert [run["seed"] for run in extended["runs"]] == [1, 2, 3]
+    assert extended["test"]["seeds"][:2] == bleu
+    assert extended["log"] == report["log"], "the log of the first seed"
+    rows = {row["ingredient"]: row for row in extended["ingredients"]}
+    assert rows["score / length"]["seeds"] == [1, 2, 3]
+    assert rows["packed batches"] == report["ingredients"][4]
+    with pytest.raises(SystemExit, match="'magic' is none of 'average of the last 2'"):
+        score.main([*third[:-1], "magic"])
+    (tmp_path / "small.yaml").write_text(json.dumps({**recipe, "steps": 7}))
+    with pytest.raises(SystemExit, match="seeds of another recipe, or of other settings"):
+        score.main(third)
