@@ -549,6 +549,49 @@ def test_missed_aims_of_decoding_are_as_listed():
         assert f"batch {row['batch']}" in name
 
 
+def test_figures_of_allocators_come_from_their_results_file():
+    (path,) = (RESULTS / "generation").glob("*-allocators.json")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    page = " ".join(DOCS["results"].text.split())
+    assert results["command"] in DOCS["results"].commands()
+    sizes = (1, 8, 32, 128)
+    rates = {
+        (allocator, *engine, size): sentences_per_second(row)
+        for allocator in ("glibc", "tcmalloc")
+        for size in sizes
+        for engine, row in decoding(results, allocator=allocator, batch=size).items()
+    }
+
+    def listed(values):
+        *first, last = (f"{value:.2f}" for value in values)
+        return f"{', '.join(first)} and {last}"
+
+    for engine, start in (("ours, the peer's rule", "int8 with glibc"), ("CTranslate2", "")):
+        slower = listed(
+            rates["tcmalloc", engine, "int8", size] / rates["glibc", engine, "int8", size]
+            for size in sizes
+        )
+        assert f"{start or engine} takes {slower} times as long" in page
+    ratios = [row["median"] for row in results["ratios"] if row["allocator"] == "glibc"]
+    assert f"the first row is {listed(ratios)} (" in page
+
+
+def test_bleu_of_int8_comes_from_its_results_file():
+    page, results = DOCS["results"], results_of("int8")
+    assert results["command"] in page.commands()
+    scores = [model["test"] for model in results["models"]]
+    assert page.rows("seed | float32 | bfloat16") == [
+        [
+            str(seed),
+            *(f"{score[name]:.2f}" for name in ("float_bleu", "bfloat16_bleu", "bleu")),
+            f"{score['bleu'] - score['float_bleu']:.2f}",
+        ]
+        for seed, score in enumerate(scores, 1)
+    ]
+    assert f"moves BLEU by {results['mean']:.2f} on average" in page.text
+    assert f"Seed 3 loses {results['largest_loss']:.3f}" in page.text
+
+
 # from-fairseq.md
 
 # The codes "a b" split "aba b" into "ab@@ a b".
