@@ -3,7 +3,7 @@ r"""Decoding speed on this host, against CTranslate2 and MarianMTModel with the 
     python benchmarks/generation.py --results benchmarks/results/generation
     python benchmarks/generation.py --train             only make the model that is measured
     python benchmarks/generation.py --ranges            the ratios over all hosts with results
-    python benchmarks/generation.py --profile           where our search spends its time
+    python benchmarks/generation.py --profile FILE      where our search spends its time
 
 Each engine runs alone, in a process that starts for its turn and ends with it. All engines take
 their turns in every round, and every round starts with another engine. In its turn an engine
@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--train", action="store_true", help="train the model, and measure nothing")
     add("--ranges", action="store_true", help="print the ratios of all files in the results folder")
-    add("--profile", action="store_true", help="only print where our search spends its time")
+    add("--profile", type=Path, metavar="FILE", help="only write where our search spends its time")
     add(
         "--model",
         type=Path,
@@ -351,8 +351,8 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
     rows = []
     on_gpu = workshop.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    for precision in ("float32", "bfloat16"):
-        engine = workshop.build("ours", precision)
+    for precision in ("float32", "bfloat16", *(() if on_gpu else ("int8",))):
+        engine = workshop.build(PEERS_RULE, precision)
         for size in (1, 32):
             indices = text.chosen(200)
             middle = (len(indices) - size) // 2
@@ -368,7 +368,7 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
             slowest = sorted(taken, key=lambda name: -taken[name])[:10]
             shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
             rows.append({"precision": precision, "beams": beams, "batch": size, "shares": shares})
-            print(f"\nours {precision}, beam {beams}, batch {size}: share of the time")
+            print(f"\n{PEERS_RULE} {precision}, beam {beams}, batch {size}: share of the time")
             print("\n".join(f"{share:7.1%}  {name}" for name, share in shares.items()), flush=True)
     return rows
 
@@ -383,13 +383,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.train:
         train(args.model)
         return
-    model, text = load(args.model, untrained=args.profile)
+    model, text = load(args.model, untrained=args.profile is not None)
     args.forced = text.forced
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.profile:
             workshop = Workshop(model, args.device, folder, torch.get_num_threads())
-            measure_profile(workshop, text, args.beams[0])
+            rows = measure_profile(workshop, text, args.beams[0])
+            write(args.profile, {**circumstances(), "host": host_facts(), "profile": rows})
             return
         results: dict[str, Any] = {
             **circumstances(),
