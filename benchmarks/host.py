@@ -17,7 +17,7 @@ _MEGABYTES = 256
 _ROWS = (32, 512)  # of the measured products: a step of beam search, and an encoder
 _PAGE = mmap.PAGESIZE
 
-# Variables that limit the instructions of oneDNN, of torch and of CTranslate2.
+# Variables that limit the instructions of oneDNN, of FBGEMM, of torch and of CTranslate2.
 INSTRUCTIONS: dict[str, dict[str, str]] = {
     "native": {},
     "avx512_vnni": {
@@ -28,6 +28,7 @@ INSTRUCTIONS: dict[str, dict[str, str]] = {
     "avx2": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "DNNL_MAX_CPU_ISA": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "CT2_FORCE_CPU_ISA": "AVX2",
     },

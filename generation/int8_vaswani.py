@@ -1,7 +1,8 @@
 """Linear layers and embeddings with int8 weights, and their products on CPUs.
 
 Each row of a weight, which is an output channel, has a scale: the weight is its int8 values times
-that scale. A product rounds each row of states to int8 too, with a scale of its own.
+that scale. A product rounds each row of states to integers too, with a scale of its own: to 8 bits
+on CPUs with VNNI or AMX, and to 7 bits on others, where sums of 8-bit products overflow.
 
 The sums of a product are exact integers. The result for a row therefore depends neither on the
 other rows nor on the kernel that computes it.
@@ -10,7 +11,9 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 """
 
 import functools
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +22,36 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
-_ZERO_POINT = 128  # of states as unsigned integers
 _SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
+_EXACT = 2**24  # integers up to here are exact in float32
+_ROWS = (16, 64, 256)  # measured to choose between kernels
 _BEYOND_CACHE = 2**23  # bytes of weights that push each other out of a core's cache
 # A float of this size has no bits for fractions. Adding it rounds a number to an integer, which is
 # then found in the low bits of the sum.
 _NO_FRACTIONS = 1.5 * 2**23
-# Operands as tensors, because torch casts a number of Python in each operation, which takes longer
-# than the operation.
-_STEPS, _STEP, _TO_SIGNED, _TO_UNSIGNED = (
-    torch.tensor(number, dtype=torch.float32, device="cpu")
-    for number in (_LARGEST, 1 / _LARGEST, _NO_FRACTIONS, _NO_FRACTIONS + _ZERO_POINT)
-)
+
+
+class _Rounding:
+    """Numbers that round states to integers from -largest to largest.
+
+    They are tensors, because torch casts a number of Python in each operation, which takes longer
+    than the operation.
+    """
+
+    def __init__(self, largest: int) -> None:
+        number = functools.partial(torch.tensor, dtype=torch.float32, device="cpu")
+        self.largest, self.zero_point = largest, largest + 1  # of states as unsigned integers
+        self.steps, self.step = number(largest), number(1 / largest)
+        self.to_signed = number(_NO_FRACTIONS)
+        self.to_unsigned = number(_NO_FRACTIONS + self.zero_point)
+
+
+_8_BITS, _7_BITS = _Rounding(_LARGEST), _Rounding(_LARGEST // 2)
+
+_PACKING = threading.Lock()  # the engine of quantized tensors is a setting of the process
+
+# Rounds rows of states (R, in), which it may overwrite, and multiplies them by a weight: (R, out)
+_Sums = Callable[[torch.Tensor], torch.Tensor]
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,40 +123,25 @@ class Int8Embedding(_Int8Weight, nn.Embedding):
         return F.embedding(input, self.weight) * F.embedding(input, self.weight_scale[:, None])
 
 
-class Int8Product:
-    """A product with an int8 weight that is used in many steps.
+class PackedInt8:
+    """An int8 weight that is used in many steps, packed for the kernels that multiply by it.
 
     Args:
         values: (out, in) int8 values.
-        packed: the same in oneDNN's layout.
-        scale: (out,) of the weight, in float32.
-        bias: (out,).
+        scale: (out,).
     """
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        packed: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.values, self.packed, self.scale, self.bias = values, packed, scale * _STEP, bias
-        self.zeros = torch.zeros(len(scale), dtype=torch.int64)
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values, self.scale = values, scale
+        self._sums: dict[Callable, _Sums] = {}
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Round states (..., in), and multiply them by the weight: (..., out)."""
-        single = states.numel() == states.shape[-1]
-        if single and _is_faster_unpacked(*self.values.shape, torch.get_num_threads()):
-            return _multiply_rounded(states, self.plain_sums, self.bias)
-        return _multiply_rounded(states, self.packed_sums, self.bias)
-
-    def plain_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows by the weight that is not packed, as `_multiply_rounded` asks."""
-        return _plain_sums(rows, self.values, self.scale)
-
-    def packed_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows by the packed weight, as `_multiply_rounded` asks."""
-        return _packed_sums(rows, self.packed, self.scale, self.zeros)
+    def multiply(self, states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Round states (..., in), multiply them by the weight, and add a bias: (..., out)."""
+        kernel = _fastest(states.numel() // states.shape[-1], torch.get_num_threads())
+        sums = self._sums.get(kernel)
+        if sums is None:
+            sums = self._sums[kernel] = kernel(self.values, self.scale, _rounding())
+        return _multiply_rounded(states, sums, bias, _rounding())
 
 
 def multiply(
@@ -149,26 +155,19 @@ def multiply(
         scale: (out,) of the weight.
         bias: (out,).
     """
-    scale = scale.float() * _STEP
-    return _multiply_rounded(states, lambda rows: _plain_sums(rows, values, scale), bias)
+    kernel = _of_int8 if _of_int8 in _exact_kernels(_rounding()) else _of_floats
+    return _multiply_rounded(states, kernel(values, scale, _rounding()), bias, _rounding())
 
 
 def _multiply_rounded(
-    states: torch.Tensor, sums: Callable[[torch.Tensor], torch.Tensor], bias: torch.Tensor | None
+    states: torch.Tensor, sums: _Sums, bias: torch.Tensor | None, rounding: _Rounding
 ) -> torch.Tensor:
-    """Scale each row of states (..., in) to -127 ... 127, round it, and multiply: (..., out).
-
-    Args:
-        states: (..., in).
-        sums: rounds scaled rows (R, in), which it may overwrite, and maps them to sums (R, out) in
-            float32, times the weight's scale / 127.
-        bias: (out,).
-    """
+    """Scale each row of states (..., in), and multiply the rows: (..., out)."""
     rows = states if states.dim() == 2 else states.reshape(-1, states.shape[-1])
     rows = rows if rows.dtype == torch.float32 else rows.float()
     scaled = rows.abs()
     largest = scaled.amax(1, True).clamp_min_(_SMALLEST)
-    output = sums(torch.mul(rows, _STEPS / largest, out=scaled))
+    output = sums(torch.mul(rows, rounding.steps / largest, out=scaled))
     if bias is None:
         output.mul_(largest)
     else:
@@ -177,88 +176,155 @@ def _multiply_rounded(
     return output if states.dim() == 2 else output.view(*states.shape[:-1], output.shape[1])
 
 
-def pack(values: torch.Tensor) -> torch.Tensor:
-    """Return int8 values (out, in) in oneDNN's layout."""
-    return torch.ops.onednn.qlinear_prepack(values, None)
+# Kernels. Each makes a function from a weight's values (out, in), its scale (out,) and a rounding.
 
 
-def _plain_sums(rows: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Round rows (R, in) in place, and multiply them by int8 values (out, in) and their scale."""
-    rounded = rows.add_(_TO_SIGNED).view(torch.int32).to(torch.int8)
-    return torch._int_mm(rounded, values.t()) * scale
+def _of_int8(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+    """Multiply signed integers, without packing."""
+    scale = scale.float() * rounding.step
+
+    def sums(rows: torch.Tensor) -> torch.Tensor:
+        rounded = rows.add_(rounding.to_signed).view(torch.int32).to(torch.int8)
+        return torch._int_mm(rounded, values.t()) * scale
+
+    return sums
 
 
-def _packed_sums(
-    rows: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor
-) -> torch.Tensor:
-    """Do the same with a packed weight: (R, out)."""
-    # oneDNN is fast on all CPUs with unsigned states only.
-    rounded = rows.add_(_TO_UNSIGNED).view(torch.int32).to(torch.uint8)
-    number, none = torch.float32, "none"
-    return torch.ops.onednn.qlinear_pointwise(
-        rounded, 1.0, _ZERO_POINT, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
-    )
+def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+    """Multiply integers in float32, without packing. Sums of few products are exact there."""
+    scale = scale.float() * rounding.step
+    at_once = _EXACT // (_LARGEST * rounding.largest)
+
+    def sums(rows: torch.Tensor) -> torch.Tensor:
+        parts = zip(rows.round_().split(at_once, 1), values.split(at_once, 1), strict=True)
+        totals = [F.linear(row, part.float()).double() for row, part in parts]
+        return torch.stack(totals).sum(dim=0).float() * scale
+
+    return sums
+
+
+def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+    """Multiply unsigned by signed integers with oneDNN, which is fast with many rows."""
+    packed = torch.ops.onednn.qlinear_prepack(values, None)
+    scale, zeros = scale.float() * rounding.step, torch.zeros(len(scale), dtype=torch.int64)
+    zero_point, number, none = rounding.zero_point, torch.float32, "none"
+
+    def sums(rows: torch.Tensor) -> torch.Tensor:
+        rounded = rows.add_(rounding.to_unsigned).view(torch.int32).to(torch.uint8)
+        return torch.ops.onednn.qlinear_pointwise(
+            rounded, 1.0, zero_point, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
+        )
+
+    return sums
+
+
+def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+    """Multiply unsigned by signed integers with FBGEMM, which is fast with few rows and on AVX2."""
+    quantized = torch.ops.quantized
+    zeros = torch.zeros(len(scale), dtype=torch.int64)
+    with _PACKING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized tensors are deprecated
+        engine = torch.backends.quantized.engine
+        torch.backends.quantized.engine = "fbgemm"
+        try:
+            scale = (scale.float() * rounding.step).double()
+            weight = torch._make_per_channel_quantized_tensor(values, scale, zeros, 0)
+            packed = quantized.linear_prepack(weight, None)
+        finally:
+            torch.backends.quantized.engine = engine
+
+    def sums(rows: torch.Tensor) -> torch.Tensor:
+        return quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows.round_(), 1.0, rounding.zero_point, packed
+        )
+
+    return sums
 
 
 @functools.cache
-def _is_faster_unpacked(outputs: int, inputs: int, threads: int) -> bool:
-    """Measure whether a single row is multiplied faster by a weight that is not packed.
+def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
+    """List the kernels of int8 products that add without overflow on this CPU.
 
-    The answer depends on the CPU and on the threads. It changes no result, because the sums of both
-    products are exact. A step of a model multiplies by many weights, so no weight stays in the
-    cache of a core, and none does here.
+    CPUs without VNNI or AMX add pairs of products in 16 bits. Two products of an unsigned state of
+    8 bits and a weight may overflow. With 7 bits, 2 * 127 * 127 fits.
     """
-    weights = max(1, _BEYOND_CACHE // (outputs * inputs))
-    products = [_example(outputs, inputs) for _ in range(weights)]
-    states = torch.ones(1, inputs)
+    values = torch.full((16, 64), _LARGEST, dtype=torch.int8)
+    values[8:] = -_LARGEST
+    rows = torch.tensor([[rounding.largest], [-rounding.largest]]).expand(2, 64).float()
+    scale = torch.ones(16)
+    expected = (rows @ values.t().float()) * (scale * rounding.step)
+    exact = []
+    for kernel in (_of_int8, _of_onednn, _of_fbgemm):
+        try:
+            found = kernel(values, scale, rounding)(rows.clone())
+        except (AttributeError, RuntimeError):
+            continue  # this build of torch has no such kernel
+        if torch.equal(found, expected):
+            exact.append(kernel)
+    return tuple(exact)
 
-    def all_products(name: str) -> None:
-        for product in products:
-            _multiply_rounded(states, getattr(product, name), None)
 
-    plain = _shortest_time(lambda: all_products("plain_sums"))
-    return plain < _shortest_time(lambda: all_products("packed_sums"))
-
-
-def _example(outputs: int, inputs: int) -> Int8Product:
-    values = torch.ones(outputs, inputs, dtype=torch.int8)
-    return Int8Product(values, pack(values), torch.ones(outputs), None)
+@functools.cache
+def _rounding() -> _Rounding:
+    """Return the finest rounding of states with which some kernel for packed weights is exact."""
+    for rounding in (_8_BITS, _7_BITS):
+        if {_of_onednn, _of_fbgemm} & set(_exact_kernels(rounding)):
+            return rounding
+    return _8_BITS
 
 
-def _shortest_time(compute: Callable[[], None]) -> float:
+def multiplies_exactly() -> bool:
+    """Tell whether this CPU adds products of packed int8 weights without overflow."""
+    return bool({_of_onednn, _of_fbgemm} & set(_exact_kernels(_rounding())))
+
+
+def _fastest(rows: int, threads: int) -> Callable:
+    """Choose a kernel for packed weights. All kernels have the same results."""
+    kernels = _exact_kernels(_rounding())
+    if _of_fbgemm not in kernels or rows == 0:
+        return _of_onednn
+    few = _few_rows(threads) if _of_onednn in kernels else rows
+    return _of_fbgemm if rows <= few else _of_onednn
+
+
+@functools.cache
+def _few_rows(threads: int) -> int:
+    """Measure up to how many rows FBGEMM is faster than oneDNN on this CPU.
+
+    A step of a model multiplies by many weights, so no weight stays in the cache of a core, and
+    none does here.
+    """
+    shape = 2048, 512
+    weights = range(_BEYOND_CACHE // (shape[0] * shape[1]))
+    example = torch.ones(shape, dtype=torch.int8), torch.ones(shape[0]), _rounding()
+    seconds = {}
+    for kernel in (_of_fbgemm, _of_onednn):
+        products = [kernel(*example) for _ in weights]
+        for number in _ROWS:
+            states = torch.ones(number, shape[1])
+            seconds[kernel, number] = _shortest_time(products, states)
+    slower = (
+        number for number in _ROWS if seconds[_of_fbgemm, number] > seconds[_of_onednn, number]
+    )
+    return next(slower, 2 * _ROWS[-1]) // 2
+
+
+def _shortest_time(products: list[_Sums], states: torch.Tensor) -> float:
     """Return the shortest of several times, which other processes disturb least."""
     times = []
     for _ in range(7):
         start = time.perf_counter()
-        compute()
+        for sums in products:
+            _multiply_rounded(states, sums, None, _rounding())
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-@functools.cache
-def multiplies_exactly() -> bool:
-    """Tell whether this CPU adds products of int8 without overflow.
-
-    CPUs without VNNI or AMX add pairs of products in 16 bits, which overflow.
-    """
-    rows = torch.full((2, 64), float(_LARGEST))
-    values = torch.full((16, 64), _LARGEST, dtype=torch.int8)
-    expected = 64 * _LARGEST**2
-    try:
-        sums = _plain_sums(rows.clone(), values, torch.ones(16))
-        zeros = torch.zeros(16, dtype=torch.int64)
-        same = _packed_sums(rows.clone(), pack(values), torch.ones(16), zeros)
-    except (AttributeError, RuntimeError):
-        return False
-    return bool((sums == expected).all() and (same == expected).all())
 
 
 __all__ = [
     "Int8Embedding",
     "Int8Linear",
-    "Int8Product",
+    "PackedInt8",
     "multiplies_exactly",
     "multiply",
-    "pack",
     "round_weight",
 ]

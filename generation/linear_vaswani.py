@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .int8_vaswani import Int8Linear, Int8Product, multiplies_exactly, pack
+from .int8_vaswani import Int8Linear, PackedInt8, multiplies_exactly
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
@@ -38,7 +38,7 @@ class _Packed(NamedTuple):
     """
 
     values: torch.Tensor
-    packed: torch.Tensor
+    packed: torch.Tensor | PackedInt8
     scale: torch.Tensor | None
 
 
@@ -75,7 +75,7 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Product
 def _prepare_float(layers: tuple[Any, ...], after: str = "none") -> Product:
     """Return a function for layers with weights in floating point, as `prepare` does."""
     few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
-    weight: torch.Tensor | None = None
+    weight: Any = None
     bias: torch.Tensor | None = None
     in_use = len(layers) > 1 or len(layers) in _packed_of.get(layers[0], {})
 
@@ -106,11 +106,11 @@ def _prepare_int8(layers: tuple[Any, ...]) -> Product:
             in_use = True
             return _apply(layers, states)
         if prepared is None:
-            weight, bias = _packed_weight(layers), _joined_bias(layers)
-            if multiplies_exactly() and weight.scale is not None:
-                prepared = Int8Product(weight.values, weight.packed, weight.scale, bias)
+            weight, bias = _packed_weight(layers).packed, _joined_bias(layers)
+            if isinstance(weight, PackedInt8):
+                prepared = functools.partial(weight.multiply, bias=bias)
             else:
-                prepared = functools.partial(_multiply_float32, weight.packed, bias)
+                prepared = functools.partial(_multiply_float32, weight, bias)
         return prepared(states)
 
     return product
@@ -231,8 +231,8 @@ def _pack(values: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(values)
 
 
-def _pack_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return pack(values) if multiplies_exactly() else _pack(values * scale[:, None])
+def _pack_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | PackedInt8:
+    return PackedInt8(values, scale) if multiplies_exactly() else _pack(values * scale[:, None])
 
 
 def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor | None:

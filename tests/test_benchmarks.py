@@ -162,6 +162,15 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys):
     assert "beam 2, batch 2, long sentences, glibc, native" in printed
     generation.main(["--ranges", "--results", str(tmp_path / "out")])
     assert "| batch 1 | batch 2 |" in capsys.readouterr().out
+    generation.main([*command, "--profile", str(tmp_path / "profile.json")])
+    results = json.loads((tmp_path / "profile.json").read_text())
+    assert {"command", "commit", "hardware", "versions", "date", "host"} < results.keys()
+    measured = [(row["precision"], row["batch"]) for row in results["profile"]]
+    assert measured == [
+        (kind, size) for kind in ("float32", "bfloat16", "int8") for size in (1, 32)
+    ]
+    for row in results["profile"]:
+        assert 0.5 < sum(row["shares"].values()) <= 1.01
 
 
 def speed_row(engine, precision, seconds, **changes):

@@ -527,26 +527,28 @@ def test_decoding_speed_and_memory_come_from_the_latest_results_file():
     assert results_of("memory")["command"] in page.commands()
 
 
-def test_ratios_of_decoding_speed_are_ranges_over_all_hosts(monkeypatch):
+def test_ratios_and_missed_aims_of_decoding_come_from_the_files_of_all_hosts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location(
         "decoding_benchmark", ROOT / "benchmarks" / "generation.py"
     )
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    assert "\n".join(benchmark.ranges(RESULTS / "generation")) in DOCS["results"].text
+    for table in (benchmark.ranges, benchmark.missed):
+        assert "\n".join(table(RESULTS / "generation")) in DOCS["results"].text
 
 
-def test_missed_aims_of_decoding_are_as_listed():
-    found = [row for results in reversed(results_of_hosts()) for row in results["ratios"]]
-    missed = [row for row in found if row["aim"] and row["median"] < row["aim"]]
-    listed = DOCS["results"].rows("missed aim |")
-    assert [cells[1:] for cells in listed] == [
-        [f"{row['median']:.2f}", f"{row['aim']:g}"] for row in missed
+def test_the_profile_of_decoding_comes_from_its_results_file():
+    results = results_of("decoding-profile")
+    assert results["command"] in DOCS["results"].commands()
+    shares = [row["shares"] for row in results["profile"]]
+    operators = dict.fromkeys(name for row in shares for name in row)
+    cells = {
+        name: [f"{row[name]:.0%}" if name in row else "" for row in shares] for name in operators
+    }
+    assert DOCS["results"].rows("operator |") == [
+        [f"`{name}`", *row] for name, row in cells.items()
     ]
-    for (name, *_), row in zip(listed, missed, strict=True):
-        assert name.startswith(f"{row['ours']}, over {row['peer']}: ")
-        assert f"batch {row['batch']}" in name
 
 
 def test_figures_of_allocators_come_from_their_results_file():

@@ -148,14 +148,18 @@ ATTRIBUTES = {
     """,
     "transformers.PreTrainedTokenizerFast": "_auto_class",
     "transformers.models.auto.configuration_auto.CONFIG_MAPPING": "_extra_content",
-    "torch": "_int_mm",
+    "torch": "_int_mm _make_per_channel_quantized_tensor",
 }
-# Operators of torch.ops.mkldnn and torch.ops.onednn, with their schemas.
+# Operators of torch.ops.mkldnn, torch.ops.onednn and torch.ops.quantized, with their schemas.
 OPERATORS = {
     "_is_mkldnn_bf16_supported": "() -> bool",
     "_linear_pointwise": "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
     "str? algorithm) -> Tensor",
     "_reorder_linear_weight": "(Tensor self, int? batch_size=None) -> Tensor",
+    "linear_prepack": "(Tensor W, Tensor? B=None) -> "
+    "__torch__.torch.classes.quantized.LinearPackedParamsBase",
+    "linear_with_input_q_dq_qweight_dq_output_fp32": "(Tensor X, float X_scale, int X_zero_point, "
+    "__torch__.torch.classes.quantized.LinearPackedParamsBase W_prepack) -> Tensor",
     "qlinear_pointwise": "(Tensor qx, float x_scale, int x_zero_point, Tensor qw, Tensor w_scale, "
     "Tensor w_zero_point, Tensor? bias, float output_scale, int output_zero_point, "
     "ScalarType? output_dtype, str post_op_name, Scalar?[] post_op_args, "
@@ -293,7 +297,8 @@ def test_an_attribute_is_there(owner, name):
 
 @pytest.mark.parametrize(("name", "schema"), OPERATORS.items(), ids=OPERATORS)
 def test_an_operator_of_torch_is_there_with_its_schema(name, schema):
-    space = "mkldnn" if name.startswith("_") else "onednn"
+    spaces = {"_": "mkldnn", "q": "onednn", "l": "quantized"}
+    space = spaces[name[0]]
     operator = found(f"torch.ops.{space}.{name}")
     now = re.sub(r"^[^(]+|(?<!->) \w+$", "", str(operator.default._schema))
     assert now == schema, f"torch.ops.{space}.{name} has another schema: {', '.join(users(name))}"

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import pickle
+import platform
 import subprocess
 import sys
 
@@ -28,10 +29,9 @@ from vaswani.generation import int8_vaswani, linear_vaswani
 from vaswani.generation.int8_vaswani import (
     Int8Embedding,
     Int8Linear,
-    Int8Product,
+    PackedInt8,
     multiplies_exactly,
     multiply,
-    pack,
     round_weight,
 )
 from vaswani.generation.linear_vaswani import prepare
@@ -121,35 +121,83 @@ class TestProducts:
         assert (values.abs().amax(dim=1)[others] >= 126).all()
         assert (values[3] == 0).all()
 
-    @exact
-    def test_a_product_is_that_of_rounded_states_and_rounded_weights(self):
+    @pytest.fixture(params=[8, 7])
+    def rounding(self, request, monkeypatch):
+        """The rounding of states on CPUs with VNNI, and on others."""
+        rounding = {8: int8_vaswani._8_BITS, 7: int8_vaswani._7_BITS}[request.param]
+        if not int8_vaswani._exact_kernels(rounding):
+            pytest.skip(f"this CPU has no exact products of {request.param} bits")
+        monkeypatch.setattr(int8_vaswani, "_rounding", lambda: rounding)
+        return rounding
+
+    def test_a_product_is_that_of_rounded_states_and_rounded_weights(self, rounding):
         states, weight, bias = torch.randn(7, 96), torch.randn(50, 96), torch.randn(50)
         values, scale = round_weight(weight)
-        step = states.abs().amax(dim=1, keepdim=True).double() / 127
+        step = states.abs().amax(dim=1, keepdim=True).double() / rounding.largest
         expected = (states.double() / step).round() @ values.double().t()
         expected = expected * step * scale.double() + bias.double()
         torch.testing.assert_close(
             multiply(states, values, scale, bias).double(), expected, rtol=1e-5, atol=1e-4
         )
 
-    @exact
     @pytest.mark.parametrize("inputs", [33, 512, 2048])
-    def test_a_row_does_not_depend_on_other_rows_nor_on_the_kernel(self, inputs, monkeypatch):
+    def test_a_row_does_not_depend_on_other_rows_nor_on_the_kernel(
+        self, inputs, rounding, monkeypatch
+    ):
         states = torch.randn(64, inputs) * torch.logspace(-3, 3, 64)[:, None]
         values, scale = round_weight(torch.randn(200, inputs))
         values[:20] = 127  # the largest sums
         bias = torch.randn(200)
         whole = multiply(states, values, scale, bias)
-        for faster in (True, False):
-            monkeypatch.setattr(int8_vaswani, "_is_faster_unpacked", lambda *_, f=faster: f)
-            product = Int8Product(values, pack(values), scale, bias)
-            for rows in (1, 2, 3, 5, 8, 17, 64):
+        kernels = int8_vaswani._exact_kernels(rounding)
+        assert len(kernels) > 1
+        for kernel in (*kernels, int8_vaswani._of_floats):
+            monkeypatch.setattr(int8_vaswani, "_fastest", lambda *_, kernel=kernel: kernel)
+            weight = PackedInt8(values, scale)
+            for rows in (0, 1, 2, 3, 5, 8, 17, 64):
                 for start in (0, 64 - rows):
                     some = states[start : start + rows]
-                    assert torch.equal(product(some), whole[start : start + rows])
-                    assert torch.equal(multiply(some, values, scale, bias), product(some))
+                    assert torch.equal(weight.multiply(some, bias), whole[start : start + rows])
+                    assert torch.equal(
+                        multiply(some, values, scale, bias), whole[start : start + rows]
+                    )
 
-    def test_rows_of_zeros_and_no_rows_at_all(self):
+    def test_few_rows_are_multiplied_by_one_kernel_and_many_by_another(self, monkeypatch):
+        kernels = int8_vaswani._of_fbgemm, int8_vaswani._of_onednn
+        monkeypatch.setattr(int8_vaswani, "_exact_kernels", lambda _: kernels)
+        monkeypatch.setattr(int8_vaswani, "_few_rows", lambda threads: 16 * threads)
+        chosen = [int8_vaswani._fastest(rows, 2) for rows in (1, 32, 33, 500)]
+        assert chosen == [kernels[0], kernels[0], kernels[1], kernels[1]]
+        for only in kernels:
+            monkeypatch.setattr(int8_vaswani, "_exact_kernels", lambda _, only=only: (only,))
+            assert {int8_vaswani._fastest(rows, 1) for rows in (1, 500)} == {only}
+
+    @pytest.mark.parametrize("slower", [16, 64, 256, None])
+    def test_the_number_of_few_rows_is_measured(self, slower, monkeypatch):
+        kernels = int8_vaswani._exact_kernels(int8_vaswani._rounding())
+        if len({int8_vaswani._of_fbgemm, int8_vaswani._of_onednn} & set(kernels)) < 2:
+            pytest.skip("this CPU has one kernel")
+
+        def seconds(products, states):
+            few = slower is None or len(states) < slower
+            fbgemm = "fbgemm" in products[0].__qualname__
+            return 1.0 if fbgemm == few else 2.0
+
+        monkeypatch.setattr(int8_vaswani, "_shortest_time", seconds)
+        few = int8_vaswani._few_rows.__wrapped__(1)
+        assert few == (slower or 512) // 2
+
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86 CPUs")
+    def test_a_cpu_with_avx2_alone_rounds_states_to_7_bits(self):
+        code = (
+            "from vaswani.generation import int8_vaswani; print(int8_vaswani._rounding().largest)"
+        )
+        limits = dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS"), "AVX2")
+        command, restricted = [sys.executable, "-c", code], environment(**limits)
+        found = subprocess.run(command, env=restricted, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == "63"
+
+    def test_rows_of_zeros_and_no_rows_at_all(self, rounding):
         values, scale = round_weight(torch.randn(16, 24))
         assert (multiply(torch.zeros(2, 3, 24), values, scale, None) == 0).all()
         assert multiply(torch.zeros(0, 24), values, scale, None).shape == (0, 16)
