@@ -35,6 +35,8 @@ _TRAVELLING_FILES = (
     "generation/incremental_vaswani.py",
     "generation/limits_vaswani.py",
     "generation/int8_vaswani.py",
+    "generation/kernels_vaswani.py",
+    "generation/compiled_vaswani.py",
     "generation/linear_vaswani.py",
     "modeling/loss_vaswani.py",
     "modeling/packing_vaswani.py",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from .compiled_vaswani import CompiledLayers
 from .linear_vaswani import prepare
 
 _FIRST_CAPACITY = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
@@ -28,10 +29,18 @@ class _DecoderLayer:
         self.past_qkv = prepare(self.past.q_proj, self.past.k_proj, self.past.v_proj)
         self.past_output = prepare(self.past.out_proj)
         if self.source is not None:
+            self.source_keys = prepare(self.source.k_proj)
+            self.source_values = prepare(self.source.v_proj)
             self.source_query = prepare(self.source.q_proj)
             self.source_output = prepare(self.source.out_proj)
         self.fc1 = prepare(layer.fc1, activation=layer.activation_fn)
         self.fc2 = prepare(layer.fc2)
+
+    def read_source(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the encoder's output (B, S, D): keys and values (B, H, S, d_k or d_v)."""
+        keys, values = self.source_keys(source), self.source_values(source)
+        split = self.source._split_heads
+        return split(keys, self.source.d_k), split(values, self.source.d_v)
 
     def __call__(
         self, states: torch.Tensor, attend_past: Callable, attend_source: Callable
@@ -190,6 +199,7 @@ class IncrementalDecoder:
         # Keys and values of the target, (L, B, H, N, d_k or d_v).
         self.keys, self.values = torch.empty(0), torch.empty(0)
         self.attention: _Attention | None = None
+        self.compiled: CompiledLayers | None = None
         self.used = 0  # positions of the N that are taken
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
         self.position = 0  # position of the next token in the sentence, padding included
@@ -202,8 +212,7 @@ class IncrementalDecoder:
             nothing = padding.all(dim=3, keepdim=True)
         for layer in self.layers:
             keys, values = (
-                states.to(self.no_mask.dtype).contiguous()
-                for states in layer.source._keys_values(source)
+                states.to(self.no_mask.dtype).contiguous() for states in layer.read_source(source)
             )  # (B, H, S, d_k or d_v)
             self.source.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
             if nothing is not None:
@@ -239,6 +248,15 @@ class IncrementalDecoder:
         shape = len(self.layers), sentences, heads, 0
         self.keys = self.no_mask.new_empty((*shape, d_k))
         self.values = self.no_mask.new_empty((*shape, d_v))
+        if self.decoder.dtype == torch.float32 and self.no_mask.device.type == "cpu":
+            self.compiled = CompiledLayers.prepare(self.decoder.layers, heads)
+            self._show_source()
+
+    def _show_source(self) -> None:
+        """Tell the compiled layers where the keys and values of the source are."""
+        if self.compiled is not None and self.source:
+            tokens = self.source[0][1].shape[1]
+            self.compiled.read_source(self.source, self.source_mask[:, 0, 0].expand(-1, tokens))
 
     def _mask_of_prompt(self, length: int) -> torch.Tensor:
         """Say what the prompt's tokens see of each other: (T, T) or (B, 1, T, T), 0 or -inf."""
@@ -266,9 +284,9 @@ class IncrementalDecoder:
             open_rows: (R,) the hypotheses to compute, among B * K; None means all.
         """
         states = self._embed(tokens, open_rows)
-        masked = tokens.shape[1] > 1 or self.padding is not None
-        mask = self._descend(tokens.shape, parents) if masked else None
-        states = self._decode(states, tokens.shape, open_rows, mask)
+        if tokens.shape[1] > 1 or self.padding is not None:
+            self._descend(tokens.shape, parents)
+        states = self._decode(states, tokens.shape, open_rows)
         self.position += 1
         return states
 
@@ -295,6 +313,7 @@ class IncrementalDecoder:
         self.source_mask = kept(self.source_mask) if self.source else self.no_mask
         self.padding = None if self.padding is None else kept(self.padding)
         self.past = None if self.past is None else kept(self.past)
+        self._show_source()
 
     def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Embed the tokens (B, K) of some rows at their next positions (3.4, 3.5): (R, D)."""
@@ -316,7 +335,7 @@ class IncrementalDecoder:
         states: torch.Tensor,
         shape: torch.Size,
         rows: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the layers on states (R, D).
 
@@ -324,10 +343,12 @@ class IncrementalDecoder:
             states: (R, D).
             shape: (B, K), or (B, T) while a prefix is read.
             rows: (R,) the hypotheses of the states, among B * K; None means all.
-            mask: for the attention to the target, as the function for attention takes it.
+            mask: what the tokens of a prompt see of each other.
         """
         self._make_room(shape[1])
         end = self.used + shape[1]
+        if self.compiled is not None and (self.position > 0 or shape[1] == 1):
+            return self._decode_compiled(states, shape, rows, end)
         heads, d_k, d_v = self.keys.shape[2], self.keys.shape[4], self.values.shape[4]
         source_mask = self.source_mask
         attend: Callable = _attend_from_prompt
@@ -336,6 +357,8 @@ class IncrementalDecoder:
                 widths = d_k, d_v
                 self.attention = _Attention(shape, heads, widths, self.no_mask, states.dtype)
             attend, source_mask = self.attention, source_mask.flatten(0, 1)
+            if self.past is not None:
+                mask = self.past[:, None, :, :end].expand(-1, heads, -1, -1).flatten(0, 1)
         mask = self.no_mask if mask is None else mask
         # By layer: the places of new keys and values, (B, K, H, d), and those of the whole past.
         new_keys = self.keys[:, :, :, self.used : end].transpose(2, 3).unbind()
@@ -364,8 +387,25 @@ class IncrementalDecoder:
         self.used = end
         return self.decoder.layer_norm(states)
 
-    def _descend(self, shape: torch.Size, parents: torch.Tensor | None) -> torch.Tensor:
-        """Return a mask (B * H, K, N): each hypothesis sees its parent's past and itself."""
+    def _decode_compiled(
+        self, states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None, end: int
+    ) -> torch.Tensor:
+        """Run the layers on states (R, D) of one token for each hypothesis, as `_decode` does."""
+        assert self.compiled is not None
+        if rows is not None:  # a hypothesis that cannot win may still be computed later
+            self.keys[:, :, :, self.used : end] = 0
+            self.values[:, :, :, self.used : end] = 0
+        mask = self.no_mask[0].new_zeros(1, end)
+        if self.past is not None:
+            mask = self.past[:, :, :end].flatten(0, 1)
+        states = self.compiled.run(
+            states.contiguous(), shape, rows, self.keys, self.values, mask, self.used
+        )
+        self.used = end
+        return self.decoder.layer_norm(states)
+
+    def _descend(self, shape: torch.Size, parents: torch.Tensor | None) -> None:
+        """Let each hypothesis see its parent's past and itself."""
         sentences, beams = shape
         if self.past is None:
             self.past = self.no_mask.new_full((sentences, beams, self.keys.shape[3]), -torch.inf)
@@ -378,7 +418,6 @@ class IncrementalDecoder:
         assert self.past is not None
         end = self.used + beams
         self.past[:, :, self.used : end].diagonal(dim1=1, dim2=2).zero_()
-        return self.past[:, None, :, :end].expand(-1, self.keys.shape[2], -1, -1).flatten(0, 1)
 
     def _make_room(self, positions: int) -> None:
         """Make room in the cache for more positions."""

@@ -21,10 +21,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from .kernels_vaswani import Panels, library
+from .kernels_vaswani import multiply as multiply_panels
+
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
 _EXACT = 2**24  # integers up to here are exact in float32
-_ROWS = (16, 64, 256)  # measured to choose between kernels
+_ROWS = (4, 32, 256)  # numbers of rows for which the fastest kernel is measured
 _BEYOND_CACHE = 2**23  # bytes of weights that push each other out of a core's cache
 # A float of this size has no bits for fractions. Adding it rounds a number to an integer, which is
 # then found in the low bits of the sum.
@@ -52,6 +55,8 @@ _PACKING = threading.Lock()  # the engine of quantized tensors is a setting of t
 
 # Rounds rows of states (R, in), which it may overwrite, and multiplies them by a weight: (R, out)
 _Sums = Callable[[torch.Tensor], torch.Tensor]
+# Multiplies float32 rows (R, in) by a weight, adds a bias, and applies ReLU if told so: (R, out)
+_Product = Callable[[torch.Tensor, torch.Tensor | None, bool], torch.Tensor]
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,15 +138,27 @@ class PackedInt8:
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         self.values, self.scale = values, scale
-        self._sums: dict[Callable, _Sums] = {}
+        self._products: dict[Callable, _Product] = {}
 
-    def multiply(self, states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    @functools.cached_property
+    def panels(self) -> Panels:
+        """The weight in the layout of the compiled kernels."""
+        return _panels(self.values, self.scale, _rounding())
+
+    def multiply(
+        self, states: torch.Tensor, bias: torch.Tensor | None = None, relu: bool = False
+    ) -> torch.Tensor:
         """Round states (..., in), multiply them by the weight, and add a bias: (..., out)."""
-        kernel = _fastest(states.numel() // states.shape[-1], torch.get_num_threads())
-        sums = self._sums.get(kernel)
-        if sums is None:
-            sums = self._sums[kernel] = kernel(self.values, self.scale, _rounding())
-        return _multiply_rounded(states, sums, bias, _rounding())
+        rows = states.numel() // states.shape[-1]
+        kernel = _fastest(rows, self.values.shape[1], torch.get_num_threads())
+        product = self._products.get(kernel)
+        if product is None:
+            if kernel is _compiled:
+                product = _of_panels(self.panels, _rounding())
+            else:
+                product = kernel(self.values, self.scale, _rounding())
+            self._products[kernel] = product
+        return _multiply_rows(product, states, bias, relu)
 
 
 def multiply(
@@ -155,31 +172,62 @@ def multiply(
         scale: (out,) of the weight.
         bias: (out,).
     """
-    kernel = _of_int8 if _of_int8 in _exact_kernels(_rounding()) else _of_floats
-    return _multiply_rounded(states, kernel(values, scale, _rounding()), bias, _rounding())
+    kernels = _exact_kernels(_rounding())
+    kernel = _of_floats
+    if _compiled in kernels and values.shape[1] % 4 == 0:
+        kernel = _compiled
+    elif _of_int8 in kernels:
+        kernel = _of_int8
+    return _multiply_rows(kernel(values, scale, _rounding()), states, bias)
 
 
-def _multiply_rounded(
-    states: torch.Tensor, sums: _Sums, bias: torch.Tensor | None, rounding: _Rounding
+def _multiply_rows(
+    product: _Product, states: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
 ) -> torch.Tensor:
-    """Scale each row of states (..., in), and multiply the rows: (..., out)."""
+    """Multiply states (..., in) of any dtype: (..., out)."""
     rows = states if states.dim() == 2 else states.reshape(-1, states.shape[-1])
     rows = rows if rows.dtype == torch.float32 else rows.float()
-    scaled = rows.abs()
-    largest = scaled.amax(1, True).clamp_min_(_SMALLEST)
-    output = sums(torch.mul(rows, rounding.steps / largest, out=scaled))
-    if bias is None:
-        output.mul_(largest)
-    else:
-        torch.addcmul(bias, output, largest, out=output)
+    output = product(rows, bias if bias is None else bias.float(), relu)
     output = output if output.dtype == states.dtype else output.to(states.dtype)
     return output if states.dim() == 2 else output.view(*states.shape[:-1], output.shape[1])
 
 
-# Kernels. Each makes a function from a weight's values (out, in), its scale (out,) and a rounding.
+def _of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
+    """Return a product that scales each row of states, and leaves the rest to `sums`."""
+
+    def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
+        scaled = rows.abs()
+        largest = scaled.amax(1, True).clamp_min_(_SMALLEST)
+        output = sums(torch.mul(rows, rounding.steps / largest, out=scaled))
+        if bias is None:
+            output.mul_(largest)
+        else:
+            torch.addcmul(bias, output, largest, out=output)
+        return output.relu_() if relu else output
+
+    return product
 
 
-def _of_int8(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+# Kernels. Each makes a product of a weight's values (out, in), its scale (out,) and a rounding.
+
+
+def _compiled(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
+    """Multiply unsigned by signed integers with the kernel of this package."""
+    return _of_panels(_panels(values, scale, rounding), rounding)
+
+
+def _panels(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> Panels:
+    return Panels.pack(values, scale.float() * rounding.step)
+
+
+def _of_panels(panels: Panels, rounding: _Rounding) -> _Product:
+    def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
+        return multiply_panels(rows, panels, bias, rounding.largest, relu)
+
+    return product
+
+
+def _of_int8(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply signed integers, without packing."""
     scale = scale.float() * rounding.step
 
@@ -187,10 +235,10 @@ def _of_int8(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> 
         rounded = rows.add_(rounding.to_signed).view(torch.int32).to(torch.int8)
         return torch._int_mm(rounded, values.t()) * scale
 
-    return sums
+    return _of_rounded(sums, rounding)
 
 
-def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply integers in float32, without packing. Sums of few products are exact there."""
     scale = scale.float() * rounding.step
     at_once = _EXACT // (_LARGEST * rounding.largest)
@@ -200,10 +248,10 @@ def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
         totals = [F.linear(row, part.float()).double() for row, part in parts]
         return torch.stack(totals).sum(dim=0).float() * scale
 
-    return sums
+    return _of_rounded(sums, rounding)
 
 
-def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with oneDNN, which is fast with many rows."""
     packed = torch.ops.onednn.qlinear_prepack(values, None)
     scale, zeros = scale.float() * rounding.step, torch.zeros(len(scale), dtype=torch.int64)
@@ -215,10 +263,10 @@ def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
             rounded, 1.0, zero_point, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
         )
 
-    return sums
+    return _of_rounded(sums, rounding)
 
 
-def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Sums:
+def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with FBGEMM, which is fast with few rows and on AVX2."""
     quantized = torch.ops.quantized
     zeros = torch.zeros(len(scale), dtype=torch.int64)
@@ -238,7 +286,10 @@ def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
             rows.round_(), 1.0, rounding.zero_point, packed
         )
 
-    return sums
+    return _of_rounded(sums, rounding)
+
+
+_PACKING_KERNELS = (_compiled, _of_onednn, _of_fbgemm)
 
 
 @functools.cache
@@ -252,11 +303,13 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
     values[8:] = -_LARGEST
     rows = torch.tensor([[rounding.largest], [-rounding.largest]]).expand(2, 64).float()
     scale = torch.ones(16)
-    expected = (rows @ values.t().float()) * (scale * rounding.step)
+    expected = (rows @ values.t().float()) * (scale * rounding.step) * rounding.largest
     exact = []
-    for kernel in (_of_int8, _of_onednn, _of_fbgemm):
+    for kernel in (_of_int8, *_PACKING_KERNELS):
+        if kernel is _compiled and library() is None:
+            continue
         try:
-            found = kernel(values, scale, rounding)(rows.clone())
+            found = kernel(values, scale, rounding)(rows, None, False)
         except (AttributeError, RuntimeError):
             continue  # this build of torch has no such kernel
         if torch.equal(found, expected):
@@ -268,54 +321,56 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
 def _rounding() -> _Rounding:
     """Return the finest rounding of states with which some kernel for packed weights is exact."""
     for rounding in (_8_BITS, _7_BITS):
-        if {_of_onednn, _of_fbgemm} & set(_exact_kernels(rounding)):
+        if set(_PACKING_KERNELS) & set(_exact_kernels(rounding)):
             return rounding
     return _8_BITS
 
 
 def multiplies_exactly() -> bool:
     """Tell whether this CPU adds products of packed int8 weights without overflow."""
-    return bool({_of_onednn, _of_fbgemm} & set(_exact_kernels(_rounding())))
+    return bool(set(_PACKING_KERNELS) & set(_exact_kernels(_rounding())))
 
 
-def _fastest(rows: int, threads: int) -> Callable:
+def compiled_rounding(inputs: int) -> int | None:
+    """Return what the compiled kernel rounds states to; None if it cannot serve a weight."""
+    rounding = _rounding()
+    serves = inputs % 4 == 0 and _compiled in _exact_kernels(rounding)
+    return rounding.largest if serves else None
+
+
+def _fastest(rows: int, inputs: int, threads: int) -> Callable:
     """Choose a kernel for packed weights. All kernels have the same results."""
-    kernels = _exact_kernels(_rounding())
-    if _of_fbgemm not in kernels or rows == 0:
-        return _of_onednn
-    few = _few_rows(threads) if _of_onednn in kernels else rows
-    return _of_fbgemm if rows <= few else _of_onednn
+    measured = next((number for number in _ROWS if rows <= number), _ROWS[-1])
+    ranking = _ranking(measured, threads)
+    return ranking[0] if inputs % 4 == 0 or ranking[0] is not _compiled else ranking[1]
 
 
 @functools.cache
-def _few_rows(threads: int) -> int:
-    """Measure up to how many rows FBGEMM is faster than oneDNN on this CPU.
+def _ranking(rows: int, threads: int) -> tuple[Callable, ...]:
+    """List the kernels for packed weights by the time that a product of some rows takes here.
 
     A step of a model multiplies by many weights, so no weight stays in the cache of a core, and
     none does here.
     """
+    exact = _exact_kernels(_rounding())
+    kernels = [kernel for kernel in _PACKING_KERNELS if kernel in exact]
     shape = 2048, 512
-    weights = range(_BEYOND_CACHE // (shape[0] * shape[1]))
     example = torch.ones(shape, dtype=torch.int8), torch.ones(shape[0]), _rounding()
+    states = torch.ones(rows, shape[1])
     seconds = {}
-    for kernel in (_of_fbgemm, _of_onednn):
-        products = [kernel(*example) for _ in weights]
-        for number in _ROWS:
-            states = torch.ones(number, shape[1])
-            seconds[kernel, number] = _shortest_time(products, states)
-    slower = (
-        number for number in _ROWS if seconds[_of_fbgemm, number] > seconds[_of_onednn, number]
-    )
-    return next(slower, 2 * _ROWS[-1]) // 2
+    for kernel in kernels:
+        weights = range(_BEYOND_CACHE // (shape[0] * shape[1]))
+        seconds[kernel] = _shortest_time([kernel(*example) for _ in weights], states)
+    return tuple(sorted(kernels, key=lambda kernel: seconds[kernel]))
 
 
-def _shortest_time(products: list[_Sums], states: torch.Tensor) -> float:
+def _shortest_time(products: list[_Product], states: torch.Tensor) -> float:
     """Return the shortest of several times, which other processes disturb least."""
     times = []
     for _ in range(7):
         start = time.perf_counter()
-        for sums in products:
-            _multiply_rounded(states, sums, None, _rounding())
+        for product in products:
+            product(states, None, False)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -324,6 +379,7 @@ __all__ = [
     "Int8Embedding",
     "Int8Linear",
     "PackedInt8",
+    "compiled_rounding",
     "multiplies_exactly",
     "multiply",
     "round_weight",

@@ -17,29 +17,35 @@ import platform
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from .int8_vaswani import Int8Linear, PackedInt8, multiplies_exactly
+from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
+from .kernels_vaswani import Panels, Product
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
 
-Product = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
+Multiply = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
 
 
-class _Packed(NamedTuple):
-    """Concatenated weights of layers (out, in), and the same values in oneDNN's layout.
+class _Packed:
+    """Concatenated weights of layers (out, in), and the same values in layouts of products.
 
-    int8 weights have scales (out,) too. On a CPU that cannot multiply int8 exactly, `packed` holds
-    values times scales in float32.
+    int8 weights have scales (out,) too.
     """
 
-    values: torch.Tensor
-    packed: torch.Tensor | PackedInt8
-    scale: torch.Tensor | None
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor | None) -> None:
+        self.values, self.scale = values, scale
+        self._layouts: dict[Callable, Any] = {}
+
+    def layout(self, make: Callable) -> Any:
+        """Return what `make` makes of the values and the scale, which it makes once."""
+        if make not in self._layouts:
+            self._layouts[make] = make(self.values, self.scale)
+        return self._layouts[make]
 
 
 # Packed weights by the first of their layers, then by the number of layers. The keys are weak, so
@@ -47,32 +53,32 @@ class _Packed(NamedTuple):
 _packed_of: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakKeyDictionary()
 
 
-def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Product:
+def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multiply:
     """Return a function that applies layers to the same states and concatenates their outputs.
 
-    The function applies `activation` to the outputs, if there is one. oneDNN computes ReLU as part
-    of the product, with the same result.
+    The function applies `activation` to the outputs, if there is one. ReLU is part of the product,
+    with the same result.
 
-    The function serves one call of `generate`. A layer that was never packed computes its first
-    product without packing. Its second product shows that it is used in every step, so packing
-    pays. Layers of the encoder compute one product only.
+    The function serves one call of `generate`. A layer in floating point that was never packed
+    computes its first product without packing. Its second product shows that it is used in every
+    step, so packing pays. Layers of the encoder compute one product only. int8 weights are small,
+    and are always packed.
     """
     layers = tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
-    product: Product
+    product: Multiply
     if not all(map(_can_prepare, layers)) or len(set(map(type, layers))) > 1:
         product = functools.partial(_apply, layers)
-    elif isinstance(layers[0], Int8Linear):
-        product = _prepare_int8(layers)
-    elif type(activation) is nn.ReLU and not _is_changed(activation):
-        return _prepare_float(layers, "relu")
     else:
-        product = _prepare_float(layers)
+        prepared = _prepare_int8 if isinstance(layers[0], Int8Linear) else _prepare_float
+        if type(activation) is nn.ReLU and not is_changed(activation):
+            return prepared(layers, relu=True)
+        product = prepared(layers)
     return product if activation is None else lambda states: activation(product(states))
 
 
-def _prepare_float(layers: tuple[Any, ...], after: str = "none") -> Product:
+def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     """Return a function for layers with weights in floating point, as `prepare` does."""
     few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: Any = None
@@ -83,45 +89,41 @@ def _prepare_float(layers: tuple[Any, ...], after: str = "none") -> Product:
         nonlocal weight, bias, in_use
         if states.numel() <= few_values:
             output = _apply(layers, states)
-            return output.relu_() if after == "relu" else output
+            return output.relu_() if relu else output
         # A single row must be packed: without packing it would be rounded differently.
         if not in_use and states.numel() > layers[0].in_features:
             in_use = True
-            return _multiply(states, layers[0].weight, layers[0].bias, after)
+            return _multiply(states, layers[0].weight, layers[0].bias, relu)
         if weight is None:
-            weight, bias = _packed_weight(layers).packed, _joined_bias(layers)
-        return _multiply(states, weight, bias, after)
+            weight, bias = _packed_weight(layers).layout(_pack), _joined_bias(layers)
+        return _multiply(states, weight, bias, relu)
 
     return product
 
 
-def _prepare_int8(layers: tuple[Any, ...]) -> Product:
+def _prepare_int8(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     """Return a function for layers with int8 weights, as `prepare` does."""
-    prepared: Product | None = None
-    in_use = len(layers) > 1 or len(layers) in _packed_of.get(layers[0], {})
+    prepared: Multiply | None = None
 
     def product(states: torch.Tensor) -> torch.Tensor:
-        nonlocal prepared, in_use
-        if not in_use:
-            in_use = True
-            return _apply(layers, states)
+        nonlocal prepared
         if prepared is None:
-            weight, bias = _packed_weight(layers).packed, _joined_bias(layers)
+            weight, bias = _packed_weight(layers).layout(_pack_int8), _joined_bias(layers)
             if isinstance(weight, PackedInt8):
-                prepared = functools.partial(weight.multiply, bias=bias)
+                prepared = functools.partial(weight.multiply, bias=bias, relu=relu)
             else:
-                prepared = functools.partial(_multiply_float32, weight, bias)
+                prepared = functools.partial(_multiply_float32, weight, bias, relu)
         return prepared(states)
 
     return product
 
 
 def _multiply_float32(
-    weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor
+    weight: torch.Tensor, bias: torch.Tensor | None, relu: bool, states: torch.Tensor
 ) -> torch.Tensor:
     """Multiply states of any dtype by a weight in float32."""
     bias = None if bias is None else bias.float()
-    return _multiply(states.float(), weight, bias).to(states.dtype)
+    return _multiply(states.float(), weight, bias, relu).to(states.dtype)
 
 
 def _apply(layers: tuple[nn.Linear, ...], states: torch.Tensor) -> torch.Tensor:
@@ -132,9 +134,10 @@ def _apply(layers: tuple[nn.Linear, ...], states: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: str = "none"
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
 ) -> torch.Tensor:
-    """Multiply by a weight with oneDNN, packed or not, and apply "relu" or "none"."""
+    """Multiply by a weight with oneDNN, packed or not."""
+    after = "relu" if relu else "none"
     return torch.ops.mkldnn._linear_pointwise(states, weight, bias, after, [], "")
 
 
@@ -142,7 +145,7 @@ class PreparedLinear(nn.Linear):
     """A linear layer in a prepared copy of a model. It shares the parameters of its original."""
 
     original: nn.Linear
-    product: Product
+    product: Multiply
 
     def __init__(self, linear: nn.Linear) -> None:
         vars(self).update(_registries(linear), original=linear, product=prepare(linear))
@@ -186,22 +189,27 @@ def _registries(module: nn.Module) -> dict[str, Any]:
 
 
 def _can_prepare(module: nn.Module) -> bool:
-    """Tell whether a module is a plain linear layer on a CPU, of a dtype that oneDNN packs."""
+    """Tell whether a module is a plain linear layer, of a dtype that oneDNN packs."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False  # oneDNN's products record no gradients and ignore autocast
-    if type(module) not in (nn.Linear, Int8Linear) or _is_changed(module):
+    if not is_plain(module) or module.weight.numel() < _WORTH_PACKING:
+        return False
+    return bool(torch.backends.mkldnn.enabled) and module.weight.dtype in _packed_dtypes()
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer on a CPU, and computes nothing else."""
+    if type(module) not in (nn.Linear, Int8Linear) or is_changed(module):
         return False
     weight = module.weight
     if weight.device.type != "cpu" or weight.layout != torch.strided:
         return False
     if (weight.dtype == torch.int8) != isinstance(module, Int8Linear):
         return False
-    if weight.numel() < _WORTH_PACKING or type(weight.data) is not torch.Tensor:
-        return False
-    return bool(torch.backends.mkldnn.enabled) and weight.dtype in _packed_dtypes()
+    return type(weight.data) is torch.Tensor
 
 
-def _is_changed(module: nn.Module) -> bool:
+def is_changed(module: nn.Module) -> bool:
     """Tell whether a module has hooks or a `forward` of its own."""
     return bool("forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks)
 
@@ -220,19 +228,48 @@ def _packed_weight(layers: tuple[nn.Linear, ...]) -> _Packed:
         return earlier
     earlier = None
     by_number.pop(len(layers), None)  # free the old copies before the new ones are made
-    # Pack the copy, not the weights: another thread may write to the weights meanwhile.
-    values = torch.cat(weights)
-    packed = _pack(values) if scale is None else _pack_int8(values, scale)
-    prepared = by_number[len(layers)] = _Packed(values, packed, scale)
-    return prepared
+    # Layouts are made of a copy: another thread may write to the weights meanwhile.
+    packed = by_number[len(layers)] = _Packed(torch.cat(weights), scale)
+    return packed
 
 
-def _pack(values: torch.Tensor) -> torch.Tensor:
+def _pack(values: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Pack values in floating point, or int8 values times their scale, for oneDNN."""
+    values = values if scale is None else values * scale[:, None]
     return torch.ops.mkldnn._reorder_linear_weight(values)
 
 
 def _pack_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | PackedInt8:
-    return PackedInt8(values, scale) if multiplies_exactly() else _pack(values * scale[:, None])
+    """Pack int8 values, in float32 if this CPU cannot multiply int8 exactly."""
+    return PackedInt8(values, scale) if multiplies_exactly() else _pack(values, scale)
+
+
+def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, Any] | None:
+    """Prepare layers for the compiled kernels; None if these cannot serve them.
+
+    Args:
+        linears: layers that read the same states.
+        relu: whether ReLU is applied to their outputs.
+
+    Returns:
+        The product, and what must be kept for as long as it is used.
+    """
+    layers: tuple[Any, ...] = linears
+    weights = [layer.weight for layer in layers if is_plain(layer)]
+    if len(weights) < len(layers) or len(set(map(type, layers))) > 1:
+        return None
+    bias = _joined_bias(layers)
+    bias = None if bias is None else bias.detach().float().contiguous()
+    if isinstance(layers[0], Int8Linear):
+        largest = compiled_rounding(layers[0].in_features)
+        if largest is None:
+            return None
+        panels = _packed_weight(layers).layout(_pack_int8).panels
+        return panels.product(bias, largest, relu), (panels, bias)
+    if any(weight.dtype != torch.float32 for weight in weights):
+        return None
+    panels = _packed_weight(layers).layout(Panels.pack)
+    return panels.product(bias, relu=relu), (panels, bias)
 
 
 def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor | None:
@@ -309,4 +346,4 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
     return (*dtypes, torch.bfloat16) if bfloat16 else dtypes
 
 
-__all__ = ["PreparedLinear", "prepare", "prepared_copy"]
+__all__ = ["PreparedLinear", "compiled_product", "is_changed", "prepare", "prepared_copy"]

@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from .kernels_vaswani import best_candidates, compute, log_sums_and_maxima
+
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
 _RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
 _BLOCK = 512  # entries of the vocabulary that share one maximum
@@ -437,7 +439,11 @@ def best_continuations(
     blocks = logits.shape[1] // _BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
-    log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
+    compiled = compute(logits, running)
+    if compiled:
+        log_sums, maxima = log_sums_and_maxima(logits, _BLOCK)
+    else:
+        log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
     if banned is not None:
         logits[:, banned] = -torch.inf
         changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
@@ -446,6 +452,8 @@ def best_continuations(
     # log P(continuation) = logit + offset of its hypothesis
     offset = running.new_full((sentences * beams,), -torch.inf)
     offset[open_rows] = running.flatten()[open_rows] - log_sums
+    if compiled:
+        return best_candidates(logits, _BLOCK, maxima, offset, place, running.shape, count)
     best = maxima[place] + offset[:, None]  # (B * K, blocks)
     best = best.view(sentences, -1).topk(count, sorted=False).indices  # (B, C)
     return _best_in_blocks(logits, offset, place, best, beams)

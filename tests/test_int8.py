@@ -150,7 +150,8 @@ class TestProducts:
         bias = torch.randn(200)
         whole = multiply(states, values, scale, bias)
         kernels = int8_vaswani._exact_kernels(rounding)
-        assert len(kernels) > 1
+        if inputs % 4:
+            kernels = [kernel for kernel in kernels if kernel is not int8_vaswani._compiled]
         for kernel in (*kernels, int8_vaswani._of_floats):
             monkeypatch.setattr(int8_vaswani, "_fastest", lambda *_, kernel=kernel: kernel)
             weight = PackedInt8(values, scale)
@@ -162,37 +163,32 @@ class TestProducts:
                         multiply(some, values, scale, bias), whole[start : start + rows]
                     )
 
-    def test_few_rows_are_multiplied_by_one_kernel_and_many_by_another(self, monkeypatch):
-        kernels = int8_vaswani._of_fbgemm, int8_vaswani._of_onednn
-        monkeypatch.setattr(int8_vaswani, "_exact_kernels", lambda _: kernels)
-        monkeypatch.setattr(int8_vaswani, "_few_rows", lambda threads: 16 * threads)
-        chosen = [int8_vaswani._fastest(rows, 2) for rows in (1, 32, 33, 500)]
-        assert chosen == [kernels[0], kernels[0], kernels[1], kernels[1]]
-        for only in kernels:
-            monkeypatch.setattr(int8_vaswani, "_exact_kernels", lambda _, only=only: (only,))
-            assert {int8_vaswani._fastest(rows, 1) for rows in (1, 500)} == {only}
-
-    @pytest.mark.parametrize("slower", [16, 64, 256, None])
-    def test_the_number_of_few_rows_is_measured(self, slower, monkeypatch):
-        kernels = int8_vaswani._exact_kernels(int8_vaswani._rounding())
-        if len({int8_vaswani._of_fbgemm, int8_vaswani._of_onednn} & set(kernels)) < 2:
-            pytest.skip("this CPU has one kernel")
-
+    def test_each_number_of_rows_has_the_kernel_that_was_fastest_for_it(self, monkeypatch):
         def seconds(products, states):
-            few = slower is None or len(states) < slower
-            fbgemm = "fbgemm" in products[0].__qualname__
-            return 1.0 if fbgemm == few else 2.0
+            onednn = "onednn" in products[0].__qualname__
+            return 1.0 if onednn == (len(states) > 32) else 2.0
 
+        kernels = int8_vaswani._of_fbgemm, int8_vaswani._of_onednn
+        monkeypatch.setattr(int8_vaswani, "_of_rounded", lambda sums, rounding: sums)
+        monkeypatch.setattr(int8_vaswani, "_exact_kernels", lambda _: kernels)
         monkeypatch.setattr(int8_vaswani, "_shortest_time", seconds)
-        few = int8_vaswani._few_rows.__wrapped__(1)
-        assert few == (slower or 512) // 2
+        monkeypatch.setattr(int8_vaswani, "_ranking", int8_vaswani._ranking.__wrapped__)
+        chosen = [int8_vaswani._fastest(rows, 512, 2) for rows in (1, 32, 33, 500)]
+        assert chosen == [kernels[0], kernels[0], kernels[1], kernels[1]]
+
+    def test_the_compiled_kernel_serves_multiples_of_4_inputs(self, monkeypatch):
+        ranking = int8_vaswani._compiled, int8_vaswani._of_fbgemm
+        monkeypatch.setattr(int8_vaswani, "_ranking", lambda *_: ranking)
+        assert int8_vaswani._fastest(1, 512, 2) is ranking[0]
+        assert int8_vaswani._fastest(1, 33, 2) is ranking[1]
 
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86 CPUs")
     def test_a_cpu_with_avx2_alone_rounds_states_to_7_bits(self):
         code = (
             "from vaswani.generation import int8_vaswani; print(int8_vaswani._rounding().largest)"
         )
-        limits = dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS"), "AVX2")
+        names = "ONEDNN_MAX_CPU_ISA", "FBGEMM_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY"
+        limits = dict(zip(names, ("AVX2", "AVX2", "avx2"), strict=True))
         command, restricted = [sys.executable, "-c", code], environment(**limits)
         found = subprocess.run(command, env=restricted, capture_output=True, text=True, check=True)
         assert found.stdout.strip() == "63"
@@ -231,7 +227,7 @@ class TestProducts:
                 expected = torch.cat([layer(states) for layer in layers], dim=-1)
                 torch.testing.assert_close(product(states), expected)
             copies = linear_vaswani._packed_of[layers[0]][number]
-            assert copies.packed.dtype == torch.float32
+            assert copies.layout(linear_vaswani._pack_int8).dtype == torch.float32
             layers[0].weight_scale.data.mul_(-2)
 
     @exact

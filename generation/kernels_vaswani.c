@@ -1,0 +1,548 @@
+// Kernels of decoding: a step of the decoder, and of the search, with few passes over memory.
+// `kernels_vaswani.py` compiles this file for the CPU that it runs on, and has the same structures.
+//
+// A result for a row depends on that row alone: neither on other rows nor on the number of threads.
+// Functions without EXPORT run in all threads of a parallel region, and divide their loops.
+//
+// Shapes: R rows of states (hypotheses), B sentences, K hypotheses of each, D = d_model, H heads,
+// N positions of a cache, V entries of the vocabulary, C candidates of a sentence.
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+// ---------------------------------------------------------------------------------------------
+// Products
+// ---------------------------------------------------------------------------------------------
+
+// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products.
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+typedef __m512i vector;
+typedef __m512 floats;
+enum { ROWS_AT_ONCE = 8 };
+#define dot(sum, states, weight) _mm512_dpbusd_epi32(sum, states, weight)
+#define in_all_lanes(number) _mm512_set1_epi32(number)
+#define multiply_add(left, right, sum) _mm512_fmadd_ps(left, right, sum)
+#define float_in_all_lanes(number) _mm512_set1_ps(number)
+#elif defined(__AVX2__) && defined(__FMA__)
+typedef __m256i vector;
+typedef __m256 floats;
+enum { ROWS_AT_ONCE = 4 };
+#if defined(__AVXVNNI__)
+#define dot(sum, states, weight) _mm256_dpbusd_avx_epi32(sum, states, weight)
+#else
+// Pairs of products are added in 16 bits first. States of 7 bits do not overflow there.
+#define dot(sum, states, weight)                                                                   \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(states, weight),                  \
+                                            _mm256_set1_epi16(1)))
+#endif
+#define in_all_lanes(number) _mm256_set1_epi32(number)
+#define multiply_add(left, right, sum) _mm256_fmadd_ps(left, right, sum)
+#define float_in_all_lanes(number) _mm256_set1_ps(number)
+#else
+#error "the kernels need AVX2"
+#endif
+
+enum { LANES = sizeof(vector) / 4, PANEL = 2 * LANES };
+
+// Number of outputs in a panel of weights.
+EXPORT int panel_width(void) { return PANEL; }
+
+// A linear layer, or several that read the same states. Panels of weights are filled up with zeros.
+struct product {
+    int64_t in, out;
+    const void *panels;  // int8 (out / PANEL, in / 4, PANEL, 4), or float (out / PANEL, in, PANEL)
+    const int32_t *sums; // (out,) of each output's int8 weights; NULL if the weights are floats
+    const float *scale;  // (out,) of int8 weights, divided by `largest`
+    const float *bias;   // (out,) or NULL
+    int32_t largest;     // states are rounded to integers from -largest to largest
+    int32_t relu;
+};
+
+// Memory for rounded rows of states (R, in), and for the scale of each row (R,).
+struct rounded {
+    uint8_t *states;
+    float *scales;
+};
+
+// Multiply rows of states by a panel (in / 4, PANEL, 4) of weights: sums (rows, PANEL).
+INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, const int8_t *panel,
+                          int32_t *sums)
+{
+    vector left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        left[row] = right[row] = in_all_lanes(0);
+    for (int64_t first = 0; first < in; first += 4) {
+        const vector *weight = (const vector *)(panel + first * PANEL);
+        const vector weight_left = weight[0], weight_right = weight[1];
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) {
+            int32_t four;
+            memcpy(&four, states + row * in + first, 4);
+            const vector state = in_all_lanes(four);
+            left[row] = dot(left[row], state, weight_left);
+            right[row] = dot(right[row], state, weight_right);
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) {
+        ((vector *)(sums + row * PANEL))[0] = left[row];
+        ((vector *)(sums + row * PANEL))[1] = right[row];
+    }
+}
+
+// The same for weights (in, PANEL) in floating point.
+INLINE void multiply_float_rows(const int rows, const float *states, int64_t in, const float *panel,
+                                float *sums)
+{
+    floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        left[row] = right[row] = float_in_all_lanes(0);
+    for (int64_t i = 0; i < in; i++) {
+        const floats *weight = (const floats *)(panel + i * PANEL);
+        const floats weight_left = weight[0], weight_right = weight[1];
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) {
+            const floats state = float_in_all_lanes(states[row * in + i]);
+            left[row] = multiply_add(state, weight_left, left[row]);
+            right[row] = multiply_add(state, weight_right, right[row]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) {
+        ((floats *)(sums + row * PANEL))[0] = left[row];
+        ((floats *)(sums + row * PANEL))[1] = right[row];
+    }
+}
+
+// The number of rows must be known when this is compiled: registers hold their sums.
+#define FOR_EACH_NUMBER_OF_ROWS(function, rows, ...)                                               \
+    switch (rows) {                                                                                \
+    case 1: function(1, __VA_ARGS__); break;                                                       \
+    case 2: function(2, __VA_ARGS__); break;                                                       \
+    case 3: function(3, __VA_ARGS__); break;                                                       \
+    case 4: function(4, __VA_ARGS__); break;                                                       \
+    case 5: function(5 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 6: function(6 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 7: function(7 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 8: function(8 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    }
+
+// Round a row of states to integers from -largest to largest, and add `zero`. Returns their scale.
+static float round_row(const float *states, int64_t in, float largest, int zero, uint8_t *rounded)
+{
+    float most = 1e-30f; // zeros must not be divided by zero
+    for (int64_t i = 0; i < in; i++) {
+        const float size = __builtin_fabsf(states[i]);
+        most = size > most ? size : most;
+    }
+    const float steps = largest / most;
+    for (int64_t i = 0; i < in; i++)
+        rounded[i] = (uint8_t)((int)__builtin_rintf(states[i] * steps) + zero);
+    return most;
+}
+
+// Multiply rows of states (R, in): output (R, out).
+static void multiply(const struct product *by, const float *states, int64_t rows,
+                     struct rounded memory, float *output)
+{
+    const int64_t in = by->in, out = by->out;
+    const int zero = by->largest + 1; // of states as unsigned integers
+    if (by->sums) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++)
+            memory.scales[row] = round_row(states + row * in, in, (float)by->largest, zero,
+                                           memory.states + row * in);
+    }
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
+        const int64_t start = panel * PANEL;
+        const int64_t width = out - start < PANEL ? out - start : PANEL;
+        int32_t sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
+        float products[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
+        float bias[PANEL] = {0};
+        if (by->bias)
+            memcpy(bias, by->bias + start, (size_t)width * sizeof(float));
+        for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
+            const int count = rows - first < ROWS_AT_ONCE ? (int)(rows - first) : ROWS_AT_ONCE;
+            if (by->sums) {
+                const int8_t *weight = (const int8_t *)by->panels + start * in;
+                const uint8_t *some = memory.states + first * in;
+                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, some, in, weight, sums)
+                for (int row = 0; row < count; row++)
+                    // The explicit operation keeps the order in which torch rounds.
+                    for (int64_t i = 0; i < width; i++)
+                        products[row * PANEL + i] = __builtin_fmaf(
+                            (float)(sums[row * PANEL + i] - zero * by->sums[start + i]) *
+                                by->scale[start + i],
+                            memory.scales[first + row], bias[i]);
+            } else {
+                const float *weight = (const float *)by->panels + start * in;
+                const float *some = states + first * in;
+                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, some, in, weight, products)
+                for (int i = 0; i < count * PANEL; i++)
+                    products[i] += bias[i % PANEL];
+            }
+            for (int row = 0; row < count; row++)
+                for (int64_t i = 0; i < width; i++) {
+                    const float value = products[row * PANEL + i];
+                    output[(first + row) * out + start + i] = by->relu && value < 0 ? 0 : value;
+                }
+        }
+    }
+}
+
+// Multiply rows of states (R, in) by a linear layer: output (R, out).
+EXPORT void multiply_states(const struct product *by, const float *states, int64_t rows,
+                            struct rounded memory, float *output, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    multiply(by, states, rows, memory, output);
+}
+
+// ---------------------------------------------------------------------------------------------
+// LayerNorm (section 3.1)
+// ---------------------------------------------------------------------------------------------
+
+struct norm {
+    const float *weight, *bias; // (D,)
+    float epsilon;
+};
+
+// Add an update (R, D), if there is one, to states, and normalise each row: output (R, D).
+static void add_and_normalise(const struct norm *by, const float *states, const float *update,
+                              int64_t rows, int64_t width, float *output)
+{
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *left = states + row * width, *right = update ? update + row * width : NULL;
+        float *sum = output + row * width;
+        float mean = 0, variance = 0;
+        for (int64_t i = 0; i < width; i++)
+            sum[i] = right ? left[i] + right[i] : left[i];
+        for (int64_t i = 0; i < width; i++)
+            mean += sum[i];
+        mean /= (float)width;
+        for (int64_t i = 0; i < width; i++)
+            variance += (sum[i] - mean) * (sum[i] - mean);
+        const float factor = 1 / __builtin_sqrtf(variance / (float)width + by->epsilon);
+        for (int64_t i = 0; i < width; i++)
+            sum[i] = (sum[i] - mean) * factor * by->weight[i] + by->bias[i];
+    }
+}
+
+static void add(float *states, const float *update, int64_t count)
+{
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count; i++)
+        states[i] += update[i];
+}
+
+// ---------------------------------------------------------------------------------------------
+// Attention (section 3.2.1, equation 1)
+// ---------------------------------------------------------------------------------------------
+
+// e^x of x <= 0, to the last bit or two: 2^n e^r with |r| <= ln(2) / 2.
+INLINE float exponential(float x)
+{
+    x = x > -87 ? x : -87;
+    const float n = __builtin_rintf(x * 1.44269504f);
+    float r = __builtin_fmaf(n, -0.693359375f, x);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float power = 1.9875691500e-4f;
+    power = __builtin_fmaf(power, r, 1.3981999507e-3f);
+    power = __builtin_fmaf(power, r, 8.3334519073e-3f);
+    power = __builtin_fmaf(power, r, 4.1665795894e-2f);
+    power = __builtin_fmaf(power, r, 1.6666665459e-1f);
+    power = __builtin_fmaf(power, r, 5.0000001201e-1f);
+    power = __builtin_fmaf(power * r, r, r) + 1;
+    const int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return power * scale;
+}
+
+// List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.
+EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, int64_t stride,
+                           int32_t *places, int32_t *counts)
+{
+    for (int64_t list = 0; list < lists; list++) {
+        int32_t count = 0;
+        for (int64_t i = 0; i < positions; i++) {
+            places[list * positions + count] = (int32_t)i;
+            count += mask[list * stride + i] == 0;
+        }
+        counts[list] = count;
+    }
+}
+
+// One head of one hypothesis: softmax(q K^T / sqrt(d_k)) V over the listed positions.
+INLINE void attend_once(const float *query, const float *keys, const float *values,
+                        const int32_t *places, int32_t count, int64_t d_k, int64_t d_v,
+                        float scaling, float *scores, float *output)
+{
+    float most = -3e38f, total = 0;
+    for (int32_t i = 0; i < count; i++) {
+        const float *key = keys + places[i] * d_k;
+        float score = 0;
+        for (int64_t j = 0; j < d_k; j++)
+            score += query[j] * key[j];
+        scores[i] = score * scaling;
+        most = scores[i] > most ? scores[i] : most;
+    }
+    for (int32_t i = 0; i < count; i++)
+        scores[i] = exponential(scores[i] - most);
+    for (int32_t i = 0; i < count; i++)
+        total += scores[i];
+    memset(output, 0, (size_t)d_v * sizeof(float));
+    for (int32_t i = 0; i < count; i++) {
+        const float *value = values + places[i] * d_v;
+        const float weight = scores[i] / total;
+        for (int64_t j = 0; j < d_v; j++)
+            output[j] += weight * value[j];
+    }
+}
+
+// Keys and values (B, H, N, d), each sentence and head at strides that count values.
+struct cache {
+    float *keys, *values;
+    int64_t key_sentence, key_head, value_sentence, value_head;
+    float scaling; // 1 / sqrt(d_k)
+};
+
+// What hypotheses see: the first `counts` of places (lists, longest), a list for every few of them.
+struct positions {
+    const int32_t *places, *counts;
+    int64_t longest, hypotheses_per_list;
+};
+
+// The hypotheses of a step.
+struct batch {
+    int64_t rows, beams, width, heads, d_k, d_v; // R, K, D, H
+    const int64_t *hypotheses;                   // (R,) their numbers among B * K, or NULL for all
+    int64_t used;                                // positions of the past that are taken
+    struct positions past, source;
+};
+
+// Attend from queries (R, H d_k), `stride` apart, to a cache: output (R, H d_v).
+//
+// Queries may be followed by new keys and values in their row. These are stored first, at position
+// `used` + the hypothesis' number in its sentence. A hypothesis that sees nothing gets zeros.
+// scores: memory for R * H * longest values.
+static void attend(const struct batch *batch, const float *queries, int64_t stride, int store,
+                   const struct cache *cache, const struct positions *seen, float *scores,
+                   float *output)
+{
+    const int64_t d_k = batch->d_k, d_v = batch->d_v, heads = batch->heads;
+#pragma omp for schedule(static)
+    for (int64_t unit = 0; unit < batch->rows * heads; unit++) {
+        const int64_t row = unit / heads, head = unit % heads;
+        const int64_t hypothesis = batch->hypotheses ? batch->hypotheses[row] : row;
+        const int64_t sentence = hypothesis / batch->beams;
+        const int64_t list = hypothesis / seen->hypotheses_per_list;
+        const float *own = queries + row * stride;
+        float *keys = cache->keys + sentence * cache->key_sentence + head * cache->key_head;
+        float *values = cache->values + sentence * cache->value_sentence + head * cache->value_head;
+        if (store) {
+            const int64_t place = batch->used + hypothesis % batch->beams;
+            memcpy(keys + place * d_k, own + (heads + head) * d_k, (size_t)d_k * sizeof(float));
+            memcpy(values + place * d_v, own + 2 * heads * d_k + head * d_v,
+                   (size_t)d_v * sizeof(float));
+        }
+        attend_once(own + head * d_k, keys, values, seen->places + list * seen->longest,
+                    seen->counts[list], d_k, d_v, cache->scaling, scores + unit * seen->longest,
+                    output + unit * d_v);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// The decoder (section 3.1)
+// ---------------------------------------------------------------------------------------------
+
+struct layer {
+    struct product past_qkv, past_output, source_query, source_output, fc1, fc2;
+    struct norm past_norm, source_norm, final_norm;
+    struct cache past, source; // without keys of a source, there is no attention to it
+    int32_t norm_first;
+};
+
+// Memory of a step: states of R rows, and of no other use.
+struct memory {
+    struct rounded rounded;
+    float *normed;  // (R, D)
+    float *inner;   // (R, the most outputs of a product)
+    float *heads;   // (R, H d_v)
+    float *update;  // (R, D)
+    float *scores;  // (R, H, longest list)
+};
+
+// The states that a sub-layer reads.
+static const float *before(const struct layer *layer, const struct norm *norm,
+                           const struct batch *batch, const float *states, struct memory *memory)
+{
+    if (!layer->norm_first)
+        return states;
+    add_and_normalise(norm, states, NULL, batch->rows, batch->width, memory->normed);
+    return memory->normed;
+}
+
+// LayerNorm(x + Sublayer(x)), or x + Sublayer(LayerNorm(x)) in a pre-norm layer.
+static void after(const struct layer *layer, const struct norm *norm, const struct batch *batch,
+                  float *states, struct memory *memory)
+{
+    if (layer->norm_first)
+        add(states, memory->update, batch->rows * batch->width);
+    else
+        add_and_normalise(norm, states, memory->update, batch->rows, batch->width, states);
+}
+
+// Run the layers on states (R, D), in place, and store their keys and values.
+EXPORT void run_layers(const struct layer *layers, int count, const struct batch *batch,
+                       float *states, struct memory *memory, int threads)
+{
+    const int64_t rows = batch->rows, queries = batch->heads * batch->d_k;
+#pragma omp parallel num_threads(threads)
+    for (const struct layer *layer = layers; layer < layers + count; layer++) {
+        const float *inputs = before(layer, &layer->past_norm, batch, states, memory);
+        multiply(&layer->past_qkv, inputs, rows, memory->rounded, memory->inner);
+        attend(batch, memory->inner, layer->past_qkv.out, 1, &layer->past, &batch->past,
+               memory->scores, memory->heads);
+        multiply(&layer->past_output, memory->heads, rows, memory->rounded, memory->update);
+        after(layer, &layer->past_norm, batch, states, memory);
+        if (layer->source.keys) {
+            inputs = before(layer, &layer->source_norm, batch, states, memory);
+            multiply(&layer->source_query, inputs, rows, memory->rounded, memory->inner);
+            attend(batch, memory->inner, queries, 0, &layer->source, &batch->source,
+                   memory->scores, memory->heads);
+            multiply(&layer->source_output, memory->heads, rows, memory->rounded, memory->update);
+            after(layer, &layer->source_norm, batch, states, memory);
+        }
+        inputs = before(layer, &layer->final_norm, batch, states, memory);
+        multiply(&layer->fc1, inputs, rows, memory->rounded, memory->inner);
+        multiply(&layer->fc2, memory->inner, rows, memory->rounded, memory->update);
+        after(layer, &layer->final_norm, batch, states, memory);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// The best continuations of hypotheses
+// ---------------------------------------------------------------------------------------------
+
+static float maximum(const float *values, int64_t count)
+{
+    float most = -3e38f;
+    for (int64_t i = 0; i < count; i++)
+        most = values[i] > most ? values[i] : most;
+    return most;
+}
+
+static float sum_of_exponentials(const float *values, int64_t count, float most)
+{
+    float total = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += exponential(values[i] - most);
+    return total;
+}
+
+// Compute the log-sum-exp of each row of logits (R, V), and the maximum of each block: (R, V / block).
+EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocabulary,
+                                int64_t block, float *log_sums, float *maxima, int threads)
+{
+    const int64_t blocks = vocabulary / block;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *values = logits + row * vocabulary;
+        float most = -3e38f;
+        double total = 0; // of e^(logit - most)
+        for (int64_t i = 0; i <= blocks; i++) {
+            const int64_t width = i < blocks ? block : vocabulary - blocks * block;
+            const float highest = maximum(values + i * block, width);
+            if (i < blocks)
+                maxima[row * blocks + i] = highest;
+            if (width == 0 || highest <= -3e38f)
+                continue;
+            if (highest > most) {
+                total *= __builtin_exp((double)most - highest);
+                most = highest;
+            }
+            total += __builtin_exp((double)highest - most) *
+                     sum_of_exponentials(values + i * block, width, highest);
+        }
+        log_sums[row] = (float)(most + __builtin_log(total));
+    }
+}
+
+// Insert a score into a list of the best, best first. Of equal scores the earlier stays ahead.
+INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count, float *scores,
+                   int64_t *hypotheses, int64_t *tokens)
+{
+    int64_t place = count - 1;
+    for (; place > 0 && scores[place - 1] < score; place--) {
+        scores[place] = scores[place - 1];
+        hypotheses[place] = hypotheses[place - 1];
+        tokens[place] = tokens[place - 1];
+    }
+    scores[place] = score;
+    hypotheses[place] = hypothesis;
+    tokens[place] = token;
+}
+
+// Find the C best continuations of each sentence, best first: (B, C) each.
+//
+// offsets: (B * K) what makes a logit the log-probability of its hypothesis, or `nothing` if the
+// hypothesis has no continuations. places: (B * K) the row of logits of each hypothesis. maxima:
+// (R, V / block). A list that cannot be filled ends with `nothing`, the least of all scores. The C
+// best lie in the C blocks with the best maxima, or after the last whole block.
+EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t block,
+                            const float *maxima, const float *offsets, const int64_t *places,
+                            int64_t sentences, int64_t beams, int64_t count, float nothing,
+                            float *scores, int64_t *hypotheses, int64_t *tokens, int threads)
+{
+    const int64_t blocks = vocabulary / block;
+#pragma omp parallel for schedule(static) num_threads(threads) if (sentences > 1)
+    for (int64_t sentence = 0; sentence < sentences; sentence++) {
+        float best_scores[count];
+        int64_t best_of[count], best_blocks[count]; // hypotheses and blocks, by their maxima
+        float *own = scores + sentence * count;
+        int64_t *own_hypotheses = hypotheses + sentence * count, *own_tokens = tokens + sentence * count;
+        for (int64_t i = 0; i < count; i++) {
+            best_scores[i] = own[i] = nothing;
+            best_of[i] = best_blocks[i] = -1;
+            own_hypotheses[i] = own_tokens[i] = 0;
+        }
+        for (int64_t k = 0; k < beams; k++) {
+            const int64_t row = places[sentence * beams + k];
+            for (int64_t i = 0; i < blocks; i++) {
+                const float score = maxima[row * blocks + i] + offsets[sentence * beams + k];
+                if (score > best_scores[count - 1])
+                    insert(score, k, i, count, best_scores, best_of, best_blocks);
+            }
+        }
+        for (int64_t k = 0; k < beams; k++) { // after the last whole block
+            const int64_t row = places[sentence * beams + k];
+            for (int64_t token = blocks * block; token < vocabulary; token++) {
+                const float score =
+                    logits[row * vocabulary + token] + offsets[sentence * beams + k];
+                if (score > own[count - 1])
+                    insert(score, k, token, count, own, own_hypotheses, own_tokens);
+            }
+        }
+        for (int64_t i = 0; i < count && best_of[i] >= 0; i++) {
+            const int64_t hypothesis = sentence * beams + best_of[i];
+            const int64_t first = best_blocks[i] * block;
+            const float *values = logits + places[hypothesis] * vocabulary + first;
+            if (best_scores[i] <= own[count - 1])
+                break;
+            for (int64_t j = 0; j < block; j++) {
+                const float score = values[j] + offsets[hypothesis];
+                if (score > own[count - 1])
+                    insert(score, best_of[i], first + j, count, own, own_hypotheses, own_tokens);
+            }
+        }
+    }
+}

@@ -1,0 +1,341 @@
+"""Compiled kernels of decoding on CPUs, as functions of float32 tensors.
+
+A step of the search has few rows of states, so torch spends most of a step between its operators.
+The kernels in `kernels_vaswani.c` make one pass where torch needs several operators. GCC compiles
+them for this CPU the first time that a model decodes, which takes about a second, and the Hugging
+Face cache keeps the result. Where that is impossible, `library()` is None, and torch's operators
+compute the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
+
+Shapes: R rows of states, B sentences, K hypotheses of each, H heads, V entries of the vocabulary.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import constants
+from torch.nn import functional as F  # noqa: N812
+from transformers.utils import logging
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = [
+    *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    # Sums may be reordered, so that they are vectors, and nothing is infinite or NaN.
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+    "-ffinite-math-only",
+]
+# Types of the arguments in the C file: p for pointers, n for counts, f and i for numbers.
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+_ARGUMENTS = {
+    "panel_width": "",
+    "list_positions": "pnnnpp",
+    "run_layers": "pipppi",
+    "log_sums_and_maxima": "pnnnppi",
+    "best_candidates": "pnnpppnnnfpppi",
+}
+
+logger = logging.get_logger(__name__)
+
+
+@functools.cache
+def library() -> Any:
+    """Compile and load the kernels; None where this machine cannot, or is told not to."""
+    if os.environ.get("VASWANI_KERNELS") == "0" or not _SOURCE.is_file():
+        return None  # a folder of remote code has no C file
+    # On Linux, GCC's OpenMP is the one of torch, so that both share their threads.
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("gcc"):
+        return None
+    try:
+        kernels = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.info(f"Decoding uses torch's operators, because GCC compiled no kernels: {reason}")
+        return None
+    for name, kinds in _ARGUMENTS.items():
+        getattr(kernels, name).argtypes = [_TYPES[kind] for kind in kinds]
+    pointer, count, number = _TYPES["p"], _TYPES["n"], _TYPES["i"]
+    kernels.multiply_states.argtypes = [pointer, pointer, count, Rounded, pointer, number]
+    return kernels
+
+
+def _compiled() -> Path:
+    """Return the file of the compiled kernels for this CPU; compile them if it is missing."""
+    # ATEN_CPU_CAPABILITY may forbid instructions that the CPU has.
+    forbidden = {"AVX2": ["-mno-avx512f", "-mno-avxvnni"], "DEFAULT": ["-mno-avx2"]}
+    flags = _FLAGS + forbidden.get(torch.backends.cpu.get_cpu_capability(), [])
+    text = _SOURCE.read_bytes() + " ".join(flags).encode() + _cpu().encode()
+    name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    folder = Path(constants.HF_HOME) / "vaswani"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
+    except OSError:  # the cache is read-only: compile for this process alone
+        folder = Path(tempfile.mkdtemp(prefix="vaswani-"))
+    file = folder / name
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            new = Path(scratch) / name
+            command = ["gcc", *flags, "-o", str(new), str(_SOURCE), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            new.replace(file)  # another process may do the same
+    return file
+
+
+def _cpu() -> str:
+    """Describe the instructions of this CPU, because a home folder may serve several machines."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    wanted = ("model name", "flags")
+    return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in wanted)
+
+
+def compute(*tensors: torch.Tensor) -> bool:
+    """Tell whether the kernels can compute with these tensors: plain ones of float32 on a CPU."""
+    return (
+        all(
+            tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.is_contiguous()
+            for tensor in tensors
+        )
+        and not torch.is_autocast_enabled("cpu")
+        and library() is not None
+    )
+
+
+_POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+
+
+class Product(ctypes.Structure):
+    """A linear layer, or several that read the same states."""
+
+    _fields_ = (
+        *((name, _COUNT) for name in ("inputs", "outputs")),
+        *((name, _POINTER) for name in ("panels", "sums", "scale", "bias")),
+        *((name, _NUMBER) for name in ("largest", "relu")),
+    )
+
+
+class Rounded(ctypes.Structure):
+    """Memory for rounded rows of states (R, in), and for the scale of each row (R,)."""
+
+    _fields_ = (("states", _POINTER), ("scales", _POINTER))
+
+
+class Norm(ctypes.Structure):
+    """A LayerNorm."""
+
+    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("epsilon", _FLOAT))
+
+
+class Cache(ctypes.Structure):
+    """Keys and values (B, H, N, d), each sentence and head at strides."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("keys", "values")),
+        *((name, _COUNT) for name in ("key_sentence", "key_head")),
+        *((name, _COUNT) for name in ("value_sentence", "value_head")),
+        ("scaling", _FLOAT),
+    )
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Point to keys (B, H, N, d_k) and values (B, H, N, d_v)."""
+        self.keys, self.values = keys.data_ptr(), values.data_ptr()
+        self.key_sentence, self.key_head = keys.stride()[:2]
+        self.value_sentence, self.value_head = values.stride()[:2]
+
+
+class Listed(ctypes.Structure):
+    """The positions that hypotheses see, a list for every few of them."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("places", "counts")),
+        *((name, _COUNT) for name in ("longest", "hypotheses_per_list")),
+    )
+
+
+class Batch(ctypes.Structure):
+    """The hypotheses of a step."""
+
+    _fields_ = (
+        *((name, _COUNT) for name in ("rows", "beams", "width", "heads", "d_k", "d_v")),
+        ("hypotheses", _POINTER),
+        ("used", _COUNT),
+        *((name, Listed) for name in ("past", "source")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """A layer of the decoder."""
+
+    PRODUCTS = ("past_qkv", "past_output", "source_query", "source_output", "fc1", "fc2")
+    NORMS = ("past_norm", "source_norm", "final_norm")
+    _fields_ = (
+        *((name, Product) for name in PRODUCTS),
+        *((name, Norm) for name in NORMS),
+        *((name, Cache) for name in ("past", "source")),
+        ("norm_first", _NUMBER),
+    )
+
+
+class Memory(ctypes.Structure):
+    """Memory of a step."""
+
+    _fields_ = (
+        ("rounded", Rounded),
+        *((name, _POINTER) for name in ("normed", "inner", "heads", "update", "scores")),
+    )
+
+
+class Panels(NamedTuple):
+    """A weight (out, in) in the layout of the kernels, in int8 or in float32."""
+
+    inputs: int
+    panels: torch.Tensor
+    sums: torch.Tensor | None  # (out,) of each output's weights, if they are int8
+    scale: torch.Tensor | None  # (out,) relative to the scale of a row of states
+    outputs: int
+
+    @classmethod
+    def pack(cls, values: torch.Tensor, scale: torch.Tensor | None = None) -> "Panels":
+        """Pack values (out, in) of float32, or of int8 with a multiple of 4 inputs."""
+        width = library().panel_width()
+        outputs, inputs = values.shape
+        full = F.pad(values, (0, 0, 0, -outputs % width)).contiguous()
+        sums = None
+        if values.dtype == torch.int8:
+            full = full.view(torch.int32)  # a kernel reads 4 inputs at once
+            sums = values.sum(dim=1, dtype=torch.int32)
+        panels = full.view(-1, width, full.shape[1]).transpose(1, 2).contiguous()
+        return cls(inputs, panels, sums, None if scale is None else scale.contiguous(), outputs)
+
+    def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
+        """Return a product, which is valid as long as these panels and the bias are.
+
+        Args:
+            bias: (out,) in float32.
+            largest: what states are rounded to, for weights in int8.
+            relu: whether ReLU is applied.
+        """
+        addresses = (None if part is None else part.data_ptr() for part in (*self[1:4], bias))
+        return Product(self.inputs, self.outputs, *addresses, largest, relu)
+
+
+def multiply(
+    states: torch.Tensor, weight: Panels, bias: torch.Tensor | None, largest: int, relu: bool
+) -> torch.Tensor:
+    """Multiply states (R, in) by a weight, and add a bias: (R, out)."""
+    states = states.contiguous()
+    rows = len(states)
+    output = states.new_empty(rows, weight.outputs)
+    rounded, scales = torch.empty(rows, weight.inputs, dtype=torch.uint8), torch.empty(rows)
+    library().multiply_states(
+        *(ctypes.byref(weight.product(bias, largest, relu)), states.data_ptr(), rows),
+        Rounded(rounded.data_ptr(), scales.data_ptr()),
+        *(output.data_ptr(), torch.get_num_threads()),
+    )
+    return output
+
+
+class Positions(NamedTuple):
+    """The positions of a cache that each list has, for one list every few hypotheses."""
+
+    places: torch.Tensor  # (lists, N), of which the first `counts` count
+    counts: torch.Tensor  # (lists,)
+
+    @classmethod
+    def seen(cls, mask: torch.Tensor) -> "Positions":
+        """List the positions at which a mask (lists, N) is 0; its rows may lie apart."""
+        mask = mask if mask.stride(1) == 1 else mask.contiguous()
+        lists, positions = mask.shape
+        places = torch.empty(lists, positions, dtype=torch.int32)
+        counts = torch.empty(lists, dtype=torch.int32)
+        library().list_positions(
+            *(mask.data_ptr(), lists, positions, mask.stride(0)),
+            *(places.data_ptr(), counts.data_ptr()),
+        )
+        return cls(places, counts)
+
+    def listed(self, hypotheses: int) -> Listed:
+        """Return the structure, for B * K hypotheses. It is valid as long as these lists are."""
+        addresses = self.places.data_ptr(), self.counts.data_ptr()
+        return Listed(*addresses, self.places.shape[1], hypotheses // len(self.counts))
+
+
+def _data(values: torch.Tensor) -> int:
+    assert values.is_contiguous()
+    return values.data_ptr()
+
+
+def log_sums_and_maxima(logits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the log-sum-exp of each row of logits (R, V), and the maximum of each block."""
+    rows, vocabulary = logits.shape
+    log_sums, maxima = logits.new_empty(rows), logits.new_empty(rows, vocabulary // block)
+    library().log_sums_and_maxima(
+        *(_data(logits), rows, vocabulary, block),
+        *(log_sums.data_ptr(), maxima.data_ptr(), torch.get_num_threads()),
+    )
+    return log_sums, maxima
+
+
+def best_candidates(
+    logits: torch.Tensor,
+    block: int,
+    maxima: torch.Tensor,
+    offsets: torch.Tensor,
+    places: torch.Tensor,
+    shape: torch.Size,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the C best next tokens of each sentence, over all its hypotheses.
+
+    Args:
+        logits: (R, V).
+        block: entries of the vocabulary that share a maximum.
+        maxima: (R, V / block).
+        offsets: (B * K,) what makes a logit the log-probability of its hypothesis, or -inf.
+        places: (B * K,) the row of logits of each hypothesis.
+        shape: (B, K).
+        count: C.
+
+    Returns:
+        Log-probabilities, best first; the hypotheses that they continue; the tokens: (B, C) each.
+    """
+    sentences, beams = shape
+    scores = logits.new_empty(sentences, count)
+    hypotheses = torch.empty(sentences, count, dtype=torch.long)
+    tokens = torch.empty_like(hypotheses)
+    library().best_candidates(
+        *(_data(logits), logits.shape[1], block, _data(maxima), _data(offsets), _data(places)),
+        *(sentences, beams, count, -torch.inf),
+        *(scores.data_ptr(), hypotheses.data_ptr(), tokens.data_ptr(), torch.get_num_threads()),
+    )
+    return scores, hypotheses, tokens
+
+
+__all__ = [
+    "Batch",
+    "Layer",
+    "Listed",
+    "Memory",
+    "Norm",
+    "Panels",
+    "Positions",
+    "Product",
+    "Rounded",
+    "best_candidates",
+    "compute",
+    "library",
+    "log_sums_and_maxima",
+    "multiply",
+]
