@@ -13,29 +13,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from .kernels_vaswani import Batch, Layer, Memory, Norm, Positions, library
+from .kernels_vaswani import Batch, Layer, Memory, Norm, Positions, Product, library, multiply
 from .linear_vaswani import compiled_product, is_changed
 
 
 class CompiledLayers:
-    """The layers of a decoder, with prepared weights. It serves one call of `generate`."""
+    """The layers of a decoder and its output layer, prepared for one call of `generate`."""
 
-    def __init__(self, layers: Any, kept: list[Any], heads: int) -> None:
-        self.layers, self.kept, self.heads = layers, kept, heads
+    def __init__(self, layers: Any, output: Product, kept: list[Any], heads: int) -> None:
+        self.layers, self.output, self.kept, self.heads = layers, output, kept, heads
+        self.predicted = torch.empty(0)  # logits, whose memory is used again in each step
         self.memory, self.rows, self.longest = Memory(), 0, 0
         self.buffers: list[torch.Tensor] = []
         self.source: Positions | None = None
 
     @classmethod
-    def prepare(cls, layers: Any, heads: int) -> "CompiledLayers | None":
-        """Prepare the layers of a decoder with H heads; None if the kernels cannot serve them."""
+    def prepare(cls, layers: Any, output: Any, heads: int) -> "CompiledLayers | None":
+        """Prepare layers with H heads, and the output layer; None if the kernels cannot serve."""
         if library() is None or torch.is_autocast_enabled("cpu") or not len(layers):
             return None
         structures, kept = (Layer * len(layers))(), []
         for structure, layer in zip(structures, layers, strict=True):
             if not _fill(structure, layer, kept):
                 return None
-        return cls(structures, kept, heads)
+        prepared = compiled_product(output)
+        if prepared is None:
+            return None
+        return cls(structures, prepared[0], [*kept, prepared[1]], heads)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Predict the next tokens from states (r, D): logits (r, V), until the next call."""
+        rows, vocabulary = len(states), self.output.outputs
+        if len(self.predicted) < rows:
+            self.predicted = states.new_empty(rows, vocabulary)
+        return multiply(states, self.output, self.predicted[:rows])
 
     def read_source(self, source: list[tuple[torch.Tensor, torch.Tensor]], mask: Any) -> None:
         """Take keys (B * H, d_k, S) and values (B * H, S, d_v) of the source, by layer.

@@ -178,7 +178,8 @@ class IncrementalDecoder:
     ) -> None:
         self.decoder = model.model.decoder
         self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
-        self.logits = prepare(model.lm_head)  # of states (R, D): (R, V)
+        self.output = model.lm_head
+        self.project = prepare(model.lm_head)
         weight = self.decoder.embed_tokens.weight
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
@@ -249,7 +250,7 @@ class IncrementalDecoder:
         self.keys = self.no_mask.new_empty((*shape, d_k))
         self.values = self.no_mask.new_empty((*shape, d_v))
         if self.decoder.dtype == torch.float32 and self.no_mask.device.type == "cpu":
-            self.compiled = CompiledLayers.prepare(self.decoder.layers, heads)
+            self.compiled = CompiledLayers.prepare(self.decoder.layers, self.output, heads)
             self._show_source()
 
     def _show_source(self) -> None:
@@ -289,6 +290,10 @@ class IncrementalDecoder:
         states = self._decode(states, tokens.shape, open_rows)
         self.position += 1
         return states
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Predict the next tokens from states (r, D): logits (r, V), until the next call."""
+        return self.project(states) if self.compiled is None else self.compiled.logits(states)
 
     def keep(self, sentences: torch.Tensor) -> None:
         """Drop all sentences but these, given by their numbers (B',).

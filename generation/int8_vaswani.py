@@ -222,7 +222,7 @@ def _panels(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> P
 
 def _of_panels(panels: Panels, rounding: _Rounding) -> _Product:
     def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
-        return multiply_panels(rows, panels, bias, rounding.largest, relu)
+        return multiply_panels(rows, panels.product(bias, rounding.largest, relu))
 
     return product
 

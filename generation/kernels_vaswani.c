@@ -267,6 +267,20 @@ INLINE float exponential(float x)
     return power * scale;
 }
 
+// Tell whether two arrays have the same bytes.
+EXPORT int same_bytes(const char *left, const char *right, int64_t count, int threads)
+{
+    enum { PART = 1 << 16 };
+    int differ = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
+    if (count > 4 * PART)
+    for (int64_t first = 0; first < count; first += PART) {
+        const int64_t size = count - first < PART ? count - first : PART;
+        differ |= !differ && memcmp(left + first, right + first, (size_t)size) != 0;
+    }
+    return !differ;
+}
+
 // List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.
 EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, int64_t stride,
                            int32_t *places, int32_t *counts)
@@ -281,6 +295,27 @@ EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, 
     }
 }
 
+static float scalar_product(const float *left, const float *right, int64_t count)
+{
+    floats even = float_in_all_lanes(0), odd = even;
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        floats parts[4];
+        memcpy(parts, left + i, 2 * sizeof(floats));
+        memcpy(parts + 2, right + i, 2 * sizeof(floats));
+        even = multiply_add(parts[0], parts[2], even);
+        odd = multiply_add(parts[1], parts[3], odd);
+    }
+    float lanes[2 * LANES], sum = 0;
+    memcpy(lanes, &even, sizeof(floats));
+    memcpy(lanes + LANES, &odd, sizeof(floats));
+    for (int lane = 0; lane < 2 * LANES; lane++)
+        sum += lanes[lane];
+    for (; i < count; i++)
+        sum += left[i] * right[i];
+    return sum;
+}
+
 // One head of one hypothesis: softmax(q K^T / sqrt(d_k)) V over the listed positions.
 INLINE void attend_once(const float *query, const float *keys, const float *values,
                         const int32_t *places, int32_t count, int64_t d_k, int64_t d_v,
@@ -288,11 +323,7 @@ INLINE void attend_once(const float *query, const float *keys, const float *valu
 {
     float most = -3e38f, total = 0;
     for (int32_t i = 0; i < count; i++) {
-        const float *key = keys + places[i] * d_k;
-        float score = 0;
-        for (int64_t j = 0; j < d_k; j++)
-            score += query[j] * key[j];
-        scores[i] = score * scaling;
+        scores[i] = scalar_product(query, keys + places[i] * d_k, d_k) * scaling;
         most = scores[i] > most ? scores[i] : most;
     }
     for (int32_t i = 0; i < count; i++)

@@ -37,6 +37,7 @@ _FLAGS = [
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
 _ARGUMENTS = {
     "panel_width": "",
+    "same_bytes": "ppni",
     "list_positions": "pnnnpp",
     "run_layers": "pipppi",
     "log_sums_and_maxima": "pnnnppi",
@@ -232,19 +233,26 @@ class Panels(NamedTuple):
 
 
 def multiply(
-    states: torch.Tensor, weight: Panels, bias: torch.Tensor | None, largest: int, relu: bool
+    states: torch.Tensor, product: Product, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply states (R, in) by a weight, and add a bias: (R, out)."""
+    """Multiply states (R, in) by a weight, and add a bias: (R, out), in `output` if it is given."""
     states = states.contiguous()
     rows = len(states)
-    output = states.new_empty(rows, weight.outputs)
-    rounded, scales = torch.empty(rows, weight.inputs, dtype=torch.uint8), torch.empty(rows)
+    if output is None:
+        output = states.new_empty(rows, product.outputs)
+    rounded, scales = torch.empty(rows, product.inputs, dtype=torch.uint8), torch.empty(rows)
     library().multiply_states(
-        *(ctypes.byref(weight.product(bias, largest, relu)), states.data_ptr(), rows),
+        *(ctypes.byref(product), states.data_ptr(), rows),
         Rounded(rounded.data_ptr(), scales.data_ptr()),
         *(output.data_ptr(), torch.get_num_threads()),
     )
     return output
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Tell whether two contiguous tensors of one size have the same bytes."""
+    sizes = left.nbytes, torch.get_num_threads()
+    return bool(library().same_bytes(_data(left), _data(right), *sizes))
 
 
 class Positions(NamedTuple):
@@ -338,4 +346,5 @@ __all__ = [
     "library",
     "log_sums_and_maxima",
     "multiply",
+    "same_bytes",
 ]

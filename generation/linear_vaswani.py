@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
-from .kernels_vaswani import Panels, Product
+from .kernels_vaswani import Panels, Product, library, same_bytes
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
@@ -301,10 +301,15 @@ def _same_values(values: torch.Tensor, weights: list[torch.Tensor]) -> bool:
         weight.dtype != values.dtype or weight.shape[1:] != width for weight in weights
     ):
         return False
+    equal = _equal_bits if values.device.type != "cpu" or library() is None else same_bytes
     return all(
-        torch.equal(_bits(part), _bits(weight.contiguous().resolve_neg()))
+        equal(part, weight.contiguous().resolve_neg())
         for part, weight in zip(values.split(rows), weights, strict=True)
     )
+
+
+def _equal_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
+    return torch.equal(_bits(values), _bits(others))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

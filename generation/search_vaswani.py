@@ -54,7 +54,10 @@ class Decoder(Protocol):
         """Extend hypotheses `parents` (B, K) by `tokens` (B, K): states of the open rows (R, W)."""
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Predict the next tokens from the states of some rows (r, W): logits (r, V)."""
+        """Predict the next tokens from states of some rows (r, W): logits (r, V).
+
+        The next call may overwrite them.
+        """
 
     def keep(self, sentences: torch.Tensor) -> None:
         """Drop all sentences but these, given by their numbers (B',).
