@@ -29,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ from engines import (
     translator,
 )
 from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, preloaded, write
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
+from vaswani.generation.kernels_vaswani import KERNELS, library
 from vaswani.training.circumstances import circumstances
 from worker import Worker, synchronize
 
 SENTENCES = 128  # of a measurement, at least
+_FORCED = 20  # steps of a profile
 # Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
 # next process needs.
 PAUSE = 0.3
@@ -365,9 +367,35 @@ def _range(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+@contextlib.contextmanager
+def kernels_as_operators() -> Iterator[None]:
+    """Show our compiled kernels to the profiler, which knows torch's operators only."""
+    kernels = library()
+    before = {} if kernels is None else {name: getattr(kernels, name) for name in KERNELS}
+
+    def recorded(name: str, kernel: Callable) -> Callable:
+        def call(*arguments: Any) -> Any:
+            with record_function(f"vaswani::{name}"):
+                return kernel(*arguments)
+
+        return call
+
+    for name, kernel in before.items():
+        setattr(kernels, name, recorded(name, kernel))
+    try:
+        yield
+    finally:
+        for name, kernel in before.items():
+            setattr(kernels, name, kernel)
+
+
 def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str, Any]]:
-    """Return the share of each operator in the time of our search, for batches of 1 and 32."""
+    """Return what our search calls, for batches of 1 and 32.
+
+    A row has the share of each operator in the time, and the calls of operators for each step.
+    """
     rows = []
+    forced = text.forced or _FORCED
     on_gpu = workshop.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     for precision in ("float32", "bfloat16", *(() if on_gpu else ("int8",))):
@@ -377,17 +405,20 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
             middle = (len(indices) - size) // 2
             batch = engine.prepare([text.sources[i] for i in indices[middle : middle + size]])
             for _ in range(2):  # the first run packs weights, the second chooses kernels for them
-                engine.run(batch, beams, text.forced)
-            with profile(activities=activities) as recorded:
-                engine.run(batch, beams, text.forced)
+                engine.run(batch, beams, forced)
+            with kernels_as_operators(), profile(activities=activities) as recorded:
+                engine.run(batch, beams, forced)
                 synchronize()
+            events = recorded.key_averages()
             taken = {
                 event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
-                for event in recorded.key_averages()
+                for event in events
             }
             slowest = sorted(taken, key=lambda name: -taken[name])[:10]
             shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
-            rows.append({"precision": precision, "beams": beams, "batch": size, "shares": shares})
+            calls = round(sum(event.count for event in events) / forced)
+            row = {"precision": precision, "beams": beams, "batch": size}
+            rows.append({**row, "calls_a_step": calls, "shares": shares})
             print(f"\n{PEERS_RULE} {precision}, beam {beams}, batch {size}: share of the time")
             print("\n".join(f"{share:7.1%}  {name}" for name, share in shares.items()), flush=True)
     return rows

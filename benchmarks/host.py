@@ -80,9 +80,15 @@ def host_facts() -> dict[str, Any]:
 
 
 def host_name(hardware: dict[str, Any]) -> str:
-    """Return a name for files, such as "amd-epyc-2-cores"."""
-    words = re.sub(r"\(\w+\)|processor", "", hardware["cpu"], flags=re.IGNORECASE)
-    return re.sub(r"[^a-z0-9]+", "-", f"{words} {hardware['cores']} cores".lower()).strip("-")
+    """Return a name for files, such as "amd-epyc-avx512-vnni-2-cores".
+
+    The instructions tell hosts apart whose CPUs have the same name.
+    """
+    cpu = re.sub(r"\(\w+\)|processor", "", hardware["cpu"], flags=re.IGNORECASE)
+    flags = hardware["flags"][2:] or hardware["flags"]  # the first two are avx2 and avx512f
+    instructions = dict.fromkeys("_".join(flags).split("_"))
+    words = f"{cpu} {' '.join(instructions)} {hardware['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def _caches() -> dict[str, str]:

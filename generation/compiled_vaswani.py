@@ -1,10 +1,10 @@
-"""The layers of the decoder in compiled kernels, for the incremental decoder (section 3.1).
+"""The layers of encoder and decoder in compiled kernels, for `generate` (section 3.1).
 
 The kernels compute what the layers compute: in float32, with weights in float32 or int8, with ReLU,
 and with LayerNorm after or before each sub-layer. Other layers run with torch's operators.
 
 Shapes: R rows of states, B sentences, K hypotheses of each, S source tokens, N positions in the
-cache, L layers, H heads, D = d_model.
+cache, L layers, H heads, D = d_model, V entries of the target vocabulary.
 """
 
 import ctypes
@@ -12,41 +12,45 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
-from .kernels_vaswani import Batch, Layer, Memory, Norm, Positions, Product, library, multiply
+from .kernels_vaswani import (
+    Batch,
+    Layer,
+    Memory,
+    Norm,
+    Positions,
+    Product,
+    compute,
+    library,
+    multiply,
+)
 from .linear_vaswani import compiled_product, is_changed
+
+_ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
 
 
 class CompiledLayers:
-    """The layers of a decoder and its output layer, prepared for one call of `generate`."""
+    """Layers with prepared weights. They serve one call of `generate`."""
 
-    def __init__(self, layers: Any, output: Product, kept: list[Any], heads: int) -> None:
-        self.layers, self.output, self.kept, self.heads = layers, output, kept, heads
-        self.predicted = torch.empty(0)  # logits, whose memory is used again in each step
+    def __init__(self, layers: Any, kept: list[Any], heads: int) -> None:
+        self.layers, self.kept, self.heads = layers, kept, heads
+        self.threads = torch.get_num_threads()
         self.memory, self.rows, self.longest = Memory(), 0, 0
         self.buffers: list[torch.Tensor] = []
         self.source: Positions | None = None
 
     @classmethod
-    def prepare(cls, layers: Any, output: Any, heads: int) -> "CompiledLayers | None":
-        """Prepare layers with H heads, and the output layer; None if the kernels cannot serve."""
+    def prepare(cls, layers: Any, heads: int) -> "CompiledLayers | None":
+        """Prepare layers with H heads; None if the kernels cannot serve them."""
         if library() is None or torch.is_autocast_enabled("cpu") or not len(layers):
             return None
-        structures, kept = (Layer * len(layers))(), []
+        structures = (Layer * len(layers))()
+        kept: list[Any] = []
         for structure, layer in zip(structures, layers, strict=True):
             if not _fill(structure, layer, kept):
                 return None
-        prepared = compiled_product(output)
-        if prepared is None:
-            return None
-        return cls(structures, prepared[0], [*kept, prepared[1]], heads)
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Predict the next tokens from states (r, D): logits (r, V), until the next call."""
-        rows, vocabulary = len(states), self.output.outputs
-        if len(self.predicted) < rows:
-            self.predicted = states.new_empty(rows, vocabulary)
-        return multiply(states, self.output, self.predicted[:rows])
+        return cls(structures, kept, heads)
 
     def read_source(self, source: list[tuple[torch.Tensor, torch.Tensor]], mask: Any) -> None:
         """Take keys (B * H, d_k, S) and values (B * H, S, d_v) of the source, by layer.
@@ -76,11 +80,11 @@ class CompiledLayers:
 
         Args:
             states: (R, D).
-            shape: (B, K).
+            shape: (B, K), or (B, S) in an encoder.
             hypotheses: (R,) their numbers among B * K; None means all.
             keys: (L, B, H, N, d_k).
             values: (L, B, H, N, d_v).
-            mask: (B * K, N) or (1, N), 0 at the positions that hypotheses see.
+            mask: (B * K, N), (B, N) or (1, N), 0 at the positions that hypotheses see.
             used: the position of the first hypothesis of each sentence.
         """
         rows, width = states.shape
@@ -98,7 +102,7 @@ class CompiledLayers:
         self._make_room(rows, longest, values.shape[4])
         library().run_layers(
             *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
-            *(states.data_ptr(), ctypes.byref(self.memory), torch.get_num_threads()),
+            *(states.data_ptr(), ctypes.byref(self.memory), self.threads),
         )
         return states
 
@@ -115,16 +119,108 @@ class CompiledLayers:
         inputs = max(product.inputs for product in products)
         outputs = max(product.outputs for product in products)
         width = products[0].inputs
-        floats = (1, width, outputs, self.heads * d_v, width, self.heads * self.longest)
+        floats = (1, width, outputs, self.heads * d_v, width)
         rounded = torch.empty(self.rows * inputs, dtype=torch.uint8)
-        self.buffers = [rounded, *(torch.empty(self.rows * count) for count in floats)]
+        scores = torch.empty(self.threads * self.longest)
+        self.buffers = [rounded, *(torch.empty(self.rows * count) for count in floats), scores]
         states, scales, *others = (buffer.data_ptr() for buffer in self.buffers)
         self.memory = Memory((states, scales), *others)
 
 
+class CompiledOutput:
+    """The output layer, whose logits use the same memory in each step of a call of `generate`."""
+
+    def __init__(self, product: Product, kept: Any) -> None:
+        self.product, self.kept = product, kept
+        self.logits = torch.empty(0)
+
+    @classmethod
+    def prepare(cls, linear: Any) -> "CompiledOutput | None":
+        """Prepare a linear layer; None if the kernels cannot serve it."""
+        if library() is None or torch.is_autocast_enabled("cpu"):
+            return None
+        prepared = compiled_product(linear)
+        return None if prepared is None else cls(*prepared)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Predict the next tokens from states (R, D): logits (R, V), until the next call."""
+        rows = len(states)
+        if len(self.logits) < rows:
+            self.logits = states.new_empty(rows, self.product.outputs)
+        return multiply(states, self.product, self.logits[:rows])
+
+
+class CompiledEncoder(nn.Module):
+    """An encoder in a prepared copy of a model, whose layers run in the kernels if they can.
+
+    The kernels compute nothing at padding. The states there are zeros.
+    """
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Encode as the encoder does: (B, S) tokens to (B, S, D)."""
+        encoder, config = self.encoder, self.encoder.config
+        more = {name for name, value in kwargs.items() if value is not None and value is not False}
+        if (
+            not encoder.training
+            and more == {"return_dict"}
+            and not config.output_attentions
+            and not config.output_hidden_states
+            and (attention_mask is None or attention_mask.dim() == 2)
+        ):
+            layers = CompiledLayers.prepare(encoder.layers, config.encoder_attention_heads)
+            if layers is not None:
+                states = encoder.embed(input_ids, inputs_embeds, attention_mask)
+                if compute(states):
+                    states = self._run(layers, states, attention_mask)
+                    return BaseModelOutput(last_hidden_state=encoder.layer_norm(states))
+        return encoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def _run(
+        self, layers: CompiledLayers, states: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the layers on states (B, S, D), in place, with a mask (B, S) that is 0 at padding."""
+        sentences, tokens = states.shape[:2]
+        at_once = max(1, min(sentences, _ROWS_OF_ENCODER // tokens))
+        attention = self.encoder.layers[0].self_attn
+        # All layers use the same memory for keys and values, one after the other.
+        shape = at_once, layers.heads, tokens
+        keys, values = (
+            states.new_empty(*shape, d).expand(len(layers.layers), *shape, d)
+            for d in (attention.d_k, attention.d_v)
+        )
+        unseen = states.new_zeros(1, tokens) if mask is None else (mask == 0).to(states.dtype)
+        for first in range(0, sentences, at_once):
+            part = slice(first, first + at_once)
+            rows = states[part].flatten(0, 1)
+            real = None
+            if mask is not None:
+                real = mask[part].flatten().nonzero()[:, 0]
+            of_real = rows if real is None else rows[real]
+            seen = unseen if mask is None else unseen[part]
+            layers.run(of_real, states[part].shape[:2], real, keys, values, seen, 0)
+            if real is not None:
+                rows.zero_().index_copy_(0, real, of_real)
+        return states
+
+
 def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
     """Describe a layer for the kernels; False if they cannot serve it."""
-    past, source = layer.self_attn, layer.encoder_attn
+    past, source = layer.self_attn, getattr(layer, "encoder_attn", None)
     if (
         layer.training
         or type(layer.activation_fn) is not nn.ReLU
@@ -160,4 +256,4 @@ def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
     return True
 
 
-__all__ = ["CompiledLayers"]
+__all__ = ["CompiledEncoder", "CompiledLayers", "CompiledOutput"]

@@ -35,6 +35,7 @@ from transformers.generation import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from .compiled_vaswani import CompiledEncoder
 from .fallback_vaswani import TargetSide, fallback_beam_search
 from .incremental_vaswani import IncrementalDecoder
 from .limits_vaswani import (
@@ -136,6 +137,14 @@ def _hooks_are_passive(module: torch.nn.Module) -> bool:
     return passive and not module._forward_pre_hooks
 
 
+def _parts(stack: Any) -> list[torch.nn.Module]:
+    """List an encoder or a decoder, its layers, and their attention."""
+    parts = [stack, *stack.layers]
+    for layer in stack.layers:
+        parts += filter(None, (layer.self_attn, getattr(layer, "encoder_attn", None)))
+    return parts
+
+
 class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1), and with all arguments of transformers."""
 
@@ -200,7 +209,16 @@ class VaswaniGenerationMixin(GenerationMixin):
         """
         if torch.nn.modules.module._has_any_global_hook():
             return self
-        return prepared_copy(self, lambda module: module is not but and self._is_as_written(module))
+        encoder = getattr(self.model, "encoder", None)
+
+        def compile_encoder(module: Any, copied: Any) -> Any:
+            if module is not encoder or not all(map(self._is_as_written, _parts(module))):
+                return copied
+            return CompiledEncoder(copied)
+
+        return prepared_copy(
+            self, lambda module: module is not but and self._is_as_written(module), compile_encoder
+        )
 
     def _set_max_length(
         self, max_length: int, given: GenerationConfig | None, kwargs: dict[str, Any]
@@ -401,9 +419,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         """
         network: Any = self  # a module of torch, which the mixin's type does not say
         decoder = self.model.decoder
-        modules = [self.model, decoder, *decoder.layers]
-        for layer in decoder.layers:
-            modules += filter(None, (layer.self_attn, layer.encoder_attn))
+        modules = [self.model, *_parts(decoder)]
         prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
         return (
             prepare is type(self)._prepare_as_written

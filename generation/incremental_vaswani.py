@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .compiled_vaswani import CompiledLayers
+from .compiled_vaswani import CompiledLayers, CompiledOutput
 from .linear_vaswani import prepare
 
 _FIRST_CAPACITY = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
@@ -178,9 +178,11 @@ class IncrementalDecoder:
     ) -> None:
         self.decoder = model.model.decoder
         self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
-        self.output = model.lm_head
-        self.project = prepare(model.lm_head)
         weight = self.decoder.embed_tokens.weight
+        self.can_compile = self.decoder.dtype == torch.float32 and weight.device.type == "cpu"
+        compiled = CompiledOutput.prepare(model.lm_head) if self.can_compile else None
+        # Logits (r, V) of states (r, D), until the next call.
+        self.logits = compiled or prepare(model.lm_head)
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
         self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
@@ -249,8 +251,8 @@ class IncrementalDecoder:
         shape = len(self.layers), sentences, heads, 0
         self.keys = self.no_mask.new_empty((*shape, d_k))
         self.values = self.no_mask.new_empty((*shape, d_v))
-        if self.decoder.dtype == torch.float32 and self.no_mask.device.type == "cpu":
-            self.compiled = CompiledLayers.prepare(self.decoder.layers, self.output, heads)
+        if self.can_compile:
+            self.compiled = CompiledLayers.prepare(self.decoder.layers, heads)
             self._show_source()
 
     def _show_source(self) -> None:
@@ -290,10 +292,6 @@ class IncrementalDecoder:
         states = self._decode(states, tokens.shape, open_rows)
         self.position += 1
         return states
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Predict the next tokens from states (r, D): logits (r, V), until the next call."""
-        return self.project(states) if self.compiled is None else self.compiled.logits(states)
 
     def keep(self, sentences: torch.Tensor) -> None:
         """Drop all sentences but these, given by their numbers (B',).

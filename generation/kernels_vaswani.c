@@ -8,6 +8,7 @@
 // N positions of a cache, V entries of the vocabulary, C candidates of a sentence.
 
 #include <immintrin.h>
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -149,15 +150,15 @@ static float round_row(const float *states, int64_t in, float largest, int zero,
 
 // Multiply rows of states (R, in): output (R, out).
 static void multiply(const struct product *by, const float *states, int64_t rows,
-                     struct rounded memory, float *output)
+                     const struct rounded *memory, float *output)
 {
     const int64_t in = by->in, out = by->out;
     const int zero = by->largest + 1; // of states as unsigned integers
     if (by->sums) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
-            memory.scales[row] = round_row(states + row * in, in, (float)by->largest, zero,
-                                           memory.states + row * in);
+            memory->scales[row] = round_row(states + row * in, in, (float)by->largest, zero,
+                                            memory->states + row * in);
     }
 #pragma omp for schedule(static)
     for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
@@ -172,7 +173,7 @@ static void multiply(const struct product *by, const float *states, int64_t rows
             const int count = rows - first < ROWS_AT_ONCE ? (int)(rows - first) : ROWS_AT_ONCE;
             if (by->sums) {
                 const int8_t *weight = (const int8_t *)by->panels + start * in;
-                const uint8_t *some = memory.states + first * in;
+                const uint8_t *some = memory->states + first * in;
                 FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, some, in, weight, sums)
                 for (int row = 0; row < count; row++)
                     // The explicit operation keeps the order in which torch rounds.
@@ -180,7 +181,7 @@ static void multiply(const struct product *by, const float *states, int64_t rows
                         products[row * PANEL + i] = __builtin_fmaf(
                             (float)(sums[row * PANEL + i] - zero * by->sums[start + i]) *
                                 by->scale[start + i],
-                            memory.scales[first + row], bias[i]);
+                            memory->scales[first + row], bias[i]);
             } else {
                 const float *weight = (const float *)by->panels + start * in;
                 const float *some = states + first * in;
@@ -199,7 +200,7 @@ static void multiply(const struct product *by, const float *states, int64_t rows
 
 // Multiply rows of states (R, in) by a linear layer: output (R, out).
 EXPORT void multiply_states(const struct product *by, const float *states, int64_t rows,
-                            struct rounded memory, float *output, int threads)
+                            const struct rounded *memory, float *output, int threads)
 {
 #pragma omp parallel num_threads(threads)
     multiply(by, states, rows, memory, output);
@@ -352,7 +353,7 @@ struct positions {
     int64_t longest, hypotheses_per_list;
 };
 
-// The hypotheses of a step.
+// The hypotheses of a step, or the tokens of an encoder's sentences.
 struct batch {
     int64_t rows, beams, width, heads, d_k, d_v; // R, K, D, H
     const int64_t *hypotheses;                   // (R,) their numbers among B * K, or NULL for all
@@ -360,39 +361,56 @@ struct batch {
     struct positions past, source;
 };
 
+// Store new keys and values at position `used` + the hypothesis' number in its sentence.
+//
+// They follow the queries of their row of `inner` (R, H d_k + H d_k + H d_v).
+static void store(const struct batch *batch, const float *inner, const struct cache *cache)
+{
+    const int64_t d_k = batch->d_k, d_v = batch->d_v, heads = batch->heads;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < batch->rows; row++) {
+        const int64_t hypothesis = batch->hypotheses ? batch->hypotheses[row] : row;
+        const int64_t sentence = hypothesis / batch->beams;
+        const int64_t place = batch->used + hypothesis % batch->beams;
+        const float *new_keys = inner + row * heads * (2 * d_k + d_v) + heads * d_k;
+        const float *new_values = new_keys + heads * d_k;
+        float *keys = cache->keys + sentence * cache->key_sentence + place * d_k;
+        float *values = cache->values + sentence * cache->value_sentence + place * d_v;
+        for (int64_t head = 0; head < heads; head++) {
+            memcpy(keys + head * cache->key_head, new_keys + head * d_k,
+                   (size_t)d_k * sizeof(float));
+            memcpy(values + head * cache->value_head, new_values + head * d_v,
+                   (size_t)d_v * sizeof(float));
+        }
+    }
+}
+
 // Attend from queries (R, H d_k), `stride` apart, to a cache: output (R, H d_v).
 //
-// Queries may be followed by new keys and values in their row. These are stored first, at position
-// `used` + the hypothesis' number in its sentence. A hypothesis that sees nothing gets zeros.
-// scores: memory for R * H * longest values.
-static void attend(const struct batch *batch, const float *queries, int64_t stride, int store,
+// A hypothesis that sees nothing gets zeros. scores: memory for `longest` values in each thread.
+static void attend(const struct batch *batch, const float *queries, int64_t stride,
                    const struct cache *cache, const struct positions *seen, float *scores,
                    float *output)
 {
     const int64_t d_k = batch->d_k, d_v = batch->d_v, heads = batch->heads;
+    float *own_scores = scores + omp_get_thread_num() * seen->longest;
 #pragma omp for schedule(static)
     for (int64_t unit = 0; unit < batch->rows * heads; unit++) {
         const int64_t row = unit / heads, head = unit % heads;
         const int64_t hypothesis = batch->hypotheses ? batch->hypotheses[row] : row;
         const int64_t sentence = hypothesis / batch->beams;
         const int64_t list = hypothesis / seen->hypotheses_per_list;
-        const float *own = queries + row * stride;
-        float *keys = cache->keys + sentence * cache->key_sentence + head * cache->key_head;
-        float *values = cache->values + sentence * cache->value_sentence + head * cache->value_head;
-        if (store) {
-            const int64_t place = batch->used + hypothesis % batch->beams;
-            memcpy(keys + place * d_k, own + (heads + head) * d_k, (size_t)d_k * sizeof(float));
-            memcpy(values + place * d_v, own + 2 * heads * d_k + head * d_v,
-                   (size_t)d_v * sizeof(float));
-        }
-        attend_once(own + head * d_k, keys, values, seen->places + list * seen->longest,
-                    seen->counts[list], d_k, d_v, cache->scaling, scores + unit * seen->longest,
-                    output + unit * d_v);
+        const float *keys = cache->keys + sentence * cache->key_sentence + head * cache->key_head;
+        const float *values =
+            cache->values + sentence * cache->value_sentence + head * cache->value_head;
+        attend_once(queries + row * stride + head * d_k, keys, values,
+                    seen->places + list * seen->longest, seen->counts[list], d_k, d_v,
+                    cache->scaling, own_scores, output + unit * d_v);
     }
 }
 
 // ---------------------------------------------------------------------------------------------
-// The decoder (section 3.1)
+// The layers of a decoder, or of an encoder (section 3.1)
 // ---------------------------------------------------------------------------------------------
 
 struct layer {
@@ -409,7 +427,7 @@ struct memory {
     float *inner;   // (R, the most outputs of a product)
     float *heads;   // (R, H d_v)
     float *update;  // (R, D)
-    float *scores;  // (R, H, longest list)
+    float *scores;  // (threads, longest list)
 };
 
 // The states that a sub-layer reads.
@@ -433,6 +451,9 @@ static void after(const struct layer *layer, const struct norm *norm, const stru
 }
 
 // Run the layers on states (R, D), in place, and store their keys and values.
+//
+// An encoder is a decoder without a source, whose hypotheses are the tokens of a sentence. All of
+// them see each other, because all keys are stored before a token attends.
 EXPORT void run_layers(const struct layer *layers, int count, const struct batch *batch,
                        float *states, struct memory *memory, int threads)
 {
@@ -440,22 +461,23 @@ EXPORT void run_layers(const struct layer *layers, int count, const struct batch
 #pragma omp parallel num_threads(threads)
     for (const struct layer *layer = layers; layer < layers + count; layer++) {
         const float *inputs = before(layer, &layer->past_norm, batch, states, memory);
-        multiply(&layer->past_qkv, inputs, rows, memory->rounded, memory->inner);
-        attend(batch, memory->inner, layer->past_qkv.out, 1, &layer->past, &batch->past,
+        multiply(&layer->past_qkv, inputs, rows, &memory->rounded, memory->inner);
+        store(batch, memory->inner, &layer->past);
+        attend(batch, memory->inner, layer->past_qkv.out, &layer->past, &batch->past,
                memory->scores, memory->heads);
-        multiply(&layer->past_output, memory->heads, rows, memory->rounded, memory->update);
+        multiply(&layer->past_output, memory->heads, rows, &memory->rounded, memory->update);
         after(layer, &layer->past_norm, batch, states, memory);
         if (layer->source.keys) {
             inputs = before(layer, &layer->source_norm, batch, states, memory);
-            multiply(&layer->source_query, inputs, rows, memory->rounded, memory->inner);
-            attend(batch, memory->inner, queries, 0, &layer->source, &batch->source,
+            multiply(&layer->source_query, inputs, rows, &memory->rounded, memory->inner);
+            attend(batch, memory->inner, queries, &layer->source, &batch->source,
                    memory->scores, memory->heads);
-            multiply(&layer->source_output, memory->heads, rows, memory->rounded, memory->update);
+            multiply(&layer->source_output, memory->heads, rows, &memory->rounded, memory->update);
             after(layer, &layer->source_norm, batch, states, memory);
         }
         inputs = before(layer, &layer->final_norm, batch, states, memory);
-        multiply(&layer->fc1, inputs, rows, memory->rounded, memory->inner);
-        multiply(&layer->fc2, memory->inner, rows, memory->rounded, memory->update);
+        multiply(&layer->fc1, inputs, rows, &memory->rounded, memory->inner);
+        multiply(&layer->fc2, memory->inner, rows, &memory->rounded, memory->update);
         after(layer, &layer->final_norm, batch, states, memory);
     }
 }

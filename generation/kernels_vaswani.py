@@ -33,10 +33,13 @@ _FLAGS = [
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
     "-ffinite-math-only",
 ]
-# Types of the arguments in the C file: p for pointers, n for counts, f and i for numbers.
-_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
-_ARGUMENTS = {
+# Types in the C file. The kernels name them by letters.
+_POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+_TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
+# The kernels and the types of their arguments.
+KERNELS = {
     "panel_width": "",
+    "multiply_states": "ppnppi",
     "same_bytes": "ppni",
     "list_positions": "pnnnpp",
     "run_layers": "pipppi",
@@ -61,18 +64,14 @@ def library() -> Any:
         reason = getattr(error, "stderr", None) or error
         logger.info(f"Decoding uses torch's operators, because GCC compiled no kernels: {reason}")
         return None
-    for name, kinds in _ARGUMENTS.items():
+    for name, kinds in KERNELS.items():
         getattr(kernels, name).argtypes = [_TYPES[kind] for kind in kinds]
-    pointer, count, number = _TYPES["p"], _TYPES["n"], _TYPES["i"]
-    kernels.multiply_states.argtypes = [pointer, pointer, count, Rounded, pointer, number]
     return kernels
 
 
 def _compiled() -> Path:
     """Return the file of the compiled kernels for this CPU; compile them if it is missing."""
-    # ATEN_CPU_CAPABILITY may forbid instructions that the CPU has.
-    forbidden = {"AVX2": ["-mno-avx512f", "-mno-avxvnni"], "DEFAULT": ["-mno-avx2"]}
-    flags = _FLAGS + forbidden.get(torch.backends.cpu.get_cpu_capability(), [])
+    flags = [*_FLAGS, *_forbidden_instructions()]
     text = _SOURCE.read_bytes() + " ".join(flags).encode() + _cpu().encode()
     name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
     folder = Path(constants.HF_HOME) / "vaswani"
@@ -90,6 +89,17 @@ def _compiled() -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True)
             new.replace(file)  # another process may do the same
     return file
+
+
+def _forbidden_instructions() -> list[str]:
+    """Return flags against instructions of this CPU that torch or oneDNN is told not to use."""
+    allowed = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may limit it
+    if allowed == "DEFAULT":
+        return ["-mno-avx2"]
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
+    if allowed == "AVX2" or limit == "AVX2":
+        return ["-mno-avx512f", "-mno-avxvnni"]
+    return []
 
 
 def _cpu() -> str:
@@ -112,9 +122,6 @@ def compute(*tensors: torch.Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and library() is not None
     )
-
-
-_POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
 class Product(ctypes.Structure):
@@ -243,7 +250,7 @@ def multiply(
     rounded, scales = torch.empty(rows, product.inputs, dtype=torch.uint8), torch.empty(rows)
     library().multiply_states(
         *(ctypes.byref(product), states.data_ptr(), rows),
-        Rounded(rounded.data_ptr(), scales.data_ptr()),
+        ctypes.byref(Rounded(rounded.data_ptr(), scales.data_ptr())),
         *(output.data_ptr(), torch.get_num_threads()),
     )
     return output
@@ -332,6 +339,7 @@ def best_candidates(
 
 
 __all__ = [
+    "KERNELS",
     "Batch",
     "Layer",
     "Listed",

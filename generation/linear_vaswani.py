@@ -64,9 +64,7 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multipl
     step, so packing pays. Layers of the encoder compute one product only. int8 weights are small,
     and are always packed.
     """
-    layers = tuple(
-        linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
-    )
+    layers = _originals(linears)
     product: Multiply
     if not all(map(_can_prepare, layers)) or len(set(map(type, layers))) > 1:
         product = functools.partial(_apply, layers)
@@ -76,6 +74,12 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multipl
             return prepared(layers, relu=True)
         product = prepared(layers)
     return product if activation is None else lambda states: activation(product(states))
+
+
+def _originals(linears: tuple[nn.Linear, ...]) -> tuple[nn.Linear, ...]:
+    return tuple(
+        linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
+    )
 
 
 def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
@@ -155,13 +159,18 @@ class PreparedLinear(nn.Linear):
         return self.product(input)
 
 
-def prepared_copy(module: Any, can_copy: Callable[[nn.Module], bool]) -> Any:
+def prepared_copy(
+    module: Any,
+    can_copy: Callable[[nn.Module], bool],
+    replace: Callable[[nn.Module, nn.Module], nn.Module] = lambda module, copied: copied,
+) -> Any:
     """Copy the structure of a model, with its linear layers prepared; share all parameters.
 
     Args:
         module: a model that runs without gradients, or a module of it.
         can_copy: tells whether a module runs the `forward` of its class and nothing else. Other
             modules are used as they are, with layers that are not prepared.
+        replace: maps a module that can be copied, and its copy, to what takes its place.
 
     Returns:
         The copy, or `module` itself if there is nothing to prepare.
@@ -171,13 +180,14 @@ def prepared_copy(module: Any, can_copy: Callable[[nn.Module], bool]) -> Any:
     if not module._modules or not (type(module) is nn.ModuleList or can_copy(module)):
         return module
     children = {
-        name: child and prepared_copy(child, can_copy) for name, child in module._modules.items()
+        name: child and prepared_copy(child, can_copy, replace)
+        for name, child in module._modules.items()
     }
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    copied = object.__new__(type(module))
-    vars(copied).update(_registries(module), _modules=children)
-    return copied
+    copied = module
+    if any(child is not module._modules[name] for name, child in children.items()):
+        copied = object.__new__(type(module))
+        vars(copied).update(_registries(module), _modules=children)
+    return replace(module, copied)
 
 
 def _registries(module: nn.Module) -> dict[str, Any]:
@@ -254,7 +264,7 @@ def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, 
     Returns:
         The product, and what must be kept for as long as it is used.
     """
-    layers: tuple[Any, ...] = linears
+    layers: tuple[Any, ...] = _originals(linears)
     weights = [layer.weight for layer in layers if is_plain(layer)]
     if len(weights) < len(layers) or len(set(map(type, layers))) > 1:
         return None

@@ -462,13 +462,13 @@ def test_an_open_call_has_replaced_no_attribute(call, monkeypatch):
     model = build()
     model.generate(SOURCE, max_new_tokens=2, **call)
     before, seen = attributes(model), []
-    product = linear_vaswani._multiply
+    packed_weight = linear_vaswani._packed_weight
 
     def watched(*arguments):
         seen.append(attributes(model) == before)
-        return product(*arguments)
+        return packed_weight(*arguments)
 
-    monkeypatch.setattr(linear_vaswani, "_multiply", watched)
+    monkeypatch.setattr(linear_vaswani, "_packed_weight", watched)
     model.generate(SOURCE, max_new_tokens=3, **call)
     if linear_vaswani._packed_dtypes():
         assert len(seen) > 5
