@@ -19,22 +19,26 @@
 // Products
 // ---------------------------------------------------------------------------------------------
 
-// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products.
+// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products. The
+// sums of as many rows as are multiplied at once stay in registers.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 typedef __m512i vector;
 typedef __m512 floats;
-enum { ROWS_AT_ONCE = 8 };
+enum { ROWS_AT_ONCE = 8, INT8_ROWS_AT_ONCE = 8 };
 #define dot(sum, states, weight) _mm512_dpbusd_epi32(sum, states, weight)
 #define in_all_lanes(number) _mm512_set1_epi32(number)
 #define multiply_add(left, right, sum) _mm512_fmadd_ps(left, right, sum)
 #define float_in_all_lanes(number) _mm512_set1_ps(number)
+#define sum_of_lanes(floats) _mm512_reduce_add_ps(floats)
 #elif defined(__AVX2__) && defined(__FMA__)
 typedef __m256i vector;
 typedef __m256 floats;
-enum { ROWS_AT_ONCE = 4 };
+enum { ROWS_AT_ONCE = 6 };
 #if defined(__AVXVNNI__)
+enum { INT8_ROWS_AT_ONCE = 6 };
 #define dot(sum, states, weight) _mm256_dpbusd_avx_epi32(sum, states, weight)
 #else
+enum { INT8_ROWS_AT_ONCE = 4 }; // products in 16 bits take registers too
 // Pairs of products are added in 16 bits first. States of 7 bits do not overflow there.
 #define dot(sum, states, weight)                                                                   \
     _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(states, weight),                  \
@@ -43,6 +47,12 @@ enum { ROWS_AT_ONCE = 4 };
 #define in_all_lanes(number) _mm256_set1_epi32(number)
 #define multiply_add(left, right, sum) _mm256_fmadd_ps(left, right, sum)
 #define float_in_all_lanes(number) _mm256_set1_ps(number)
+static inline float sum_of_lanes(floats lanes)
+{
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
 #else
 #error "the kernels need AVX2"
 #endif
@@ -121,7 +131,7 @@ INLINE void multiply_float_rows(const int rows, const float *states, int64_t in,
     }
 }
 
-// The number of rows must be known when this is compiled: registers hold their sums.
+// The number of rows must be known when this is compiled.
 #define FOR_EACH_NUMBER_OF_ROWS(function, rows, ...)                                               \
     switch (rows) {                                                                                \
     case 1: function(1, __VA_ARGS__); break;                                                       \
@@ -154,6 +164,7 @@ static void multiply(const struct product *by, const float *states, int64_t rows
 {
     const int64_t in = by->in, out = by->out;
     const int zero = by->largest + 1; // of states as unsigned integers
+    const int at_once = by->sums ? INT8_ROWS_AT_ONCE : ROWS_AT_ONCE;
     if (by->sums) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
@@ -169,8 +180,8 @@ static void multiply(const struct product *by, const float *states, int64_t rows
         float bias[PANEL] = {0};
         if (by->bias)
             memcpy(bias, by->bias + start, (size_t)width * sizeof(float));
-        for (int64_t first = 0; first < rows; first += ROWS_AT_ONCE) {
-            const int count = rows - first < ROWS_AT_ONCE ? (int)(rows - first) : ROWS_AT_ONCE;
+        for (int64_t first = 0; first < rows; first += at_once) {
+            const int count = rows - first < at_once ? (int)(rows - first) : at_once;
             if (by->sums) {
                 const int8_t *weight = (const int8_t *)by->panels + start * in;
                 const uint8_t *some = memory->states + first * in;
@@ -296,7 +307,7 @@ EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, 
     }
 }
 
-static float scalar_product(const float *left, const float *right, int64_t count)
+INLINE float scalar_product(const float *left, const float *right, int64_t count)
 {
     floats even = float_in_all_lanes(0), odd = even;
     int64_t i = 0;
@@ -307,14 +318,36 @@ static float scalar_product(const float *left, const float *right, int64_t count
         even = multiply_add(parts[0], parts[2], even);
         odd = multiply_add(parts[1], parts[3], odd);
     }
-    float lanes[2 * LANES], sum = 0;
-    memcpy(lanes, &even, sizeof(floats));
-    memcpy(lanes + LANES, &odd, sizeof(floats));
-    for (int lane = 0; lane < 2 * LANES; lane++)
-        sum += lanes[lane];
+    float sum = sum_of_lanes(even + odd);
     for (; i < count; i++)
         sum += left[i] * right[i];
     return sum;
+}
+
+// Sum the listed values (N, d), each times its weight: output (d,).
+INLINE void weighted_sum(const float *weights, const float *values, const int32_t *places,
+                         int32_t count, int64_t width, float *output)
+{
+    enum { AT_ONCE = 4 };
+    int64_t first = 0;
+    for (; first + AT_ONCE * LANES <= width; first += AT_ONCE * LANES) {
+        floats sums[AT_ONCE], parts[AT_ONCE];
+        for (int part = 0; part < AT_ONCE; part++)
+            sums[part] = float_in_all_lanes(0);
+        for (int32_t i = 0; i < count; i++) {
+            memcpy(parts, values + places[i] * width + first, sizeof(parts));
+            const floats weight = float_in_all_lanes(weights[i]);
+            for (int part = 0; part < AT_ONCE; part++)
+                sums[part] = multiply_add(weight, parts[part], sums[part]);
+        }
+        memcpy(output + first, sums, sizeof(sums));
+    }
+    for (; first < width; first++) {
+        float sum = 0;
+        for (int32_t i = 0; i < count; i++)
+            sum += weights[i] * values[places[i] * width + first];
+        output[first] = sum;
+    }
 }
 
 // One head of one hypothesis: softmax(q K^T / sqrt(d_k)) V over the listed positions.
@@ -331,13 +364,9 @@ INLINE void attend_once(const float *query, const float *keys, const float *valu
         scores[i] = exponential(scores[i] - most);
     for (int32_t i = 0; i < count; i++)
         total += scores[i];
-    memset(output, 0, (size_t)d_v * sizeof(float));
-    for (int32_t i = 0; i < count; i++) {
-        const float *value = values + places[i] * d_v;
-        const float weight = scores[i] / total;
-        for (int64_t j = 0; j < d_v; j++)
-            output[j] += weight * value[j];
-    }
+    for (int32_t i = 0; i < count; i++)
+        scores[i] /= total;
+    weighted_sum(scores, values, places, count, d_v, output);
 }
 
 // Keys and values (B, H, N, d), each sentence and head at strides that count values.
@@ -527,6 +556,23 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
                      sum_of_exponentials(values + i * block, width, highest);
         }
         log_sums[row] = (float)(most + __builtin_log(total));
+    }
+}
+
+// Find the first of the best tokens of each row of logits (R, V): (R,).
+EXPORT void best_tokens(const float *logits, int64_t rows, int64_t vocabulary, int64_t *tokens,
+                        int threads)
+{
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *values = logits + row * vocabulary;
+        const float highest = maximum(values, vocabulary);
+        tokens[row] = 0; // if all logits are -inf
+        for (int64_t token = 0; token < vocabulary; token++)
+            if (values[token] == highest) {
+                tokens[row] = token;
+                break;
+            }
     }
 }
 

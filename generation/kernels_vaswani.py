@@ -44,6 +44,7 @@ KERNELS = {
     "list_positions": "pnnnpp",
     "run_layers": "pipppi",
     "log_sums_and_maxima": "pnnnppi",
+    "best_tokens": "pnnpi",
     "best_candidates": "pnnpppnnnfpppi",
 }
 
@@ -303,6 +304,15 @@ def log_sums_and_maxima(logits: torch.Tensor, block: int) -> tuple[torch.Tensor,
     return log_sums, maxima
 
 
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Find the best token of each row of logits (R, V), and the first of equal ones: (R,)."""
+    tokens = torch.empty(len(logits), dtype=torch.long)
+    library().best_tokens(
+        *(_data(logits), *logits.shape, tokens.data_ptr(), torch.get_num_threads())
+    )
+    return tokens
+
+
 def best_candidates(
     logits: torch.Tensor,
     block: int,
@@ -350,6 +360,7 @@ __all__ = [
     "Product",
     "Rounded",
     "best_candidates",
+    "best_tokens",
     "compute",
     "library",
     "log_sums_and_maxima",

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from .kernels_vaswani import best_candidates, compute, log_sums_and_maxima
+from .kernels_vaswani import best_candidates, best_tokens, compute, log_sums_and_maxima
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
 _RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
@@ -166,7 +166,10 @@ def greedy_search(
             logits = decoder.logits(states[part])
             if (banned := rules.banned(length, logits)) is not None:
                 logits[:, banned] = -torch.inf
-            chosen.append(_sampled(logits, rules.warpers) if sample else logits.argmax(dim=-1))
+            if sample:
+                chosen.append(_sampled(logits, rules.warpers))
+            else:
+                chosen.append(best_tokens(logits) if compute(logits) else logits.argmax(dim=-1))
         tokens = torch.cat(chosen)  # (B,)
         if rules.forced_last is not None:
             tokens = tokens.masked_fill(limits == length, rules.forced_last)

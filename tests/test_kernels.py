@@ -15,6 +15,7 @@ from vaswani.generation.kernels_vaswani import (
     Panels,
     Positions,
     best_candidates,
+    best_tokens,
     compute,
     library,
     log_sums_and_maxima,
@@ -141,6 +142,11 @@ class TestChoice:
         assert torch.equal(found[0], scores)
         assert torch.equal(found[1], places // vocabulary)
         assert torch.equal(found[2], places % vocabulary)
+
+    def test_the_best_token_is_the_first_of_equal_ones(self):
+        logits = torch.randint(0, 5, (9, 1003)).float()
+        logits[3] = -torch.inf
+        assert torch.equal(best_tokens(logits), logits.argmax(dim=1))
 
     def test_of_equal_scores_each_is_found_once(self):
         logits = torch.zeros(2, 64)
