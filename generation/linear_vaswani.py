@@ -198,7 +198,7 @@ def _registries(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _can_prepare(module: nn.Module) -> bool:
+def _can_prepare(module: Any) -> bool:
     """Tell whether a module is a plain linear layer, of a dtype that oneDNN packs."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False  # oneDNN's products record no gradients and ignore autocast
@@ -207,7 +207,7 @@ def _can_prepare(module: nn.Module) -> bool:
     return bool(torch.backends.mkldnn.enabled) and module.weight.dtype in _packed_dtypes()
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_plain(module: Any) -> bool:
     """Tell whether a module is a linear layer on a CPU, and computes nothing else."""
     if type(module) not in (nn.Linear, Int8Linear) or is_changed(module):
         return False
