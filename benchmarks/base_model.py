@@ -55,6 +55,11 @@ def read_lines(split: str, language: str) -> list[str]:
         return [line.rstrip("\n") for line in file]
 
 
+def has_bfloat16() -> bool:
+    """Tell whether this CPU has bfloat16 instructions."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def train(folder: Path, steps: int = _STEPS) -> None:
     """Train from scratch into `folder`, or continue from the checkpoint of a killed run.
 
@@ -75,7 +80,7 @@ def train(folder: Path, steps: int = _STEPS) -> None:
             if name.endswith(("fc2.weight", "out_proj.weight")):
                 weight.mul_(_BRANCH_GAIN)
     exact = [weight.detach().clone() for weight in model.parameters()]
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if has_bfloat16():
         model.bfloat16()
     optimizer = torch.optim.Adam(exact, lr=_PEAK, betas=(0.9, 0.98), eps=1e-9, fused=True)
     checkpoint = folder / "unfinished.pt"
@@ -273,6 +278,7 @@ __all__ = [
     "VOCAB_SIZE",
     "Text",
     "batched",
+    "has_bfloat16",
     "load",
     "padded",
     "read_lines",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from base_model import padded
+from base_model import has_bfloat16, padded
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 from vaswani.conversion.ctranslate2 import save
@@ -224,6 +224,8 @@ class Workshop:
             self.model.save_pretrained(folder)
             form = VaswaniInt8Config()
             return AutoModelForSeq2SeqLM.from_pretrained(folder, quantization_config=form).eval()
+        if precision == "bfloat16" and self.device == "cpu" and not has_bfloat16():
+            raise RuntimeError("this CPU has no bfloat16 instructions")
         model = marian_twin(self.model) if name == "MarianMT" else copy.deepcopy(self.model)
         return model.to(device=self.device, dtype=getattr(torch, precision)).eval()
 

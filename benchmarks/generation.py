@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from base_model import DEFAULT_MODEL, Text, batched, load, train
+from base_model import DEFAULT_MODEL, Text, batched, has_bfloat16, load, train
 from engines import (
     OURS,
     PEERS_RULE,
@@ -398,8 +398,10 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
     forced = text.forced or _FORCED
     on_gpu = workshop.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    for precision in ("float32", "bfloat16", *(() if on_gpu else ("int8",))):
-        engine = workshop.build(PEERS_RULE, precision)
+    for name, precision in engine_names(workshop.device):
+        if name != PEERS_RULE or (precision == "bfloat16" and not (on_gpu or has_bfloat16())):
+            continue
+        engine = workshop.build(name, precision)
         for size in (1, 32):
             indices = text.chosen(200)
             middle = (len(indices) - size) // 2
