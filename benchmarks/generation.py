@@ -2,7 +2,8 @@ r"""Decoding speed on this host, against CTranslate2 and MarianMTModel with the 
 
     python benchmarks/generation.py --results benchmarks/results/generation
     python benchmarks/generation.py --train             only make the model that is measured
-    python benchmarks/generation.py --ranges            the ratios over all hosts, and missed aims
+    python benchmarks/generation.py --ranges --results benchmarks/results/generation
+                                                        the ratios over all hosts, and missed aims
     python benchmarks/generation.py --profile FILE      where our search spends its time
 
 Each engine runs alone, in a process that starts for its turn and ends with it. All engines take
@@ -101,6 +102,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--allocators", nargs="+", default=["glibc"], choices=ALLOCATORS, help="default: glibc")
     add("--instructions", nargs="+", default=["native"], choices=list(INSTRUCTIONS))
     args = parser.parse_args(argv)
+    if args.ranges and not args.results:
+        parser.error("--ranges needs the folder of the files: --results FOLDER")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
     for name in ("beams", "batches"):
@@ -281,7 +284,7 @@ def compare(rows: list[Row]) -> list[Row]:
             ours, theirs = found.get((*setting, rule, precision)), found.get((*setting, *peer))
             if ours is None or theirs is None:
                 continue
-            pairs = zip(theirs["seconds"], ours["seconds"], strict=True)
+            pairs = zip(theirs["seconds"], ours["seconds"], strict=False)  # an engine may fail late
             values = sorted(other / own for other, own in pairs)
             row = dict(zip(SETTING, setting, strict=True))
             row |= {"ours": f"{rule}, {precision}", "peer": " ".join(peer)}

@@ -27,6 +27,7 @@ from .kernels_vaswani import (
 )
 from .linear_vaswani import compiled_product, is_changed
 
+_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
 
 
@@ -42,13 +43,13 @@ class CompiledLayers:
 
     @classmethod
     def prepare(cls, layers: Any, heads: int) -> "CompiledLayers | None":
-        """Prepare layers with H heads; None if the kernels cannot serve them."""
-        if library() is None or torch.is_autocast_enabled("cpu") or not len(layers):
+        """Prepare layers with H heads. Return None if the kernels do not support them."""
+        if not len(layers) or not _can_compile(layers[0].fc1):
             return None
         structures = (Layer * len(layers))()
         kept: list[Any] = []
         for structure, layer in zip(structures, layers, strict=True):
-            if not _fill(structure, layer, kept):
+            if not _fill(structure, layer, kept) or not _fits(structure, layer, layers[0], heads):
                 return None
         return cls(structures, kept, heads)
 
@@ -62,7 +63,7 @@ class CompiledLayers:
         self.source = Positions.seen(mask)
         for layer, (keys, values) in zip(self.layers, source, strict=True):
             by_sentence = len(mask), self.heads
-            layer.source.hold(
+            layer.source.point_to(
                 keys.transpose(1, 2).unflatten(0, by_sentence), values.unflatten(0, by_sentence)
             )
 
@@ -91,14 +92,16 @@ class CompiledLayers:
         number = shape.numel()
         past = Positions.seen(mask)
         batch = Batch(rows, shape[1], width, self.heads, keys.shape[4], values.shape[4])
-        batch.hypotheses = None if hypotheses is None else hypotheses.data_ptr()
+        if hypotheses is not None:
+            assert hypotheses.is_contiguous()
+            batch.hypotheses = hypotheses.data_ptr()
         batch.used, batch.past = used, past.listed(number)
         longest = batch.past.longest
         if self.source is not None:
             batch.source = self.source.listed(number)
             longest = max(longest, batch.source.longest)
         for index, layer in enumerate(self.layers):
-            layer.past.hold(keys[index], values[index])
+            layer.past.point_to(keys[index], values[index])
         self._make_room(rows, longest, values.shape[4])
         library().run_layers(
             *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
@@ -120,11 +123,11 @@ class CompiledLayers:
         outputs = max(product.outputs for product in products)
         width = products[0].inputs
         floats = (1, width, outputs, self.heads * d_v, width)
-        rounded = torch.empty(self.rows * inputs, dtype=torch.uint8)
-        scores = torch.empty(self.threads * self.longest)
-        self.buffers = [rounded, *(torch.empty(self.rows * count) for count in floats), scores]
-        states, scales, *others = (buffer.data_ptr() for buffer in self.buffers)
-        self.memory = Memory((states, scales), *others)
+        sizes = [*(self.rows * count for count in floats), self.threads * self.longest]
+        rounded = torch.empty(self.rows * inputs, dtype=torch.uint8, device="cpu")
+        self.buffers = [rounded, *(torch.empty(size, **_FLOATS) for size in sizes)]
+        states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
+        self.memory = Memory((states, scales), *addresses)
 
 
 class CompiledOutput:
@@ -132,12 +135,12 @@ class CompiledOutput:
 
     def __init__(self, product: Product, kept: Any) -> None:
         self.product, self.kept = product, kept
-        self.logits = torch.empty(0)
+        self.logits = torch.empty(0, **_FLOATS)
 
     @classmethod
     def prepare(cls, linear: Any) -> "CompiledOutput | None":
-        """Prepare a linear layer; None if the kernels cannot serve it."""
-        if library() is None or torch.is_autocast_enabled("cpu"):
+        """Prepare a linear layer. Return None if the kernels do not support it."""
+        if not _can_compile(linear):
             return None
         prepared = compiled_product(linear)
         return None if prepared is None else cls(*prepared)
@@ -153,7 +156,7 @@ class CompiledOutput:
 class CompiledEncoder(nn.Module):
     """An encoder in a prepared copy of a model, whose layers run in the kernels if they can.
 
-    The kernels compute nothing at padding. The states there are zeros.
+    The layers compute nothing at padding. The states there are zeros before the last LayerNorm.
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -169,18 +172,24 @@ class CompiledEncoder(nn.Module):
     ) -> Any:
         """Encode as the encoder does: (B, S) tokens to (B, S, D)."""
         encoder, config = self.encoder, self.encoder.config
-        more = {name for name, value in kwargs.items() if value is not None and value is not False}
+        kwargs.pop(
+            "labels", None
+        )  # Seq2SeqTrainer passes them to `generate`, and nothing reads them
+        options = {
+            name for name, value in kwargs.items() if value is not None and value is not False
+        }
         if (
             not encoder.training
-            and more == {"return_dict"}
+            and options == {"return_dict"}
             and not config.output_attentions
             and not config.output_hidden_states
-            and (attention_mask is None or attention_mask.dim() == 2)
+            and (attention_mask is None or torch.is_tensor(attention_mask))
         ):
             layers = CompiledLayers.prepare(encoder.layers, config.encoder_attention_heads)
             if layers is not None:
                 states = encoder.embed(input_ids, inputs_embeds, attention_mask)
-                if compute(states):
+                fits = attention_mask is None or attention_mask.shape == states.shape[:2]
+                if fits and compute(states):
                     states = self._run(layers, states, attention_mask)
                     return BaseModelOutput(last_hidden_state=encoder.layer_norm(states))
         return encoder(
@@ -218,11 +227,20 @@ class CompiledEncoder(nn.Module):
         return states
 
 
+def _can_compile(linear: Any) -> bool:
+    """Tell whether the kernels run here, for a layer on a CPU."""
+    weight = getattr(linear, "weight", None)  # a layer of somebody else may have none
+    on_cpu = weight is not None and weight.device.type == "cpu"
+    return on_cpu and not torch.is_autocast_enabled("cpu") and library() is not None
+
+
 def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
-    """Describe a layer for the kernels; False if they cannot serve it."""
+    """Describe a layer for the kernels. Return False if they do not support it."""
     past, source = layer.self_attn, getattr(layer, "encoder_attn", None)
     if (
         layer.training
+        or past.training
+        or (source is not None and source.training)
         or type(layer.activation_fn) is not nn.ReLU
         or is_changed(layer.activation_fn)
     ):
@@ -243,9 +261,11 @@ def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
     for name, norm in norms.items():
         if type(norm) is not nn.LayerNorm or is_changed(norm) or norm.bias is None:
             return False
-        if norm.weight.dtype != torch.float32 or type(norm.weight.data) is not torch.Tensor:
+        weight, bias = norm.weight.detach(), norm.bias.detach()
+        if not compute(weight, bias):
             return False
-        setattr(structure, name, Norm(norm.weight.data_ptr(), norm.bias.data_ptr(), norm.eps))
+        kept.append((weight, bias))  # the model may get other tensors during the call
+        setattr(structure, name, Norm(weight.data_ptr(), bias.data_ptr(), norm.eps))
     for name, linears in products.items():
         prepared = compiled_product(*linears, relu=name == "fc1")
         if prepared is None:
@@ -254,6 +274,23 @@ def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
         setattr(structure, name, product)
         kept.append(parts)
     return True
+
+
+def _fits(structure: Layer, layer: Any, first: Any, heads: int) -> bool:
+    """Tell whether a layer has the sizes of the first layer. Heads may have been pruned."""
+    width, d_k, d_v = first.fc1.in_features, first.self_attn.d_k, first.self_attn.d_v
+    expected = {
+        "past_qkv": (width, heads * (2 * d_k + d_v)),
+        "past_output": (heads * d_v, width),
+        "fc1": (width, layer.fc1.out_features),
+        "fc2": (layer.fc1.out_features, width),
+    }
+    if getattr(layer, "encoder_attn", None) is not None:
+        expected |= {"source_query": (width, heads * d_k), "source_output": (heads * d_v, width)}
+    products = {name: getattr(structure, name) for name in expected}
+    sizes = {name: (product.inputs, product.outputs) for name, product in products.items()}
+    norms = (layer.self_attn_layer_norm, layer.final_layer_norm)
+    return sizes == expected and all(norm.normalized_shape == (width,) for norm in norms)
 
 
 __all__ = ["CompiledEncoder", "CompiledLayers", "CompiledOutput"]

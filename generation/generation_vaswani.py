@@ -212,7 +212,11 @@ class VaswaniGenerationMixin(GenerationMixin):
         encoder = getattr(self.model, "encoder", None)
 
         def compile_encoder(module: Any, copied: Any) -> Any:
-            if module is not encoder or not all(map(self._is_as_written, _parts(module))):
+            if (
+                module is not encoder
+                or self.config._attn_implementation not in _ATTENTION
+                or not all(map(self._is_as_written, _parts(module)))
+            ):
                 return copied
             return CompiledEncoder(copied)
 

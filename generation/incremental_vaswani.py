@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from .compiled_vaswani import CompiledLayers, CompiledOutput
+from .kernels_vaswani import compute
 from .linear_vaswani import prepare
 
 _FIRST_CAPACITY = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
@@ -70,7 +71,7 @@ class _DecoderLayer:
 
 
 class _Attended(NamedTuple):
-    """What hypotheses attend to: keys (B * H, d_k, N) and values (B * H, N, d_v).
+    """Keys (B * H, d_k, N) and values (B * H, N, d_v) that hypotheses attend to.
 
     The mask is 0 or -inf, and `scaling` is 1 / sqrt(d_k).
     """
@@ -350,12 +351,13 @@ class IncrementalDecoder:
         """
         self._make_room(shape[1])
         end = self.used + shape[1]
-        if self.compiled is not None and (self.position > 0 or shape[1] == 1):
+        steps = self.position > 0 or shape[1] == 1  # otherwise the tokens are a prompt
+        if self.compiled is not None and steps and compute(states):
             return self._decode_compiled(states, shape, rows, end)
         heads, d_k, d_v = self.keys.shape[2], self.keys.shape[4], self.values.shape[4]
         source_mask = self.source_mask
         attend: Callable = _attend_from_prompt
-        if self.position > 0 or shape[1] == 1:
+        if steps:
             if self.attention is None or self.attention.shape != shape:
                 widths = d_k, d_v
                 self.attention = _Attention(shape, heads, widths, self.no_mask, states.dtype)
@@ -401,9 +403,7 @@ class IncrementalDecoder:
         mask = self.no_mask[0].new_zeros(1, end)
         if self.past is not None:
             mask = self.past[:, :, :end].flatten(0, 1)
-        states = self.compiled.run(
-            states.contiguous(), shape, rows, self.keys, self.values, mask, self.used
-        )
+        states = self.compiled.run(states, shape, rows, self.keys, self.values, mask, self.used)
         self.used = end
         return self.decoder.layer_norm(states)
 

@@ -28,6 +28,7 @@ _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
 _EXACT = 2**24  # integers up to here are exact in float32
 _ROWS = (4, 32, 256)  # numbers of rows for which the fastest kernel is measured
+_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _BEYOND_CACHE = 2**23  # bytes of weights that push each other out of a core's cache
 # A float of this size has no bits for fractions. Adding it rounds a number to an integer, which is
 # then found in the low bits of the sum.
@@ -174,10 +175,10 @@ def multiply(
     """
     kernels = _exact_kernels(_rounding())
     kernel = _of_floats
-    if _compiled in kernels and values.shape[1] % 4 == 0:
+    if _of_int8 in kernels and (_rounding() is _8_BITS or torch.compiler.is_compiling()):
+        kernel = _of_int8  # without VNNI, it is slower than packing
+    elif _compiled in kernels and values.shape[1] % 4 == 0:
         kernel = _compiled
-    elif _of_int8 in kernels:
-        kernel = _of_int8
     return _multiply_rows(kernel(values, scale, _rounding()), states, bias)
 
 
@@ -222,6 +223,7 @@ def _panels(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> P
 
 def _of_panels(panels: Panels, rounding: _Rounding) -> _Product:
     def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
+        bias = None if bias is None else bias.contiguous()
         return multiply_panels(rows, panels.product(bias, rounding.largest, relu))
 
     return product
@@ -254,7 +256,8 @@ def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
 def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with oneDNN, which is fast with many rows."""
     packed = torch.ops.onednn.qlinear_prepack(values, None)
-    scale, zeros = scale.float() * rounding.step, torch.zeros(len(scale), dtype=torch.int64)
+    scale = scale.float() * rounding.step
+    zeros = torch.zeros_like(scale, dtype=torch.int64)
     zero_point, number, none = rounding.zero_point, torch.float32, "none"
 
     def sums(rows: torch.Tensor) -> torch.Tensor:
@@ -269,7 +272,7 @@ def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
 def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with FBGEMM, which is fast with few rows and on AVX2."""
     quantized = torch.ops.quantized
-    zeros = torch.zeros(len(scale), dtype=torch.int64)
+    zeros = torch.zeros_like(scale, dtype=torch.int64)
     with _PACKING, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # quantized tensors are deprecated
         engine = torch.backends.quantized.engine
@@ -299,10 +302,11 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
     CPUs without VNNI or AMX add pairs of products in 16 bits. Two products of an unsigned state of
     8 bits and a weight may overflow. With 7 bits, 2 * 127 * 127 fits.
     """
-    values = torch.full((16, 64), _LARGEST, dtype=torch.int8)
+    values = torch.full((16, 64), _LARGEST, dtype=torch.int8, device="cpu")
     values[8:] = -_LARGEST
-    rows = torch.tensor([[rounding.largest], [-rounding.largest]]).expand(2, 64).float()
-    scale = torch.ones(16)
+    rows = torch.full((2, 64), rounding.largest, **_FLOATS)
+    rows[1] = -rounding.largest
+    scale = torch.ones(16, **_FLOATS)
     expected = (rows @ values.t().float()) * (scale * rounding.step) * rounding.largest
     exact = []
     for kernel in (_of_int8, *_PACKING_KERNELS):
@@ -332,31 +336,34 @@ def multiplies_exactly() -> bool:
 
 
 def compiled_rounding(inputs: int) -> int | None:
-    """Return what the compiled kernel rounds states to; None if it cannot serve a weight."""
+    """Return the largest integer of the compiled kernel's states; None without the kernel."""
     rounding = _rounding()
-    serves = inputs % 4 == 0 and _compiled in _exact_kernels(rounding)
-    return rounding.largest if serves else None
+    supported = inputs % 4 == 0 and _compiled in _exact_kernels(rounding)
+    return rounding.largest if supported else None
 
 
 def _fastest(rows: int, inputs: int, threads: int) -> Callable:
     """Choose a kernel for packed weights. All kernels have the same results."""
     measured = next((number for number in _ROWS if rows <= number), _ROWS[-1])
-    ranking = _ranking(measured, threads)
-    return ranking[0] if inputs % 4 == 0 or ranking[0] is not _compiled else ranking[1]
+    for kernel in _ranking(measured, threads):
+        if inputs % 4 == 0 or kernel is not _compiled:
+            return kernel
+    return _of_floats
 
 
 @functools.cache
 def _ranking(rows: int, threads: int) -> tuple[Callable, ...]:
     """List the kernels for packed weights by the time that a product of some rows takes here.
 
-    A step of a model multiplies by many weights, so no weight stays in the cache of a core, and
-    none does here.
+    A step of a model multiplies by many weights, so no weight stays in the cache of a core. The
+    measurement uses as many weights as push each other out of it.
     """
     exact = _exact_kernels(_rounding())
     kernels = [kernel for kernel in _PACKING_KERNELS if kernel in exact]
     shape = 2048, 512
-    example = torch.ones(shape, dtype=torch.int8), torch.ones(shape[0]), _rounding()
-    states = torch.ones(rows, shape[1])
+    scale = torch.ones(shape[0], **_FLOATS)
+    example = torch.ones(shape, dtype=torch.int8, device="cpu"), scale, _rounding()
+    states = torch.ones(rows, shape[1], **_FLOATS)
     seconds = {}
     for kernel in kernels:
         weights = range(_BEYOND_CACHE // (shape[0] * shape[1]))

@@ -20,7 +20,7 @@
 // ---------------------------------------------------------------------------------------------
 
 // A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products. The
-// sums of as many rows as are multiplied at once stay in registers.
+// sums of ROWS_AT_ONCE rows stay in registers.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 typedef __m512i vector;
 typedef __m512 floats;
@@ -29,6 +29,7 @@ enum { ROWS_AT_ONCE = 8, INT8_ROWS_AT_ONCE = 8 };
 #define in_all_lanes(number) _mm512_set1_epi32(number)
 #define multiply_add(left, right, sum) _mm512_fmadd_ps(left, right, sum)
 #define float_in_all_lanes(number) _mm512_set1_ps(number)
+#define larger(left, right) _mm512_max_ps(left, right)
 #define sum_of_lanes(floats) _mm512_reduce_add_ps(floats)
 #elif defined(__AVX2__) && defined(__FMA__)
 typedef __m256i vector;
@@ -47,7 +48,8 @@ enum { INT8_ROWS_AT_ONCE = 4 }; // products in 16 bits take registers too
 #define in_all_lanes(number) _mm256_set1_epi32(number)
 #define multiply_add(left, right, sum) _mm256_fmadd_ps(left, right, sum)
 #define float_in_all_lanes(number) _mm256_set1_ps(number)
-static inline float sum_of_lanes(floats lanes)
+#define larger(left, right) _mm256_max_ps(left, right)
+INLINE float sum_of_lanes(floats lanes)
 {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -106,7 +108,7 @@ INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, con
     }
 }
 
-// The same for weights (in, PANEL) in floating point.
+// Multiply rows of states by a panel (in, PANEL) of float weights: sums (rows, PANEL).
 INLINE void multiply_float_rows(const int rows, const float *states, int64_t in, const float *panel,
                                 float *sums)
 {
@@ -144,18 +146,28 @@ INLINE void multiply_float_rows(const int rows, const float *states, int64_t in,
     case 8: function(8 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
     }
 
-// Round a row of states to integers from -largest to largest, and add `zero`. Returns their scale.
+// Round a row of states to integers from -largest to largest, and add `zero`. Returns their scale,
+// which is NaN if a state is NaN or infinite.
 static float round_row(const float *states, int64_t in, float largest, int zero, uint8_t *rounded)
 {
-    float most = 1e-30f; // zeros must not be divided by zero
+    const uint32_t infinity = 0x7f800000;
+    uint32_t bits, highest = 0; // bits of sizes are ordered as the sizes are, and NaN comes last
     for (int64_t i = 0; i < in; i++) {
-        const float size = __builtin_fabsf(states[i]);
-        most = size > most ? size : most;
+        memcpy(&bits, states + i, 4);
+        bits &= 0x7fffffff;
+        highest = bits > highest ? bits : highest;
     }
-    const float steps = largest / most;
+    if (highest >= infinity) {
+        memset(rounded, zero, (size_t)in);
+        return __builtin_nanf("");
+    }
+    float size;
+    memcpy(&size, &highest, 4);
+    size = size > 1e-30f ? size : 1e-30f; // zeros must not be divided by zero
+    const float steps = largest / size;
     for (int64_t i = 0; i < in; i++)
         rounded[i] = (uint8_t)((int)__builtin_rintf(states[i] * steps) + zero);
-    return most;
+    return size;
 }
 
 // Multiply rows of states (R, in): output (R, out).
@@ -184,8 +196,8 @@ static void multiply(const struct product *by, const float *states, int64_t rows
             const int count = rows - first < at_once ? (int)(rows - first) : at_once;
             if (by->sums) {
                 const int8_t *weight = (const int8_t *)by->panels + start * in;
-                const uint8_t *some = memory->states + first * in;
-                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, some, in, weight, sums)
+                const uint8_t *block = memory->states + first * in;
+                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, block, in, weight, sums)
                 for (int row = 0; row < count; row++)
                     // The explicit operation keeps the order in which torch rounds.
                     for (int64_t i = 0; i < width; i++)
@@ -195,8 +207,8 @@ static void multiply(const struct product *by, const float *states, int64_t rows
                             memory->scales[first + row], bias[i]);
             } else {
                 const float *weight = (const float *)by->panels + start * in;
-                const float *some = states + first * in;
-                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, some, in, weight, products)
+                const float *block = states + first * in;
+                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, block, in, weight, products)
                 for (int i = 0; i < count * PANEL; i++)
                     products[i] += bias[i % PANEL];
             }
@@ -279,6 +291,24 @@ INLINE float exponential(float x)
     return power * scale;
 }
 
+// The largest value, and at least -3e38.
+INLINE float maximum(const float *values, int64_t count)
+{
+    floats part, parts = float_in_all_lanes(-3e38f);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        memcpy(&part, values + i, sizeof(part));
+        parts = larger(part, parts);
+    }
+    float lanes[LANES], highest = -3e38f;
+    memcpy(lanes, &parts, sizeof(parts));
+    for (int lane = 0; lane < LANES; lane++)
+        highest = lanes[lane] > highest ? lanes[lane] : highest;
+    for (; i < count; i++)
+        highest = values[i] > highest ? values[i] : highest;
+    return highest;
+}
+
 // Tell whether two arrays have the same bytes.
 EXPORT int same_bytes(const char *left, const char *right, int64_t count, int threads)
 {
@@ -355,13 +385,12 @@ INLINE void attend_once(const float *query, const float *keys, const float *valu
                         const int32_t *places, int32_t count, int64_t d_k, int64_t d_v,
                         float scaling, float *scores, float *output)
 {
-    float most = -3e38f, total = 0;
-    for (int32_t i = 0; i < count; i++) {
-        scores[i] = scalar_product(query, keys + places[i] * d_k, d_k) * scaling;
-        most = scores[i] > most ? scores[i] : most;
-    }
+    float total = 0;
     for (int32_t i = 0; i < count; i++)
-        scores[i] = exponential(scores[i] - most);
+        scores[i] = scalar_product(query, keys + places[i] * d_k, d_k) * scaling;
+    const float highest = maximum(scores, count);
+    for (int32_t i = 0; i < count; i++)
+        scores[i] = exponential(scores[i] - highest);
     for (int32_t i = 0; i < count; i++)
         total += scores[i];
     for (int32_t i = 0; i < count; i++)
@@ -376,7 +405,8 @@ struct cache {
     float scaling; // 1 / sqrt(d_k)
 };
 
-// What hypotheses see: the first `counts` of places (lists, longest), a list for every few of them.
+// Positions that hypotheses see: the first `counts` of places (lists, longest).
+// `hypotheses_per_list` hypotheses share a list.
 struct positions {
     const int32_t *places, *counts;
     int64_t longest, hypotheses_per_list;
@@ -449,11 +479,11 @@ struct layer {
     int32_t norm_first;
 };
 
-// Memory of a step: states of R rows, and of no other use.
+// Scratch memory of a step with R rows.
 struct memory {
     struct rounded rounded;
     float *normed;  // (R, D)
-    float *inner;   // (R, the most outputs of a product)
+    float *inner;   // (R, largest number of outputs)
     float *heads;   // (R, H d_v)
     float *update;  // (R, D)
     float *scores;  // (threads, longest list)
@@ -515,19 +545,11 @@ EXPORT void run_layers(const struct layer *layers, int count, const struct batch
 // The best continuations of hypotheses
 // ---------------------------------------------------------------------------------------------
 
-static float maximum(const float *values, int64_t count)
-{
-    float most = -3e38f;
-    for (int64_t i = 0; i < count; i++)
-        most = values[i] > most ? values[i] : most;
-    return most;
-}
-
-static float sum_of_exponentials(const float *values, int64_t count, float most)
+INLINE float sum_of_exponentials(const float *values, int64_t count, float highest)
 {
     float total = 0;
     for (int64_t i = 0; i < count; i++)
-        total += exponential(values[i] - most);
+        total += exponential(values[i] - highest);
     return total;
 }
 
@@ -539,8 +561,8 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const float *values = logits + row * vocabulary;
-        float most = -3e38f;
-        double total = 0; // of e^(logit - most)
+        float so_far = -3e38f; // the highest logit of the blocks so far
+        double total = 0;      // of e^(logit - so_far)
         for (int64_t i = 0; i <= blocks; i++) {
             const int64_t width = i < blocks ? block : vocabulary - blocks * block;
             const float highest = maximum(values + i * block, width);
@@ -548,14 +570,14 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
                 maxima[row * blocks + i] = highest;
             if (width == 0 || highest <= -3e38f)
                 continue;
-            if (highest > most) {
-                total *= __builtin_exp((double)most - highest);
-                most = highest;
+            if (highest > so_far) {
+                total *= __builtin_exp((double)so_far - highest);
+                so_far = highest;
             }
-            total += __builtin_exp((double)highest - most) *
+            total += __builtin_exp((double)highest - so_far) *
                      sum_of_exponentials(values + i * block, width, highest);
         }
-        log_sums[row] = (float)(most + __builtin_log(total));
+        log_sums[row] = (float)(so_far + __builtin_log(total));
     }
 }
 
@@ -576,7 +598,7 @@ EXPORT void best_tokens(const float *logits, int64_t rows, int64_t vocabulary, i
     }
 }
 
-// Insert a score into a list of the best, best first. Of equal scores the earlier stays ahead.
+// Insert a score into a list of the best, best first. Equal scores keep their order.
 INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count, float *scores,
                    int64_t *hypotheses, int64_t *tokens)
 {
@@ -593,8 +615,8 @@ INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count
 
 // Find the C best continuations of each sentence, best first: (B, C) each.
 //
-// offsets: (B * K) what makes a logit the log-probability of its hypothesis, or `nothing` if the
-// hypothesis has no continuations. places: (B * K) the row of logits of each hypothesis. maxima:
+// offsets: (B * K) added to a logit to get the log-probability of its continuation, or `nothing` if
+// the hypothesis has no continuations. places: (B * K) the row of logits of each hypothesis. maxima:
 // (R, V / block). A list that cannot be filled ends with `nothing`, the least of all scores. The C
 // best lie in the C blocks with the best maxima, or after the last whole block.
 EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t block,

@@ -9,6 +9,7 @@ compute the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
 Shapes: R rows of states, B sentences, K hypotheses of each, H heads, V entries of the vocabulary.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -29,10 +30,10 @@ from transformers.utils import logging
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = [
     *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    # Sums may be reordered, so that they are vectors, and nothing is infinite or NaN.
+    # GCC may reorder sums to vectorise them.
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
-    "-ffinite-math-only",
 ]
+_TIMEOUT = 60  # seconds of the compiler
 # Types in the C file. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 _TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
@@ -53,54 +54,71 @@ logger = logging.get_logger(__name__)
 
 @functools.cache
 def library() -> Any:
-    """Compile and load the kernels; None where this machine cannot, or is told not to."""
+    """Compile and load the kernels. Return None if they are turned off or cannot run here."""
     if os.environ.get("VASWANI_KERNELS") == "0" or not _SOURCE.is_file():
         return None  # a folder of remote code has no C file
     # On Linux, GCC's OpenMP is the one of torch, so that both share their threads.
-    if sys.platform != "linux" or platform.machine() != "x86_64" or not shutil.which("gcc"):
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return None  # the kernels need AVX2
+    flags = [*_FLAGS, *_forbidden_instructions()]
+    text = _SOURCE.read_bytes() + " ".join(flags).encode() + _cpu().encode()
+    name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    cached = Path(constants.HF_HOME) / "vaswani" / name
+    if _is_safe(cached):
+        with contextlib.suppress(OSError):  # such as a file that was cut off
+            return _load(cached)
+    if not shutil.which("gcc"):
         return None
     try:
-        kernels = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.CalledProcessError) as error:
+        with tempfile.TemporaryDirectory(prefix="vaswani-") as scratch:
+            compiled = Path(scratch) / name
+            command = ["gcc", *flags, "-o", str(compiled), str(_SOURCE), "-lm"]
+            options: dict[str, Any] = {"capture_output": True, "errors": "replace"}
+            subprocess.run(command, check=True, timeout=_TIMEOUT, **options)
+            _keep(compiled, cached)
+            return _load(compiled)
+    except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.info(f"Decoding uses torch's operators, because GCC compiled no kernels: {reason}")
+        logger.warning_once(f"Decoding is slower without the compiled kernels: {reason}")
         return None
+
+
+def _load(file: Path) -> Any:
+    kernels = ctypes.CDLL(str(file))
     for name, kinds in KERNELS.items():
         getattr(kernels, name).argtypes = [_TYPES[kind] for kind in kinds]
     return kernels
 
 
-def _compiled() -> Path:
-    """Return the file of the compiled kernels for this CPU; compile them if it is missing."""
-    flags = [*_FLAGS, *_forbidden_instructions()]
-    text = _SOURCE.read_bytes() + " ".join(flags).encode() + _cpu().encode()
-    name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    folder = Path(constants.HF_HOME) / "vaswani"
+def _is_safe(file: Path) -> bool:
+    """Tell whether a file exists that only this user or root can have written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder):
-            pass
-    except OSError:  # the cache is read-only: compile for this process alone
-        folder = Path(tempfile.mkdtemp(prefix="vaswani-"))
-    file = folder / name
-    if not file.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            new = Path(scratch) / name
-            command = ["gcc", *flags, "-o", str(new), str(_SOURCE), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            new.replace(file)  # another process may do the same
-    return file
+        states = file.stat(), file.parent.stat()
+    except OSError:
+        return False
+    return all(state.st_uid in (0, os.geteuid()) and not state.st_mode & 0o022 for state in states)
+
+
+def _keep(compiled: Path, cached: Path) -> None:
+    """Copy the compiled kernels into the cache, unless it cannot be written."""
+    with contextlib.suppress(OSError):
+        cached.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+            copied = Path(scratch) / cached.name
+            shutil.copyfile(compiled, copied)
+            copied.chmod(0o755)
+            copied.replace(cached)  # another process may do the same
 
 
 def _forbidden_instructions() -> list[str]:
     """Return flags against instructions of this CPU that torch or oneDNN is told not to use."""
-    allowed = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may limit it
-    if allowed == "DEFAULT":
-        return ["-mno-avx2"]
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
-    if allowed == "AVX2" or limit == "AVX2":
-        return ["-mno-avx512f", "-mno-avxvnni"]
-    return []
+    limits = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    if "avx2" not in (os.environ.get(name, "").lower() for name in limits):
+        return []
+    # Older compilers do not know AVX-VNNI, and older CPUs do not have it.
+    return ["-mno-avx512f", *(["-mno-avxvnni"] if " avx_vnni" in _cpu() else [])]
 
 
 def _cpu() -> str:
@@ -157,7 +175,7 @@ class Cache(ctypes.Structure):
         ("scaling", _FLOAT),
     )
 
-    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def point_to(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Point to keys (B, H, N, d_k) and values (B, H, N, d_v)."""
         self.keys, self.values = keys.data_ptr(), values.data_ptr()
         self.key_sentence, self.key_head = keys.stride()[:2]
@@ -165,7 +183,7 @@ class Cache(ctypes.Structure):
 
 
 class Listed(ctypes.Structure):
-    """The positions that hypotheses see, a list for every few of them."""
+    """The positions that hypotheses see. `hypotheses_per_list` hypotheses share a list."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("places", "counts")),
@@ -233,7 +251,7 @@ class Panels(NamedTuple):
 
         Args:
             bias: (out,) in float32.
-            largest: what states are rounded to, for weights in int8.
+            largest: states are rounded to -largest ... largest, for weights in int8.
             relu: whether ReLU is applied.
         """
         addresses = (None if part is None else part.data_ptr() for part in (*self[1:4], bias))
@@ -245,10 +263,12 @@ def multiply(
 ) -> torch.Tensor:
     """Multiply states (R, in) by a weight, and add a bias: (R, out), in `output` if it is given."""
     states = states.contiguous()
-    rows = len(states)
+    rows, inputs = states.shape
+    assert states.dtype == torch.float32
+    assert inputs == product.inputs
     if output is None:
         output = states.new_empty(rows, product.outputs)
-    rounded, scales = torch.empty(rows, product.inputs, dtype=torch.uint8), torch.empty(rows)
+    rounded, scales = states.new_empty(rows, inputs, dtype=torch.uint8), states.new_empty(rows)
     library().multiply_states(
         *(ctypes.byref(product), states.data_ptr(), rows),
         ctypes.byref(Rounded(rounded.data_ptr(), scales.data_ptr())),
@@ -264,7 +284,7 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class Positions(NamedTuple):
-    """The positions of a cache that each list has, for one list every few hypotheses."""
+    """Lists of positions in a cache."""
 
     places: torch.Tensor  # (lists, N), of which the first `counts` count
     counts: torch.Tensor  # (lists,)
@@ -274,8 +294,8 @@ class Positions(NamedTuple):
         """List the positions at which a mask (lists, N) is 0; its rows may lie apart."""
         mask = mask if mask.stride(1) == 1 else mask.contiguous()
         lists, positions = mask.shape
-        places = torch.empty(lists, positions, dtype=torch.int32)
-        counts = torch.empty(lists, dtype=torch.int32)
+        places = mask.new_empty(lists, positions, dtype=torch.int32)
+        counts = mask.new_empty(lists, dtype=torch.int32)
         library().list_positions(
             *(mask.data_ptr(), lists, positions, mask.stride(0)),
             *(places.data_ptr(), counts.data_ptr()),
@@ -306,7 +326,7 @@ def log_sums_and_maxima(logits: torch.Tensor, block: int) -> tuple[torch.Tensor,
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Find the best token of each row of logits (R, V), and the first of equal ones: (R,)."""
-    tokens = torch.empty(len(logits), dtype=torch.long)
+    tokens = logits.new_empty(len(logits), dtype=torch.long)
     library().best_tokens(
         *(_data(logits), *logits.shape, tokens.data_ptr(), torch.get_num_threads())
     )
@@ -328,7 +348,7 @@ def best_candidates(
         logits: (R, V).
         block: entries of the vocabulary that share a maximum.
         maxima: (R, V / block).
-        offsets: (B * K,) what makes a logit the log-probability of its hypothesis, or -inf.
+        offsets: (B * K,) added to a logit to get the log-probability of its continuation, or -inf.
         places: (B * K,) the row of logits of each hypothesis.
         shape: (B, K).
         count: C.
@@ -338,7 +358,7 @@ def best_candidates(
     """
     sentences, beams = shape
     scores = logits.new_empty(sentences, count)
-    hypotheses = torch.empty(sentences, count, dtype=torch.long)
+    hypotheses = logits.new_empty(sentences, count, dtype=torch.long)
     tokens = torch.empty_like(hypotheses)
     library().best_candidates(
         *(_data(logits), logits.shape[1], block, _data(maxima), _data(offsets), _data(places)),

@@ -42,7 +42,7 @@ class _Packed:
         self._layouts: dict[Callable, Any] = {}
 
     def layout(self, make: Callable) -> Any:
-        """Return what `make` makes of the values and the scale, which it makes once."""
+        """Return the layout that `make` packs. Pack it once."""
         if make not in self._layouts:
             self._layouts[make] = make(self.values, self.scale)
         return self._layouts[make]
@@ -255,7 +255,7 @@ def _pack_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Pack
 
 
 def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, Any] | None:
-    """Prepare layers for the compiled kernels; None if these cannot serve them.
+    """Prepare layers for the compiled kernels. Return None if they do not support the layers.
 
     Args:
         linears: layers that read the same states.

@@ -37,7 +37,7 @@ def length_penalty(length: Any, alpha: float, kind: str | None) -> Any:
 class Decoder(Protocol):
     """A decoder that keeps its sources, and a cache of the target tokens that it has read.
 
-    What it returns of each row, which has W numbers, is for `logits` alone.
+    `read` and `step` return W numbers for each row. Only `logits` reads them.
     """
 
     vocabulary: int  # V, known after `read`

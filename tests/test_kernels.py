@@ -1,5 +1,6 @@
 """Compiled kernels of decoding, against formulas in float64 and against torch's operators."""
 
+import contextlib
 import copy
 import shutil
 import subprocess
@@ -7,7 +8,9 @@ import subprocess
 import pytest
 import torch
 from huggingface_hub import constants
-from vaswani.generation.compiled_vaswani import CompiledEncoder
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from vaswani.generation.compiled_vaswani import CompiledEncoder, CompiledLayers
 from vaswani.generation.int8_vaswani import round_weight
 from vaswani.generation.kernels_vaswani import (
     Panels,
@@ -21,7 +24,13 @@ from vaswani.generation.kernels_vaswani import (
     same_bytes,
 )
 
-from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
+from vaswani import (
+    VaswaniConfig,
+    VaswaniDecoderConfig,
+    VaswaniForCausalLM,
+    VaswaniForConditionalGeneration,
+    VaswaniInt8Config,
+)
 
 compiled = pytest.mark.skipif(library() is None, reason="this machine compiles no kernels")
 BLOCK = 16
@@ -93,6 +102,16 @@ class TestProducts:
         output = multiply(states, panels.product(None, 63))
         assert torch.equal(output, torch.cat((expected, -expected)))
 
+    @pytest.mark.parametrize("kind", ["float32", "int8"])
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    def test_a_state_that_is_not_finite_is_not_hidden(self, kind, value):
+        panels = Panels.pack(torch.ones(40, 8)) if kind == "float32" else int8_panels(40, 8)[0]
+        states = torch.ones(2, 8)
+        states[1, 3] = value
+        output = multiply(states, panels.product(None, 63))
+        assert output[0].isfinite().all()
+        assert not output[1].isfinite().any()
+
     def test_a_row_of_zeros_gives_the_bias(self):
         panels, _, _ = int8_panels(40, 8)
         bias = torch.randn(40)
@@ -146,7 +165,7 @@ class TestChoice:
         logits[3] = -torch.inf
         assert torch.equal(best_tokens(logits), logits.argmax(dim=1))
 
-    def test_of_equal_scores_each_is_found_once(self):
+    def test_equal_scores_are_found_once_each(self):
         logits = torch.zeros(2, 64)
         _, maxima = log_sums_and_maxima(logits, BLOCK)
         rows = torch.arange(2)
@@ -207,7 +226,7 @@ def test_other_tensors_are_left_to_torch(tensor):
 
 def model_with(**changes):
     settings = {
-        **{"vocab_size": 700, "d_model": 32, "encoder_attention_heads": 4},
+        **{"vocab_size": 9000, "d_model": 32, "encoder_attention_heads": 4},
         **{"decoder_attention_heads": 4, "encoder_layers": 1, "decoder_layers": 3},
         **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 48, **changes},
     }
@@ -221,14 +240,33 @@ def model_with(**changes):
     return model
 
 
+SOURCE = torch.randint(4, 700, (5, 9), generator=torch.Generator().manual_seed(1))
+LENGTHS = torch.tensor([9, 4, 7, 1, 9])
+MASK = (torch.arange(9) < LENGTHS[:, None]).long()
+
+
 def translate(model, **call):
-    source = torch.randint(4, 700, (5, 9))
-    mask = (torch.arange(9) < torch.tensor([9, 4, 7, 1, 9])[:, None]).long()
-    call = {"num_beams": 4, "max_new_tokens": 25, "num_return_sequences": call.get("num_beams", 4)}
+    """Return the sequences of all hypotheses, and their scores if there is a beam."""
+    beams = call.get("num_beams", 1)
+    inputs = {"input_ids": SOURCE * MASK, "attention_mask": MASK, "max_new_tokens": 25}
     output = model.generate(
-        source * mask, attention_mask=mask, return_dict_in_generate=True, output_scores=True, **call
+        **{**inputs, "return_dict_in_generate": True, "num_return_sequences": beams, **call}
     )
     return output.sequences, getattr(output, "sequences_scores", torch.zeros(1))
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The layers of each call of `run_layers`: the encoder's first, then those of the steps."""
+    kernels, counts = library(), []
+    run_layers = kernels.run_layers
+
+    def counted(layers, count, *others):
+        counts.append(count)
+        return run_layers(layers, count, *others)
+
+    monkeypatch.setattr(kernels, "run_layers", counted)
+    return counts
 
 
 def without_kernels(monkeypatch):
@@ -256,25 +294,113 @@ class TestDecoder:
         ids=str,
     )
     @pytest.mark.parametrize("beams", [1, 4])
-    def test_answers_are_those_of_torch(self, changes, beams, monkeypatch):
+    def test_answers_are_those_of_torch(self, changes, beams, monkeypatch, runs):
         model = model_with(**changes)
-        torch.manual_seed(1)
         sequences, scores = translate(model, num_beams=beams)
+        relu = "activation_function" not in changes
+        assert runs == ([1] + [3] * 25 if relu else [])
         without_kernels(monkeypatch)
-        torch.manual_seed(1)
         expected, expected_scores = translate(model, num_beams=beams)
+        assert len(runs) == 26 * relu, "torch computed these"
         assert torch.equal(sequences, expected)
         torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
 
-    def test_layers_run_in_the_kernels(self, monkeypatch):
-        calls = []
-        run = library().run_layers
-        monkeypatch.setattr(library(), "run_layers", lambda *given: calls.append(1) or run(*given))
-        translate(model_with())
-        assert calls
-        calls.clear()
-        translate(model_with(activation_function="gelu"))
-        assert not calls
+    @pytest.mark.parametrize("call", [{}, {"early_stopping": True}, {"length_penalty": -1.0}])
+    def test_hypotheses_that_end_are_those_of_torch(self, call, monkeypatch, runs):
+        model = model_with()
+        usual = translate(model, num_beams=4)[0]
+        ends = {"num_beams": 4, "eos_token_id": usual[:, 5:].unique()[:6].tolist()}
+        runs.clear()
+        sequences, scores = translate(model, **ends, **call)
+        assert 5 < len(runs) < 27
+        without_kernels(monkeypatch)
+        expected, expected_scores = translate(model, **ends, **call)
+        assert torch.equal(sequences, expected)
+        torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("kind", ["float32", "int8"])
+    def test_answers_depend_neither_on_threads_nor_on_the_batch(self, kind, tmp_path, with_threads):
+        model = model_with(encoder_layers=2)
+        if kind == "int8":
+            model.save_pretrained(tmp_path)
+            model = VaswaniForConditionalGeneration.from_pretrained(
+                tmp_path, quantization_config=VaswaniInt8Config()
+            )
+        call = {"num_beams": 4}
+        first, *others = (
+            with_threads(number, lambda: translate(model, **call)) for number in (1, 2, 3)
+        )
+        for sequences, scores in others:
+            assert torch.equal(sequences, first[0])
+            assert torch.equal(scores, first[1])
+        for row, length in enumerate(LENGTHS):
+            alone = {"input_ids": SOURCE[row : row + 1, :length], "attention_mask": None}
+            sequences, scores = translate(model, **call, **alone)
+            assert torch.equal(sequences, first[0][4 * row : 4 * row + 4])
+            torch.testing.assert_close(
+                scores, first[1][4 * row : 4 * row + 4], rtol=1e-6, atol=1e-6
+            )
+
+    def test_a_language_model_runs_in_them(self, monkeypatch, runs):
+        config = VaswaniDecoderConfig(
+            vocab_size=2100, d_model=32, decoder_attention_heads=4, decoder_layers=3
+        )
+        model = VaswaniForCausalLM(config).eval()
+        prompt = {"input_ids": SOURCE.flip(1), "attention_mask": MASK.flip(1)}
+        call = {**prompt, "num_beams": 4}
+        sequences, scores = translate(model, **call)
+        assert runs == [3] * 24  # the prompt is read by torch's operators
+        without_kernels(monkeypatch)
+        expected, expected_scores = translate(model, **call)
+        assert torch.equal(sequences, expected)
+        torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+    def test_pruned_heads_are_left_to_torch(self, runs):
+        model = model_with()
+        attention = model.model.decoder.layers[1].self_attn
+        with torch.no_grad():
+            for name in ("q_proj", "k_proj", "v_proj"):
+                linear = getattr(attention, name)
+                linear.weight = torch.nn.Parameter(linear.weight[:16].clone())
+                linear.out_features = 16
+            attention.out_proj.weight = torch.nn.Parameter(
+                attention.out_proj.weight[:, :16].clone()
+            )
+            attention.out_proj.in_features = 16
+        assert CompiledLayers.prepare(model.model.decoder.layers, 4) is None
+
+    def test_norms_may_be_replaced_between_calls(self):
+        model = model_with()
+        before = translate(model)[0]
+        norm = model.model.decoder.layers[0].final_layer_norm
+        earlier, norm.weight = norm.weight, torch.nn.Parameter(norm.weight * 3)
+        assert not torch.equal(translate(model)[0], before)
+        norm.weight = earlier
+        assert torch.equal(translate(model)[0], before)
+
+    @pytest.mark.parametrize("default", ["dtype", "device"])
+    def test_defaults_of_torch_do_not_matter(self, default):
+        model = model_with()
+        before = translate(model)[0]
+        dtype = torch.get_default_dtype()
+        try:
+            if default == "dtype":
+                torch.set_default_dtype(torch.bfloat16)
+            else:
+                torch.set_default_device("meta")
+            layers = CompiledLayers.prepare(model.model.encoder.layers, 4)
+            layers._make_room(3, 9, 8)
+            product = Panels.pack(torch.zeros(4, 4, dtype=torch.float32, device="cpu"))
+            output = multiply(
+                torch.ones(2, 4, dtype=torch.float32, device="cpu"), product.product(None)
+            )
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(None)
+        assert {buffer.device.type for buffer in layers.buffers} == {"cpu"}
+        assert {buffer.dtype for buffer in layers.buffers[1:]} == {torch.float32}
+        assert torch.equal(output, torch.zeros(2, 4))
+        assert torch.equal(translate(model)[0], before)
 
 
 @compiled
@@ -325,6 +451,41 @@ class TestEncoder:
         found, expected = self.encode(model, source, None, output_hidden_states=True)
         assert len(found.hidden_states) == len(expected.hidden_states) == 2
 
+    def test_a_mask_of_another_width_is_left_to_the_encoder(self, runs):
+        model = model_with()
+        source = torch.randint(4, 700, (2, 4))
+        mask = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
+        with contextlib.suppress(RuntimeError, ValueError, IndexError):
+            self.encode(model, source, mask)  # transformers may accept it or not
+        assert runs == []
+
+    def test_labels_of_the_trainer_do_not_matter(self, runs):
+        model = model_with()
+        source = torch.randint(4, 700, (2, 3))
+        model.generate(source, labels=source, max_new_tokens=2)
+        assert runs[0] == 1
+
+    @pytest.mark.parametrize("part", ["attention", "layer"])
+    def test_dropout_that_is_on_stays_on(self, part, runs):
+        model = model_with(attention_dropout=0.5)
+        layer = model.model.encoder.layers[0]
+        (layer if part == "layer" else layer.self_attn).train()
+        self.encode(model, torch.randint(4, 700, (2, 3)), None)
+        assert runs == []
+
+    def test_an_attention_of_somebody_else_is_run(self, runs):
+        model, calls = model_with(), []
+
+        def attention(module, *others, **options):
+            calls.append(type(module))
+            return sdpa_attention_forward(module, *others, **options)
+
+        AttentionInterface.register("theirs", attention)
+        model.set_attn_implementation("theirs")
+        model.generate(torch.randint(4, 700, (2, 3)), max_new_tokens=2)
+        assert calls
+        assert runs == []
+
     def test_generate_uses_it_unless_a_layer_is_hooked(self, monkeypatch):
         model, calls = model_with(), []
         run = CompiledEncoder._run
@@ -356,9 +517,26 @@ class TestCompilation:
     def test_the_cache_keeps_them(self, home, monkeypatch):
         assert self.load() is not None
         (file,) = (home / "vaswani").iterdir()
-        monkeypatch.setattr(subprocess, "run", None)  # nothing can be compiled
+        monkeypatch.setenv("PATH", "")  # no compiler
+        file.parent.chmod(0o555)  # as in an image that was warmed up
         assert self.load() is not None
+        file.parent.chmod(0o755)
         assert list((home / "vaswani").iterdir()) == [file]
+
+    @compiled
+    @pytest.mark.parametrize("fault", ["cut off", "written by others"])
+    def test_a_file_that_cannot_be_trusted_is_compiled_again(self, fault, home):
+        assert self.load() is not None
+        (file,) = (home / "vaswani").iterdir()
+        whole = file.read_bytes()
+        if fault == "cut off":
+            file.unlink()
+            file.write_bytes(whole[:1000])
+        else:
+            file.chmod(0o777)
+        assert self.load() is not None
+        assert file.read_bytes() == whole
+        assert file.stat().st_mode & 0o777 == 0o755
 
     @pytest.mark.parametrize("obstacle", ["turned off", "no compiler", "failing compiler"])
     def test_obstacles_leave_torchs_operators(self, obstacle, tmp_path, monkeypatch):
@@ -381,10 +559,8 @@ class TestCompilation:
     @compiled
     @pytest.mark.parametrize("limit", ["torch", "oneDNN"])
     def test_limits_of_the_instructions_hold(self, limit, home, monkeypatch):
-        if limit == "torch":
-            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-        else:
-            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        name = {"torch": "ATEN_CPU_CAPABILITY", "oneDNN": "ONEDNN_MAX_CPU_ISA"}[limit]
+        monkeypatch.setenv(name, "avx2")
         assert self.load() is not None
         (file,) = (home / "vaswani").iterdir()
         command = ["objdump", "--disassemble", str(file)]
