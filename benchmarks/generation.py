@@ -324,7 +324,8 @@ def ranges(folder: Path) -> list[str]:
         results = json.loads(path.read_text(encoding="utf-8"))
         rows = [row for row in results["ratios"] if tuple(map(row.get, SETTING[:3])) == usual]
         if rows:
-            latest[host_name(results["hardware"])] = rows
+            # CPUs with one name may differ in their caches.
+            latest[host_name(results["hardware"]), str(results["host"]["caches"])] = rows
     medians: dict[tuple, dict[int, list[float]]] = {}
     for row in (row for rows in latest.values() for row in rows):
         cells = medians.setdefault((row["rule"], row["peer"], _search(row)), {})

@@ -130,15 +130,15 @@ class CompiledLayers:
         self.memory = Memory((states, scales), *addresses)
 
 
-class CompiledOutput:
-    """The output layer, whose logits use the same memory in each step of a call of `generate`."""
+class CompiledLinear:
+    """A linear layer in the kernels. Its outputs use the same memory in each step."""
 
     def __init__(self, product: Product, kept: Any) -> None:
         self.product, self.kept = product, kept
-        self.logits = torch.empty(0, **_FLOATS)
+        self.outputs = torch.empty(0, **_FLOATS)
 
     @classmethod
-    def prepare(cls, linear: Any) -> "CompiledOutput | None":
+    def prepare(cls, linear: Any) -> "CompiledLinear | None":
         """Prepare a linear layer. Return None if the kernels do not support it."""
         if not _can_compile(linear):
             return None
@@ -146,11 +146,11 @@ class CompiledOutput:
         return None if prepared is None else cls(*prepared)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Predict the next tokens from states (R, D): logits (R, V), until the next call."""
+        """Multiply states (R, in): (R, out), until the next call."""
         rows = len(states)
-        if len(self.logits) < rows:
-            self.logits = states.new_empty(rows, self.product.outputs)
-        return multiply(states, self.product, self.logits[:rows])
+        if len(self.outputs) < rows:
+            self.outputs = states.new_empty(rows, self.product.outputs)
+        return multiply(states, self.product, self.outputs[:rows])
 
 
 class CompiledEncoder(nn.Module):
@@ -293,4 +293,4 @@ def _fits(structure: Layer, layer: Any, first: Any, heads: int) -> bool:
     return sizes == expected and all(norm.normalized_shape == (width,) for norm in norms)
 
 
-__all__ = ["CompiledEncoder", "CompiledLayers", "CompiledOutput"]
+__all__ = ["CompiledEncoder", "CompiledLayers", "CompiledLinear"]

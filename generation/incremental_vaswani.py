@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .compiled_vaswani import CompiledLayers, CompiledOutput
+from .compiled_vaswani import CompiledLayers, CompiledLinear
 from .kernels_vaswani import compute
 from .linear_vaswani import prepare
 
@@ -22,16 +22,21 @@ _FIRST_CAPACITY = 64  # positions of a new cache; a beam of 4 fills them in 16 s
 
 
 class _DecoderLayer:
-    """A layer of the decoder (3.1), with its linear layers prepared."""
+    """A layer of the decoder (3.1), with its linear layers prepared.
 
-    def __init__(self, layer: Any) -> None:
+    Args:
+        layer: the layer.
+        project: prepares a linear layer that reads the source.
+    """
+
+    def __init__(self, layer: Any, project: Callable) -> None:
         self.layer = layer
         self.past, self.source = layer.self_attn, layer.encoder_attn
         self.past_qkv = prepare(self.past.q_proj, self.past.k_proj, self.past.v_proj)
         self.past_output = prepare(self.past.out_proj)
         if self.source is not None:
-            self.source_keys = prepare(self.source.k_proj)
-            self.source_values = prepare(self.source.v_proj)
+            self.source_keys = project(self.source.k_proj)
+            self.source_values = project(self.source.v_proj)
             self.source_query = prepare(self.source.q_proj)
             self.source_output = prepare(self.source.out_proj)
         self.fc1 = prepare(layer.fc1, activation=layer.activation_fn)
@@ -39,7 +44,9 @@ class _DecoderLayer:
 
     def read_source(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the encoder's output (B, S, D): keys and values (B, H, S, d_k or d_v)."""
-        keys, values = self.source_keys(source), self.source_values(source)
+        rows, by_sentence = source.flatten(0, 1), source.shape[:2]
+        keys = self.source_keys(rows).unflatten(0, by_sentence)
+        values = self.source_values(rows).unflatten(0, by_sentence)
         split = self.source._split_heads
         return split(keys, self.source.d_k), split(values, self.source.d_v)
 
@@ -178,12 +185,10 @@ class IncrementalDecoder:
         prefix_mask: torch.Tensor | None = None,
     ) -> None:
         self.decoder = model.model.decoder
-        self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
         weight = self.decoder.embed_tokens.weight
         self.can_compile = self.decoder.dtype == torch.float32 and weight.device.type == "cpu"
-        compiled = CompiledOutput.prepare(model.lm_head) if self.can_compile else None
-        # Logits (r, V) of states (r, D), until the next call.
-        self.logits = compiled or prepare(model.lm_head)
+        self.layers = [_DecoderLayer(layer, self._prepared) for layer in self.decoder.layers]
+        self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
         self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
@@ -207,6 +212,10 @@ class IncrementalDecoder:
         self.used = 0  # positions of the N that are taken
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
         self.position = 0  # position of the next token in the sentence, padding included
+
+    def _prepared(self, linear: nn.Linear) -> Callable:
+        """Prepare a linear layer, for the compiled kernels if they support it."""
+        return (self.can_compile and CompiledLinear.prepare(linear)) or prepare(linear)
 
     def _read_source(self, source: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Compute keys and values of the source (B, S, D)."""

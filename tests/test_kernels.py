@@ -242,13 +242,14 @@ def model_with(**changes):
 
 SOURCE = torch.randint(4, 700, (5, 9), generator=torch.Generator().manual_seed(1))
 LENGTHS = torch.tensor([9, 4, 7, 1, 9])
+STEPS = 8  # later, hypotheses with the same tokens in another order have almost equal scores
 MASK = (torch.arange(9) < LENGTHS[:, None]).long()
 
 
 def translate(model, **call):
     """Return the sequences of all hypotheses, and their scores if there is a beam."""
     beams = call.get("num_beams", 1)
-    inputs = {"input_ids": SOURCE * MASK, "attention_mask": MASK, "max_new_tokens": 25}
+    inputs = {"input_ids": SOURCE * MASK, "attention_mask": MASK, "max_new_tokens": STEPS}
     output = model.generate(
         **{**inputs, "return_dict_in_generate": True, "num_return_sequences": beams, **call}
     )
@@ -298,10 +299,10 @@ class TestDecoder:
         model = model_with(**changes)
         sequences, scores = translate(model, num_beams=beams)
         relu = "activation_function" not in changes
-        assert runs == ([1] + [3] * 25 if relu else [])
+        assert runs == ([1] + [3] * STEPS if relu else [])
         without_kernels(monkeypatch)
         expected, expected_scores = translate(model, num_beams=beams)
-        assert len(runs) == 26 * relu, "torch computed these"
+        assert len(runs) == (1 + STEPS) * relu, "torch computed these"
         assert torch.equal(sequences, expected)
         torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
 
@@ -309,10 +310,10 @@ class TestDecoder:
     def test_hypotheses_that_end_are_those_of_torch(self, call, monkeypatch, runs):
         model = model_with()
         usual = translate(model, num_beams=4)[0]
-        ends = {"num_beams": 4, "eos_token_id": usual[:, 5:].unique()[:6].tolist()}
+        ends = {"num_beams": 4, "eos_token_id": usual[:, 3:].unique()[:6].tolist()}
         runs.clear()
         sequences, scores = translate(model, **ends, **call)
-        assert 5 < len(runs) < 27
+        assert 2 < len(runs) < 2 + STEPS
         without_kernels(monkeypatch)
         expected, expected_scores = translate(model, **ends, **call)
         assert torch.equal(sequences, expected)
@@ -349,7 +350,7 @@ class TestDecoder:
         prompt = {"input_ids": SOURCE.flip(1), "attention_mask": MASK.flip(1)}
         call = {**prompt, "num_beams": 4}
         sequences, scores = translate(model, **call)
-        assert runs == [3] * 24  # the prompt is read by torch's operators
+        assert runs == [3] * (STEPS - 1)  # the prompt is read by torch's operators
         without_kernels(monkeypatch)
         expected, expected_scores = translate(model, **call)
         assert torch.equal(sequences, expected)
@@ -524,14 +525,14 @@ class TestCompilation:
         assert list((home / "vaswani").iterdir()) == [file]
 
     @compiled
-    @pytest.mark.parametrize("fault", ["cut off", "written by others"])
+    @pytest.mark.parametrize("fault", ["no library", "written by others"])
     def test_a_file_that_cannot_be_trusted_is_compiled_again(self, fault, home):
         assert self.load() is not None
         (file,) = (home / "vaswani").iterdir()
         whole = file.read_bytes()
-        if fault == "cut off":
+        if fault == "no library":
             file.unlink()
-            file.write_bytes(whole[:1000])
+            file.write_bytes(b"no library")
         else:
             file.chmod(0o777)
         assert self.load() is not None
