@@ -18,35 +18,38 @@ from .compiled_vaswani import CompiledLayers, CompiledLinear
 from .kernels_vaswani import compute
 from .linear_vaswani import prepare
 
-_FIRST_CAPACITY = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
+_FIRST_ROOM = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
+_SPARE_ROOM = 4  # times as much as is needed, on a CPU
 
 
 class _DecoderLayer:
-    """A layer of the decoder (3.1), with its linear layers prepared.
+    """A layer of the decoder (3.1), with its linear layers prepared."""
 
-    Args:
-        layer: the layer.
-        project: prepares a linear layer that reads the source.
-    """
-
-    def __init__(self, layer: Any, project: Callable) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.past, self.source = layer.self_attn, layer.encoder_attn
         self.past_qkv = prepare(self.past.q_proj, self.past.k_proj, self.past.v_proj)
         self.past_output = prepare(self.past.out_proj)
         if self.source is not None:
-            self.source_keys = project(self.source.k_proj)
-            self.source_values = project(self.source.v_proj)
             self.source_query = prepare(self.source.q_proj)
             self.source_output = prepare(self.source.out_proj)
         self.fc1 = prepare(layer.fc1, activation=layer.activation_fn)
         self.fc2 = prepare(layer.fc2)
 
-    def read_source(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the encoder's output (B, S, D): keys and values (B, H, S, d_k or d_v)."""
+    def read_source(
+        self, source: torch.Tensor, prepared: Callable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
+
+        Args:
+            source: (B, S, D).
+            prepared: prepares a linear layer.
+        """
         rows, by_sentence = source.flatten(0, 1), source.shape[:2]
-        keys = self.source_keys(rows).unflatten(0, by_sentence)
-        values = self.source_values(rows).unflatten(0, by_sentence)
+        keys, values = (
+            prepared(linear)(rows).unflatten(0, by_sentence)
+            for linear in (self.source.k_proj, self.source.v_proj)
+        )
         split = self.source._split_heads
         return split(keys, self.source.d_k), split(values, self.source.d_v)
 
@@ -187,7 +190,7 @@ class IncrementalDecoder:
         self.decoder = model.model.decoder
         weight = self.decoder.embed_tokens.weight
         self.can_compile = self.decoder.dtype == torch.float32 and weight.device.type == "cpu"
-        self.layers = [_DecoderLayer(layer, self._prepared) for layer in self.decoder.layers]
+        self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
         self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
@@ -210,6 +213,7 @@ class IncrementalDecoder:
         self.attention: _Attention | None = None
         self.compiled: CompiledLayers | None = None
         self.used = 0  # positions of the N that are taken
+        self.room = 0  # positions that are taken before dead ends are dropped
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
         self.position = 0  # position of the next token in the sentence, padding included
 
@@ -225,7 +229,8 @@ class IncrementalDecoder:
             nothing = padding.all(dim=3, keepdim=True)
         for layer in self.layers:
             keys, values = (
-                states.to(self.no_mask.dtype).contiguous() for states in layer.read_source(source)
+                states.to(self.no_mask.dtype).contiguous()
+                for states in layer.read_source(source, self._prepared)
             )  # (B, H, S, d_k or d_v)
             self.source.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
             if nothing is not None:
@@ -420,7 +425,7 @@ class IncrementalDecoder:
         """Let each hypothesis see its parent's past and itself."""
         sentences, beams = shape
         if self.past is None:
-            self.past = self.no_mask.new_full((sentences, beams, self.keys.shape[3]), -torch.inf)
+            self.past = self.no_mask.new_full((sentences, beams, self.room), -torch.inf)
             self.past[:, :, : self.used] = 0
             if self.padding is not None:
                 self.past[:, :, : self.used].masked_fill_(self.padding[:, None], -torch.inf)
@@ -433,22 +438,27 @@ class IncrementalDecoder:
 
     def _make_room(self, positions: int) -> None:
         """Make room in the cache for more positions."""
-        capacity = self.keys.shape[3]
-        if self.used + positions <= capacity:
+        if self.used + positions <= self.room:
             return
         if self.past is not None:
             self._drop_dead_ends(self.past)
-        if 2 * (self.used + positions) > capacity:
-            more = max(capacity, 2 * positions, _FIRST_CAPACITY)
-            self.keys, self.values = self._grown(self.keys, more), self._grown(self.values, more)
-            if self.past is not None:
-                self.past = F.pad(self.past, (0, more), value=-torch.inf)
+        if 2 * (self.used + positions) <= self.room:
+            return
+        self.room = max(2 * self.room, 2 * positions, _FIRST_ROOM)
+        if self.past is not None:
+            self.past = F.pad(self.past, (0, self.room - self.past.shape[2]), value=-torch.inf)
+        if self.room > self.keys.shape[3]:
+            # A CPU takes memory when it is written. Room for later is free there, and copies cost.
+            capacity = self.room * (_SPARE_ROOM if self.keys.device.type == "cpu" else 1)
+            self.keys, self.values = (
+                self._grown(cache, capacity) for cache in (self.keys, self.values)
+            )
 
-    def _grown(self, cache: torch.Tensor, more: int) -> torch.Tensor:
+    def _grown(self, cache: torch.Tensor, capacity: int) -> torch.Tensor:
         """Copy a cache, with room for more positions."""
-        *shape, positions, width = cache.shape
+        *shape, _, width = cache.shape
         # Positions that are not taken stay without values, because nothing reads them.
-        grown = cache.new_empty((*shape, positions + more, width))
+        grown = cache.new_empty((*shape, capacity, width))
         grown[:, :, :, : self.used] = cache[:, :, :, : self.used]
         return grown
 
@@ -459,10 +469,11 @@ class IncrementalDecoder:
         # Sentences with fewer live positions keep dead ones at the end. The mask hides them.
         order = alive.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         self.past = past.gather(2, order[:, None].expand_as(past))
-        kept = order[None, :, None, : self.used, None]
-        for cache in (self.keys, self.values):
-            *shape, _, width = cache.shape
-            cache[:, :, :, : self.used] = cache.gather(3, kept.expand(*shape[:3], -1, width))
+        kept = order[:, None, : self.used, None]
+        # By layer, because the allocator returns the memory of larger copies to the system.
+        for layer in (*self.keys, *self.values):
+            sentences, heads, _, width = layer.shape
+            layer[:, :, : self.used] = layer.gather(2, kept.expand(sentences, heads, -1, width))
 
 
 def _own_rows(weight: torch.Tensor) -> torch.Tensor:

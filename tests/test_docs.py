@@ -549,6 +549,8 @@ def test_the_profile_of_decoding_comes_from_its_results_file():
     assert DOCS["results"].rows("operator |") == [
         [f"`{name}`", *row] for name, row in cells.items()
     ]
+    single, many = (row["calls_a_step"] for row in results["profile"] if row["precision"] == "int8")
+    assert f"calls {single} and {many} operators and kernels" in DOCS["results"].words
 
 
 def test_figures_of_allocators_come_from_their_results_file():
@@ -864,12 +866,12 @@ def test_onnx_translates_as_printed(quickstart, run):
 def test_the_gain_of_batches_comes_from_its_results_file():
     results = results_of_hosts()[-1]
     single, many = (
-        sentences_per_second(decoding(results, beams=4, batch=size)["ours", "bfloat16"])
+        sentences_per_second(decoding(results, beams=4, batch=size)["ours", "int8"])
         for size in (1, 32)
     )
     assert f"batches of 32 are {many / single:.1f} times" in DOCS["deploy"].words
     bleu = [
-        decoding(results, beams=beams, batch=32)["ours", "bfloat16"]["bleu"] for beams in (1, 4)
+        decoding(results, beams=beams, batch=32)["ours", "int8"]["bleu"] for beams in (1, 4)
     ]
     assert bleu[0] < bleu[1], "greedy search scores less BLEU"
 

@@ -612,7 +612,7 @@ def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, m
     call = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 60, "eos_token_id": 5}
     call |= {"return_dict_in_generate": True}
     expected = model.generate(**source, **call)
-    monkeypatch.setattr(incremental_vaswani, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(incremental_vaswani, "_FIRST_ROOM", 8)
     dropped = []
     drop = IncrementalDecoder._drop_dead_ends
 
