@@ -229,8 +229,8 @@ class CompiledEncoder(nn.Module):
 
 def _can_compile(linear: Any) -> bool:
     """Tell whether the kernels run here, for a layer on a CPU."""
-    weight = getattr(linear, "weight", None)  # a layer of somebody else may have none
-    on_cpu = weight is not None and weight.device.type == "cpu"
+    weight = getattr(linear, "weight", None)  # a method in torch's quantized layers
+    on_cpu = torch.is_tensor(weight) and weight.device.type == "cpu"
     return on_cpu and not torch.is_autocast_enabled("cpu") and library() is not None
 
 

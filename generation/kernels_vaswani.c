@@ -189,9 +189,16 @@ static void multiply(const struct product *by, const float *states, int64_t rows
         const int64_t width = out - start < PANEL ? out - start : PANEL;
         int32_t sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
         float products[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
-        float bias[PANEL] = {0};
+        // Of the outputs of this panel. The last panel has zeros at its end.
+        int32_t zeros[PANEL] = {0};
+        float scale[PANEL] = {0}, bias[PANEL] = {0};
         if (by->bias)
             memcpy(bias, by->bias + start, (size_t)width * sizeof(float));
+        if (by->sums) {
+            memcpy(scale, by->scale + start, (size_t)width * sizeof(float));
+            for (int64_t i = 0; i < width; i++)
+                zeros[i] = zero * by->sums[start + i];
+        }
         for (int64_t first = 0; first < rows; first += at_once) {
             const int count = rows - first < at_once ? (int)(rows - first) : at_once;
             if (by->sums) {
@@ -200,23 +207,24 @@ static void multiply(const struct product *by, const float *states, int64_t rows
                 FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, block, in, weight, sums)
                 for (int row = 0; row < count; row++)
                     // The explicit operation keeps the order in which torch rounds.
-                    for (int64_t i = 0; i < width; i++)
-                        products[row * PANEL + i] = __builtin_fmaf(
-                            (float)(sums[row * PANEL + i] - zero * by->sums[start + i]) *
-                                by->scale[start + i],
-                            memory->scales[first + row], bias[i]);
+                    for (int i = 0; i < PANEL; i++)
+                        products[row * PANEL + i] =
+                            __builtin_fmaf((float)(sums[row * PANEL + i] - zeros[i]) * scale[i],
+                                           memory->scales[first + row], bias[i]);
             } else {
                 const float *weight = (const float *)by->panels + start * in;
                 const float *block = states + first * in;
                 FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, block, in, weight, products)
-                for (int i = 0; i < count * PANEL; i++)
-                    products[i] += bias[i % PANEL];
+                for (int row = 0; row < count; row++)
+                    for (int i = 0; i < PANEL; i++)
+                        products[row * PANEL + i] += bias[i];
             }
+            if (by->relu)
+                for (int i = 0; i < count * PANEL; i++)
+                    products[i] = products[i] < 0 ? 0 : products[i];
             for (int row = 0; row < count; row++)
-                for (int64_t i = 0; i < width; i++) {
-                    const float value = products[row * PANEL + i];
-                    output[(first + row) * out + start + i] = by->relu && value < 0 ? 0 : value;
-                }
+                memcpy(output + (first + row) * out + start, products + row * PANEL,
+                       (size_t)width * sizeof(float));
         }
     }
 }
