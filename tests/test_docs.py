@@ -578,6 +578,22 @@ def test_figures_of_allocators_come_from_their_results_file():
         assert f"{start or engine} takes {slower} times as long" in page
 
 
+def test_ratios_with_fewer_instructions_come_from_their_results_file():
+    (path,) = (RESULTS / "generation").glob("*-instructions.json")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["command"] in DOCS["results"].commands()
+    found = {
+        (row["peer"], row["batch"]): f"{row['median']:.2f}"
+        for row in results["ratios"]
+        if row["instructions"] == "avx2"
+    }
+    int8, exact = (
+        " and ".join(found[f"CTranslate2 {kind}", size] for size in (1, 32))
+        for kind in ("int8", "float32")
+    )
+    assert f"are {int8} in int8, and {exact} in float32" in DOCS["results"].words
+
+
 def test_bleu_of_int8_comes_from_its_results_file():
     page, results = DOCS["results"], results_of("int8")
     assert results["command"] in page.commands()
@@ -870,9 +886,7 @@ def test_the_gain_of_batches_comes_from_its_results_file():
         for size in (1, 32)
     )
     assert f"batches of 32 are {many / single:.1f} times" in DOCS["deploy"].words
-    bleu = [
-        decoding(results, beams=beams, batch=32)["ours", "int8"]["bleu"] for beams in (1, 4)
-    ]
+    bleu = [decoding(results, beams=beams, batch=32)["ours", "int8"]["bleu"] for beams in (1, 4)]
     assert bleu[0] < bleu[1], "greedy search scores less BLEU"
 
 
