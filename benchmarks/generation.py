@@ -396,7 +396,8 @@ def kernels_as_operators() -> Iterator[None]:
 def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str, Any]]:
     """Return what our search calls, for batches of 1 and 32.
 
-    A row has the share of each operator in the time, and the calls of operators for each step.
+    A row has the shares of the ten slowest operators in the time, and the calls of all operators in
+    a step.
     """
     rows = []
     forced = text.forced or _FORCED
@@ -422,6 +423,7 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
             }
             slowest = sorted(taken, key=lambda name: -taken[name])[:10]
             shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
+            shares["others"] = round(1 - sum(shares.values()), 3)
             calls = round(sum(event.count for event in events) / forced)
             row = {"precision": precision, "beams": beams, "batch": size}
             rows.append({**row, "calls_a_step": calls, "shares": shares})

@@ -4,7 +4,7 @@ The kernels compute what the layers compute: in float32, with weights in float32
 and with LayerNorm after or before each sub-layer. Other layers run with torch's operators.
 
 Shapes: R rows of states, B sentences, K hypotheses of each, S source tokens, N positions in the
-cache, L layers, H heads, D = d_model, V entries of the target vocabulary.
+cache, L layers, H heads, D = d_model.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .kernels_vaswani import (
+    FLOATS,
     Batch,
     Layer,
     Memory,
@@ -27,7 +28,6 @@ from .kernels_vaswani import (
 )
 from .linear_vaswani import compiled_product, is_changed
 
-_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
 
 
@@ -125,7 +125,7 @@ class CompiledLayers:
         floats = (1, width, outputs, self.heads * d_v, width)
         sizes = [*(self.rows * count for count in floats), self.threads * self.longest]
         rounded = torch.empty(self.rows * inputs, dtype=torch.uint8, device="cpu")
-        self.buffers = [rounded, *(torch.empty(size, **_FLOATS) for size in sizes)]
+        self.buffers = [rounded, *(torch.empty(size, **FLOATS) for size in sizes)]
         states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
         self.memory = Memory((states, scales), *addresses)
 
@@ -135,7 +135,7 @@ class CompiledLinear:
 
     def __init__(self, product: Product, kept: Any) -> None:
         self.product, self.kept = product, kept
-        self.outputs = torch.empty(0, **_FLOATS)
+        self.outputs = torch.empty(0, **FLOATS)
 
     @classmethod
     def prepare(cls, linear: Any) -> "CompiledLinear | None":
@@ -172,9 +172,8 @@ class CompiledEncoder(nn.Module):
     ) -> Any:
         """Encode as the encoder does: (B, S) tokens to (B, S, D)."""
         encoder, config = self.encoder, self.encoder.config
-        kwargs.pop(
-            "labels", None
-        )  # Seq2SeqTrainer passes them to `generate`, and nothing reads them
+        # Seq2SeqTrainer passes labels to `generate`, and nothing reads them.
+        kwargs.pop("labels", None)
         options = {
             name for name, value in kwargs.items() if value is not None and value is not False
         }
@@ -207,23 +206,19 @@ class CompiledEncoder(nn.Module):
         at_once = max(1, min(sentences, _ROWS_OF_ENCODER // tokens))
         attention = self.encoder.layers[0].self_attn
         # All layers use the same memory for keys and values, one after the other.
-        shape = at_once, layers.heads, tokens
+        by_head = at_once, layers.heads, tokens
         keys, values = (
-            states.new_empty(*shape, d).expand(len(layers.layers), *shape, d)
+            states.new_empty(*by_head, d).expand(len(layers.layers), *by_head, d)
             for d in (attention.d_k, attention.d_v)
         )
-        unseen = states.new_zeros(1, tokens) if mask is None else (mask == 0).to(states.dtype)
+        mask = states.new_ones(sentences, tokens) if mask is None else mask
+        unseen = (mask == 0).to(states.dtype)
         for first in range(0, sentences, at_once):
             part = slice(first, first + at_once)
-            rows = states[part].flatten(0, 1)
-            real = None
-            if mask is not None:
-                real = mask[part].flatten().nonzero()[:, 0]
-            of_real = rows if real is None else rows[real]
-            seen = unseen if mask is None else unseen[part]
-            layers.run(of_real, states[part].shape[:2], real, keys, values, seen, 0)
-            if real is not None:
-                rows.zero_().index_copy_(0, real, of_real)
+            rows, shape = states[part].flatten(0, 1), states[part].shape[:2]
+            real = mask[part].flatten().nonzero()[:, 0]
+            computed = layers.run(rows[real], shape, real, keys, values, unseen[part], 0)
+            rows.zero_().index_copy_(0, real, computed)
         return states
 
 
@@ -285,11 +280,12 @@ def _fits(structure: Layer, layer: Any, first: Any, heads: int) -> bool:
         "fc1": (width, layer.fc1.out_features),
         "fc2": (layer.fc1.out_features, width),
     }
+    norms = [layer.self_attn_layer_norm, layer.final_layer_norm]
     if getattr(layer, "encoder_attn", None) is not None:
         expected |= {"source_query": (width, heads * d_k), "source_output": (heads * d_v, width)}
+        norms.append(layer.encoder_attn_layer_norm)
     products = {name: getattr(structure, name) for name in expected}
     sizes = {name: (product.inputs, product.outputs) for name, product in products.items()}
-    norms = (layer.self_attn_layer_norm, layer.final_layer_norm)
     return sizes == expected and all(norm.normalized_shape == (width,) for norm in norms)
 
 

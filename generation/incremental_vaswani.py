@@ -365,13 +365,13 @@ class IncrementalDecoder:
         """
         self._make_room(shape[1])
         end = self.used + shape[1]
-        steps = self.position > 0 or shape[1] == 1  # otherwise the tokens are a prompt
-        if self.compiled is not None and steps and compute(states):
+        is_step = self.position > 0 or shape[1] == 1  # otherwise the tokens are a prompt
+        if self.compiled is not None and is_step and compute(states):
             return self._decode_compiled(states, shape, rows, end)
         heads, d_k, d_v = self.keys.shape[2], self.keys.shape[4], self.values.shape[4]
         source_mask = self.source_mask
         attend: Callable = _attend_from_prompt
-        if steps:
+        if is_step:
             if self.attention is None or self.attention.shape != shape:
                 widths = d_k, d_v
                 self.attention = _Attention(shape, heads, widths, self.no_mask, states.dtype)

@@ -21,14 +21,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .kernels_vaswani import Panels, library
+from .kernels_vaswani import FLOATS, Panels, library
 from .kernels_vaswani import multiply as multiply_panels
 
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
 _EXACT = 2**24  # integers up to here are exact in float32
 _ROWS = (4, 32, 256)  # numbers of rows for which the fastest kernel is measured
-_FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _BEYOND_CACHE = 2**23  # bytes of weights that push each other out of a core's cache
 # A float of this size has no bits for fractions. Adding it rounds a number to an integer, which is
 # then found in the low bits of the sum.
@@ -304,9 +303,9 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
     """
     values = torch.full((16, 64), _LARGEST, dtype=torch.int8, device="cpu")
     values[8:] = -_LARGEST
-    rows = torch.full((2, 64), rounding.largest, **_FLOATS)
+    rows = torch.full((2, 64), rounding.largest, **FLOATS)
     rows[1] = -rounding.largest
-    scale = torch.ones(16, **_FLOATS)
+    scale = torch.ones(16, **FLOATS)
     expected = (rows @ values.t().float()) * (scale * rounding.step) * rounding.largest
     exact = []
     for kernel in (_of_int8, *_PACKING_KERNELS):
@@ -361,9 +360,9 @@ def _ranking(rows: int, threads: int) -> tuple[Callable, ...]:
     exact = _exact_kernels(_rounding())
     kernels = [kernel for kernel in _PACKING_KERNELS if kernel in exact]
     shape = 2048, 512
-    scale = torch.ones(shape[0], **_FLOATS)
+    scale = torch.ones(shape[0], **FLOATS)
     example = torch.ones(shape, dtype=torch.int8, device="cpu"), scale, _rounding()
-    states = torch.ones(rows, shape[1], **_FLOATS)
+    states = torch.ones(rows, shape[1], **FLOATS)
     seconds = {}
     for kernel in kernels:
         weights = range(_BEYOND_CACHE // (shape[0] * shape[1]))

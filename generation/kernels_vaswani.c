@@ -68,8 +68,9 @@ EXPORT int panel_width(void) { return PANEL; }
 struct product {
     int64_t in, out;
     const void *panels;  // int8 (out / PANEL, in / 4, PANEL, 4), or float (out / PANEL, in, PANEL)
-    const int32_t *sums; // (out,) of each output's int8 weights; NULL if the weights are floats
-    const float *scale;  // (out,) of int8 weights, divided by `largest`
+    // For int8 weights, of all outputs of the panels. NULL if the weights are floats.
+    const int32_t *sums; // of each output's weights
+    const float *scale;  // divided by `largest`
     const float *bias;   // (out,) or NULL
     int32_t largest;     // states are rounded to integers from -largest to largest
     int32_t relu;
@@ -189,21 +190,19 @@ static void multiply(const struct product *by, const float *states, int64_t rows
         const int64_t width = out - start < PANEL ? out - start : PANEL;
         int32_t sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
         float products[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
-        // Of the outputs of this panel. The last panel has zeros at its end.
-        int32_t zeros[PANEL] = {0};
-        float scale[PANEL] = {0}, bias[PANEL] = {0};
+        int32_t zeros[PANEL]; // what `zero` adds to the sums
+        float bias[PANEL] = {0};
         if (by->bias)
             memcpy(bias, by->bias + start, (size_t)width * sizeof(float));
-        if (by->sums) {
-            memcpy(scale, by->scale + start, (size_t)width * sizeof(float));
-            for (int64_t i = 0; i < width; i++)
+        if (by->sums)
+            for (int i = 0; i < PANEL; i++)
                 zeros[i] = zero * by->sums[start + i];
-        }
         for (int64_t first = 0; first < rows; first += at_once) {
             const int count = rows - first < at_once ? (int)(rows - first) : at_once;
             if (by->sums) {
                 const int8_t *weight = (const int8_t *)by->panels + start * in;
                 const uint8_t *block = memory->states + first * in;
+                const float *scale = by->scale + start;
                 FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, block, in, weight, sums)
                 for (int row = 0; row < count; row++)
                     // The explicit operation keeps the order in which torch rounds.

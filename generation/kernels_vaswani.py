@@ -34,6 +34,7 @@ _FLAGS = [
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 ]
 _TIMEOUT = 60  # seconds of the compiler
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 # Types in the C file. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 _TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
@@ -67,7 +68,7 @@ def library() -> Any:
     name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
     cached = Path(constants.HF_HOME) / "vaswani" / name
     if _is_safe(cached):
-        with contextlib.suppress(OSError):  # such as a file that was cut off
+        with contextlib.suppress(OSError):  # such as a file for a newer C library
             return _load(cached)
     if not shutil.which("gcc"):
         return None
@@ -78,7 +79,8 @@ def library() -> Any:
             options: dict[str, Any] = {"capture_output": True, "errors": "replace"}
             subprocess.run(command, check=True, timeout=_TIMEOUT, **options)
             _keep(compiled, cached)
-            return _load(compiled)
+            # Programs in a folder for temporary files may be forbidden.
+            return _load(cached if _is_safe(cached) else compiled)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning_once(f"Decoding is slower without the compiled kernels: {reason}")
@@ -229,22 +231,24 @@ class Panels(NamedTuple):
 
     inputs: int
     panels: torch.Tensor
-    sums: torch.Tensor | None  # (out,) of each output's weights, if they are int8
-    scale: torch.Tensor | None  # (out,) relative to the scale of a row of states
+    # For int8 weights, with zeros up to a whole panel:
+    sums: torch.Tensor | None  # of each output's weights
+    scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
     outputs: int
 
     @classmethod
     def pack(cls, values: torch.Tensor, scale: torch.Tensor | None = None) -> "Panels":
-        """Pack values (out, in) of float32, or of int8 with a multiple of 4 inputs."""
+        """Pack values (out, in) of float32, or of int8 with a multiple of 4 inputs and a scale."""
         width = library().panel_width()
         outputs, inputs = values.shape
-        full = F.pad(values, (0, 0, 0, -outputs % width)).contiguous()
+        missing = -outputs % width
+        full = F.pad(values, (0, 0, 0, missing)).contiguous()
         sums = None
-        if values.dtype == torch.int8:
+        if scale is not None:
+            sums, scale = full.sum(dim=1, dtype=torch.int32), F.pad(scale, (0, missing))
             full = full.view(torch.int32)  # a kernel reads 4 inputs at once
-            sums = values.sum(dim=1, dtype=torch.int32)
         panels = full.view(-1, width, full.shape[1]).transpose(1, 2).contiguous()
-        return cls(inputs, panels, sums, None if scale is None else scale.contiguous(), outputs)
+        return cls(inputs, panels, sums, scale, outputs)
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
         """Return a product, which is valid as long as these panels and the bias are.
@@ -369,6 +373,7 @@ def best_candidates(
 
 
 __all__ = [
+    "FLOATS",
     "KERNELS",
     "Batch",
     "Layer",

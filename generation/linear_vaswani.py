@@ -1,7 +1,8 @@
-"""Linear layers prepared for decoding: weights packed for oneDNN, checked in every call.
+"""Linear layers prepared for decoding: packed weights, checked in every call.
 
 On a CPU, PyTorch packs a weight into oneDNN's layout for each product. With a few rows of states,
-packing takes longer than the product itself. Decoding therefore multiplies by packed copies.
+packing takes longer than the product itself. Decoding therefore multiplies by packed copies, with
+oneDNN or with the compiled kernels.
 
 The copies are immutable and shared by all calls. A call compares all values of a weight with the
 values that were packed, because nothing else tells reliably whether a weight has changed.

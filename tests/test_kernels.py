@@ -356,7 +356,7 @@ class TestDecoder:
         assert torch.equal(sequences, expected)
         torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
 
-    def test_pruned_heads_are_left_to_torch(self, runs):
+    def test_pruned_heads_are_left_to_torch(self):
         model = model_with()
         attention = model.model.decoder.layers[1].self_attn
         with torch.no_grad():
@@ -526,18 +526,21 @@ class TestCompilation:
 
     @compiled
     @pytest.mark.parametrize("fault", ["no library", "written by others"])
-    def test_a_file_that_cannot_be_trusted_is_compiled_again(self, fault, home):
+    def test_a_file_that_cannot_be_trusted_is_compiled_again(
+        self, fault, home, tmp_path, monkeypatch
+    ):
         assert self.load() is not None
         (file,) = (home / "vaswani").iterdir()
         whole = file.read_bytes()
-        if fault == "no library":
-            file.unlink()
-            file.write_bytes(b"no library")
-        else:
-            file.chmod(0o777)
+        monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "other"))
+        bad = tmp_path / "other" / "vaswani" / file.name  # a loaded file would not be read again
+        bad.parent.mkdir(parents=True)
+        bad.write_bytes(b"no library" if fault == "no library" else whole)
+        if fault == "written by others":
+            bad.chmod(0o777)
         assert self.load() is not None
-        assert file.read_bytes() == whole
-        assert file.stat().st_mode & 0o777 == 0o755
+        assert bad.read_bytes() == whole
+        assert bad.stat().st_mode & 0o777 == 0o755
 
     @pytest.mark.parametrize("obstacle", ["turned off", "no compiler", "failing compiler"])
     def test_obstacles_leave_torchs_operators(self, obstacle, tmp_path, monkeypatch):
