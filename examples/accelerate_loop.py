@@ -75,6 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
+    # With gloo, a process that ended just after a reduction could wait for itself forever.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
