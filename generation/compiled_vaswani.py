@@ -15,6 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .kernels_vaswani import (
+    CORES,
     FLOATS,
     Batch,
     Layer,
@@ -103,6 +104,7 @@ class CompiledLayers:
         for index, layer in enumerate(self.layers):
             layer.past.point_to(keys[index], values[index])
         self._make_room(rows, longest, values.shape[4])
+        CORES.look()
         library().run_layers(
             *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
             *(states.data_ptr(), ctypes.byref(self.memory), self.threads),

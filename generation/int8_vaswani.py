@@ -140,11 +140,6 @@ class PackedInt8:
         self.values, self.scale = values, scale
         self._products: dict[Callable, _Product] = {}
 
-    @functools.cached_property
-    def panels(self) -> Panels:
-        """The weight in the layout of the compiled kernels."""
-        return _panels(self.values, self.scale, _rounding())
-
     def multiply(
         self, states: torch.Tensor, bias: torch.Tensor | None = None, relu: bool = False
     ) -> torch.Tensor:
@@ -153,11 +148,7 @@ class PackedInt8:
         kernel = _fastest(rows, self.values.shape[1], torch.get_num_threads())
         product = self._products.get(kernel)
         if product is None:
-            if kernel is _compiled:
-                product = _of_panels(self.panels, _rounding())
-            else:
-                product = kernel(self.values, self.scale, _rounding())
-            self._products[kernel] = product
+            product = self._products[kernel] = kernel(self.values, self.scale, _rounding())
         return _multiply_rows(product, states, bias, relu)
 
 
@@ -213,14 +204,8 @@ def _of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
 
 def _compiled(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with the kernel of this package."""
-    return _of_panels(_panels(values, scale, rounding), rounding)
+    panels = Panels.pack([values], scale.float(), rounding.largest)
 
-
-def _panels(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> Panels:
-    return Panels.pack(values, scale.float() * rounding.step)
-
-
-def _of_panels(panels: Panels, rounding: _Rounding) -> _Product:
     def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
         bias = None if bias is None else bias.contiguous()
         return multiply_panels(rows, panels.product(bias, rounding.largest, relu))

@@ -7,13 +7,47 @@
 // Shapes: R rows of states (hypotheses), B sentences, K hypotheses of each, D = d_model, H heads,
 // N positions of a cache, V entries of the vocabulary, C candidates of a sentence.
 
+#define _DEFAULT_SOURCE
 #include <immintrin.h>
 #include <omp.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+
+// ---------------------------------------------------------------------------------------------
+// Threads
+// ---------------------------------------------------------------------------------------------
+
+static void *idle(void *unused)
+{
+    int threads = 0;
+#pragma omp parallel num_threads(omp_get_num_procs())
+#pragma omp atomic
+    threads++;
+    for (;;)
+        pause();
+    return unused;
+}
+
+// Let OpenMP's threads sleep soon when they wait for each other, from now on.
+//
+// GCC's OpenMP spins 300 times less as soon as a process has more threads of it than there are cores,
+// so this makes a team that sleeps. GOMP_SPINCOUNT and OMP_WAIT_POLICY decide if they are set.
+EXPORT void let_threads_sleep(void)
+{
+    pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all); // the threads of Python handle signals
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (pthread_create(&thread, NULL, idle, NULL) == 0)
+        pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
 
 // ---------------------------------------------------------------------------------------------
 // Products
@@ -328,6 +362,98 @@ EXPORT int same_bytes(const char *left, const char *right, int64_t count, int th
         differ |= !differ && memcmp(left + first, right + first, (size_t)size) != 0;
     }
     return !differ;
+}
+
+// Transpose 8 rows of 8 words.
+INLINE void transpose(__m256 tile[8])
+{
+    __m256 pairs[8], fours[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(tile[i], tile[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(tile[i], tile[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const int pair = i / 2 * 4 + i % 2;
+        fours[2 * i] = _mm256_shuffle_ps(pairs[pair], pairs[pair + 2], 0x44);
+        fours[2 * i + 1] = _mm256_shuffle_ps(pairs[pair], pairs[pair + 2], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        tile[i] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20);
+        tile[i + 4] = _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31);
+    }
+}
+
+// Copy a word of a weight to its place in a panel, or return the bits that differ there.
+INLINE int32_t visit_word(const int copies, const char *weight, int32_t *place)
+{
+    int32_t word;
+    memcpy(&word, weight, 4);
+    if (copies)
+        *place = word;
+    return *place ^ word;
+}
+
+// Copy rows of a weight (rows, words) to panels (out / PANEL, words, PANEL), from output `first` on,
+// or return whether they differ there. A word is a float, or four int8.
+INLINE int visit_rows(const int copies, const char *weight, int64_t rows, int64_t words,
+                      int32_t *panels, int64_t first, int threads)
+{
+    enum { LINE = 16, FEW = 1 << 16 }; // words of a cache line
+    int differ = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
+    if (rows * words > FEW)
+    for (int64_t panel = first / PANEL; panel <= (first + rows - 1) / PANEL; panel++) {
+        const int64_t begin = first > panel * PANEL ? first : panel * PANEL;
+        const int64_t end = first + rows < (panel + 1) * PANEL ? first + rows : (panel + 1) * PANEL;
+        const int64_t lanes = end - begin, whole_lanes = lanes / 8 * 8;
+        const int64_t whole_words = words / LINE * LINE;
+        const char *source = weight + (begin - first) * words * 4;
+        int32_t *place = panels + panel * PANEL * words + begin % PANEL;
+        for (int64_t line = 0; line < whole_words && (copies || !differ); line += LINE) {
+            // Rows may lie powers of 2 apart, so the first cache holds few lines of them.
+            for (int64_t lane = 0; lane < lanes; lane++)
+                __builtin_prefetch(source + (lane * words + line + 2 * LINE) * 4, 0, 2);
+            __m256i different = _mm256_setzero_si256();
+            for (int64_t lane = 0; lane < whole_lanes; lane += 8)
+                for (int64_t word = line; word < line + LINE; word += 8) {
+                    __m256 tile[8];
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++)
+                        tile[i] = _mm256_loadu_ps(
+                            (const float *)(source + ((lane + i) * words + word) * 4));
+                    transpose(tile);
+#pragma GCC unroll 8
+                    for (int i = 0; i < 8; i++) {
+                        __m256i_u *there = (__m256i_u *)(place + (word + i) * PANEL + lane);
+                        if (copies)
+                            _mm256_storeu_si256(there, _mm256_castps_si256(tile[i]));
+                        else
+                            different |= _mm256_loadu_si256(there) ^ _mm256_castps_si256(tile[i]);
+                    }
+                }
+            differ |= !_mm256_testz_si256(different, different);
+        }
+        for (int64_t lane = 0; lane < lanes; lane++)
+            for (int64_t word = lane < whole_lanes ? whole_words : 0; word < words; word++)
+                differ |= visit_word(copies, source + (lane * words + word) * 4,
+                                     place + word * PANEL + lane) != 0;
+    }
+    return differ;
+}
+
+EXPORT void pack_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
+                      int64_t first, int threads)
+{
+    visit_rows(1, weight, rows, words, panels, first, threads);
+}
+
+EXPORT int same_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
+                     int64_t first, int threads)
+{
+    return !visit_rows(0, weight, rows, words, panels, first, threads);
 }
 
 // List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.

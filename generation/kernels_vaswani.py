@@ -19,6 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,26 +31,36 @@ from transformers.utils import logging
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = [
+    "-pthread",
     *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
     # GCC may reorder sums to vectorise them.
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 ]
 _TIMEOUT = 60  # seconds of the compiler
+_WINDOW = 0.2  # seconds between two looks at how crowded the cores are
+_CROWDED = 100  # times a second that the system takes a core away from a thread
+_BYTES_OF_WORD = 4  # in a panel: a float, or an int8 of each of 4 inputs
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 # Types in the C file. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 _TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
 # The kernels and the types of their arguments.
 KERNELS = {
+    "let_threads_sleep": "",
     "panel_width": "",
     "multiply_states": "ppnppi",
     "same_bytes": "ppni",
+    "pack_rows": "pnnpni",
+    "same_rows": "pnnpni",
     "list_positions": "pnnnpp",
     "run_layers": "pipppi",
     "log_sums_and_maxima": "pnnnppi",
     "best_tokens": "pnnpi",
     "best_candidates": "pnnpppnnnfpppi",
 }
+
+with contextlib.suppress(ImportError):  # Windows has no such module, and no kernels
+    import resource
 
 logger = logging.get_logger(__name__)
 
@@ -128,6 +140,34 @@ def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     wanted = ("model name", "flags")
     return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in wanted)
+
+
+class _Cores:
+    """Watches whether other programs want the cores, and then lets waiting threads sleep.
+
+    A thread of OpenMP spins for milliseconds while it waits. That is fast on free cores. On crowded
+    cores, a thread spins where the thread that it waits for should run.
+    """
+
+    def __init__(self) -> None:
+        self.crowded = False
+        self.time, self.switches = 0.0, 0
+
+    def look(self) -> None:
+        """Look at the cores, at most every `_WINDOW` seconds."""
+        now = time.monotonic()
+        passed = now - self.time
+        if self.crowded or passed < _WINDOW:
+            return
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        # After a pause, nothing is known of the time since the last look.
+        if passed < 10 * _WINDOW and switches - self.switches > _CROWDED * passed:
+            self.crowded = True
+            library().let_threads_sleep()
+        self.time, self.switches = now, switches
+
+
+CORES = _Cores()
 
 
 def compute(*tensors: torch.Tensor) -> bool:
@@ -230,25 +270,58 @@ class Panels(NamedTuple):
     """A weight (out, in) in the layout of the kernels, in int8 or in float32."""
 
     inputs: int
-    panels: torch.Tensor
+    panels: torch.Tensor  # (out / width, in or in / 4, width) words of 32 bits
     # For int8 weights, with zeros up to a whole panel:
     sums: torch.Tensor | None  # of each output's weights
     scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
     outputs: int
+    weight_scale: torch.Tensor | None  # (out,) as it was given
 
     @classmethod
-    def pack(cls, values: torch.Tensor, scale: torch.Tensor | None = None) -> "Panels":
-        """Pack values (out, in) of float32, or of int8 with a multiple of 4 inputs and a scale."""
-        width = library().panel_width()
-        outputs, inputs = values.shape
+    def pack(
+        cls, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None, largest: int = 1
+    ) -> "Panels":
+        """Pack the weights (out, in) of layers that read the same states.
+
+        Args:
+            weights: of float32, or of int8 with a multiple of 4 inputs.
+            scale: (out,) of all int8 weights, in float32.
+            largest: states will be rounded to -largest ... largest, for weights in int8.
+        """
+        width, outputs, inputs = (
+            library().panel_width(),
+            sum(map(len, weights)),
+            weights[0].shape[1],
+        )
+        assert all(weight.shape[1] == inputs for weight in weights)
         missing = -outputs % width
-        full = F.pad(values, (0, 0, 0, missing)).contiguous()
-        sums = None
+        words = inputs * weights[0].itemsize // _BYTES_OF_WORD
+        shape = (outputs + missing) // width, words, width
+        panels = torch.empty(shape, dtype=torch.int32, device="cpu")
+        if missing:
+            panels[-1] = 0
+        list(_visit(library().pack_rows, weights, panels))
+        sums = relative = None
         if scale is not None:
-            sums, scale = full.sum(dim=1, dtype=torch.int32), F.pad(scale, (0, missing))
-            full = full.view(torch.int32)  # a kernel reads 4 inputs at once
-        panels = full.view(-1, width, full.shape[1]).transpose(1, 2).contiguous()
-        return cls(inputs, panels, sums, scale, outputs)
+            # Another thread may have written to the weights since, so the panels are summed up.
+            by_input = panels.view(torch.int8).view(*shape, _BYTES_OF_WORD)
+            sums = by_input.sum(dim=(1, 3), dtype=torch.int32).view(-1)
+            scale = scale.clone()
+            relative = F.pad(scale * torch.tensor(1 / largest, **FLOATS), (0, missing))
+        return cls(inputs, panels, sums, relative, outputs, scale)
+
+    def holds(self, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> bool:
+        """Tell whether `pack` got the same weights, bit for bit, and the same scale."""
+        dtype = torch.float32 if self.sums is None else torch.int8
+        if sum(map(len, weights)) != self.outputs or any(
+            weight.dtype != dtype or weight.shape[1:] != (self.inputs,) for weight in weights
+        ):
+            return False
+        if (scale is None) != (self.weight_scale is None) or (
+            scale is not None and not same_bytes(scale.contiguous(), self.weight_scale)
+        ):
+            return False
+        return all(_visit(library().same_rows, weights, self.panels))
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
         """Return a product, which is valid as long as these panels and the bias are.
@@ -260,6 +333,16 @@ class Panels(NamedTuple):
         """
         addresses = (None if part is None else part.data_ptr() for part in (*self[1:4], bias))
         return Product(self.inputs, self.outputs, *addresses, largest, relu)
+
+
+def _visit(kernel: Any, weights: Iterable[torch.Tensor], panels: torch.Tensor) -> Iterator[int]:
+    """Call a kernel with each weight and its place in panels, and yield its results."""
+    first = 0
+    for given in weights:
+        weight = given.contiguous().resolve_neg()
+        place = panels.shape[1], panels.data_ptr(), first
+        yield kernel(weight.data_ptr(), len(weight), *place, torch.get_num_threads())
+        first += len(weight)
 
 
 def multiply(
@@ -373,6 +456,7 @@ def best_candidates(
 
 
 __all__ = [
+    "CORES",
     "FLOATS",
     "KERNELS",
     "Batch",

@@ -32,26 +32,34 @@ _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
 Multiply = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
 
 
-class _Packed:
-    """Concatenated weights of layers (out, in), and the same values in layouts of products.
+class _Copied:
+    """Copied weights of layers (out, in), and the same values packed for torch's operators.
 
     int8 weights have scales (out,) too.
     """
 
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor | None) -> None:
-        self.values, self.scale = values, scale
-        self._layouts: dict[Callable, Any] = {}
+    def __init__(self, weights: list[torch.Tensor], scale: torch.Tensor | None) -> None:
+        # The copy is packed, because another thread may write to the weights meanwhile.
+        self.values, self.scale = torch.cat(weights), None if scale is None else scale.clone()
+        self.packed: Any
+        if self.scale is not None and multiplies_exactly():
+            self.packed = PackedInt8(self.values, self.scale)
+        else:  # int8 is packed in float32 if this CPU cannot multiply it exactly
+            values = self.values if self.scale is None else self.values * self.scale[:, None]
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(values)
 
-    def layout(self, make: Callable) -> Any:
-        """Return the layout that `make` packs. Pack it once."""
-        if make not in self._layouts:
-            self._layouts[make] = make(self.values, self.scale)
-        return self._layouts[make]
+    def holds(self, weights: list[torch.Tensor], scale: torch.Tensor | None) -> bool:
+        """Tell whether these are the weights, bit for bit, and the scale."""
+        if not _same_values(self.values, weights):
+            return False
+        return scale is None or (self.scale is not None and torch.equal(scale, self.scale))
 
 
-# Packed weights by the first of their layers, then by the number of layers. The keys are weak, so
-# packed weights are freed with their layer. A copy of a layer is another key.
-_packed_of: weakref.WeakKeyDictionary[nn.Linear, dict[int, _Packed]] = weakref.WeakKeyDictionary()
+# Packed weights by the first of their layers, then by layout and number of layers. The keys are
+# weak, so packed weights are freed with their layer. A copy of a layer is another key.
+_packed_of: weakref.WeakKeyDictionary[nn.Linear, dict[tuple[Callable, int], Any]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multiply:
@@ -88,7 +96,7 @@ def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: Any = None
     bias: torch.Tensor | None = None
-    in_use = len(layers) > 1 or len(layers) in _packed_of.get(layers[0], {})
+    in_use = len(layers) > 1 or (_Copied, len(layers)) in _packed_of.get(layers[0], {})
 
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal weight, bias, in_use
@@ -100,7 +108,7 @@ def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
             in_use = True
             return _multiply(states, layers[0].weight, layers[0].bias, relu)
         if weight is None:
-            weight, bias = _packed_weight(layers).layout(_pack), _joined_bias(layers)
+            weight, bias = _pack(_Copied, layers).packed, _joined_bias(layers)
         return _multiply(states, weight, bias, relu)
 
     return product
@@ -113,7 +121,8 @@ def _prepare_int8(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal prepared
         if prepared is None:
-            weight, bias = _packed_weight(layers).layout(_pack_int8), _joined_bias(layers)
+            weight = _pack(_Copied, layers, _joined_scale(layers)).packed
+            bias = _joined_bias(layers)
             if isinstance(weight, PackedInt8):
                 prepared = functools.partial(weight.multiply, bias=bias, relu=relu)
             else:
@@ -225,34 +234,30 @@ def is_changed(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks)
 
 
-def _packed_weight(layers: tuple[nn.Linear, ...]) -> _Packed:
-    """Return the weights of layers and their packed copy; pack again if any value has changed."""
+def _pack(
+    layout: Callable[..., Any],
+    layers: tuple[Any, ...],
+    scale: torch.Tensor | None = None,
+    *settings: int,
+) -> Any:
+    """Return the weights of layers in a layout; pack them again if any value has changed.
+
+    Args:
+        layout: `_Copied` or `Panels.pack`.
+        layers: layers that read the same states.
+        scale: (out,) of int8 weights.
+        settings: further arguments of `layout`, which this machine determines.
+    """
     weights = [layer.weight.detach() for layer in layers]
-    by_number = _packed_of.setdefault(layers[0], {})
-    earlier = by_number.get(len(layers))
-    scale = _joined_scale(layers)
-    if (
-        earlier is not None
-        and _same_values(earlier.values, weights)
-        and (scale is None or (earlier.scale is not None and torch.equal(scale, earlier.scale)))
-    ):
-        return earlier
-    earlier = None
-    by_number.pop(len(layers), None)  # free the old copies before the new ones are made
-    # Layouts are made of a copy: another thread may write to the weights meanwhile.
-    packed = by_number[len(layers)] = _Packed(torch.cat(weights), scale)
+    packed_of_first = _packed_of.setdefault(layers[0], {})
+    key = layout, len(layers)
+    packed = packed_of_first.get(key)
+    if packed is not None and not packed.holds(weights, scale):
+        packed = None
+        packed_of_first.clear()  # free the old copies before the new ones are made
+    if packed is None:
+        packed = packed_of_first[key] = layout(weights, scale, *settings)
     return packed
-
-
-def _pack(values: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Pack values in floating point, or int8 values times their scale, for oneDNN."""
-    values = values if scale is None else values * scale[:, None]
-    return torch.ops.mkldnn._reorder_linear_weight(values)
-
-
-def _pack_int8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | PackedInt8:
-    """Pack int8 values, in float32 if this CPU cannot multiply int8 exactly."""
-    return PackedInt8(values, scale) if multiplies_exactly() else _pack(values, scale)
 
 
 def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, Any] | None:
@@ -269,25 +274,26 @@ def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, 
     weights = [layer.weight for layer in layers if is_plain(layer)]
     if len(weights) < len(layers) or len(set(map(type, layers))) > 1:
         return None
+    if len({weight.shape[1] for weight in weights}) > 1:
+        return None  # the states fit one of them only
     bias = _joined_bias(layers)
     bias = None if bias is None else bias.detach().float().contiguous()
     if isinstance(layers[0], Int8Linear):
         largest = compiled_rounding(layers[0].in_features)
         if largest is None:
             return None
-        panels = _packed_weight(layers).layout(_pack_int8).panels
+        panels = _pack(Panels.pack, layers, _joined_scale(layers), largest)
         return panels.product(bias, largest, relu), (panels, bias)
     if any(weight.dtype != torch.float32 for weight in weights):
         return None
-    panels = _packed_weight(layers).layout(Panels.pack)
+    panels = _pack(Panels.pack, layers)
     return panels.product(bias, relu=relu), (panels, bias)
 
 
-def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor | None:
-    """Concatenate the scales of layers with int8 weights, in float32; None for other layers."""
-    if not isinstance(layers[0], Int8Linear):
-        return None
-    return torch.cat([layer.weight_scale.detach().float() for layer in layers])
+def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor:
+    """Concatenate the scales of layers with int8 weights, in float32."""
+    scales = [layer.weight_scale.detach().float() for layer in layers]
+    return scales[0] if len(scales) == 1 else torch.cat(scales)
 
 
 def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:

@@ -226,8 +226,8 @@ class TestProducts:
             for _ in range(2):
                 expected = torch.cat([layer(states) for layer in layers], dim=-1)
                 torch.testing.assert_close(product(states), expected)
-            copies = linear_vaswani._packed_of[layers[0]][number]
-            assert copies.layout(linear_vaswani._pack_int8).dtype == torch.float32
+            (copied,) = linear_vaswani._packed_of[layers[0]].values()
+            assert copied.packed.dtype == torch.float32
             layers[0].weight_scale.data.mul_(-2)
 
     @exact

@@ -4,12 +4,15 @@ import contextlib
 import copy
 import shutil
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import constants
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from vaswani.generation import kernels_vaswani
 from vaswani.generation.compiled_vaswani import CompiledEncoder, CompiledLayers
 from vaswani.generation.int8_vaswani import round_weight
 from vaswani.generation.kernels_vaswani import (
@@ -55,7 +58,7 @@ def with_threads():
 
 def int8_panels(outputs, inputs):
     values, scale = round_weight(torch.randn(outputs, inputs))
-    return Panels.pack(values, scale / 63), values, scale / 63
+    return Panels.pack([values], scale, 63), values, scale / 63
 
 
 def rounded(states, largest):
@@ -74,7 +77,7 @@ class TestProducts:
         states, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
         bias = torch.randn(outputs)
         expected = states.double() @ weight.double().t()
-        panels = Panels.pack(weight)
+        panels = Panels.pack([weight])
         torch.testing.assert_close(
             multiply(states, panels.product(None)).double(), expected, rtol=1e-5, atol=1e-5
         )
@@ -96,7 +99,7 @@ class TestProducts:
     def test_the_largest_sums_do_not_overflow(self):
         values = torch.full((40, 512), 127, dtype=torch.int8)
         values[20:] = -127
-        panels = Panels.pack(values, torch.ones(40))
+        panels = Panels.pack([values], torch.ones(40))
         states = torch.tensor([[1.0], [-1.0]]).expand(2, 512)
         expected = 63 * 127 * 512 * torch.tensor([[1.0] * 20 + [-1.0] * 20])
         output = multiply(states, panels.product(None, 63))
@@ -105,7 +108,7 @@ class TestProducts:
     @pytest.mark.parametrize("kind", ["float32", "int8"])
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     def test_a_state_that_is_not_finite_is_not_hidden(self, kind, value):
-        panels = Panels.pack(torch.ones(40, 8)) if kind == "float32" else int8_panels(40, 8)[0]
+        panels = Panels.pack([torch.ones(40, 8)]) if kind == "float32" else int8_panels(40, 8)[0]
         states = torch.ones(2, 8)
         states[1, 3] = value
         output = multiply(states, panels.product(None, 63))
@@ -120,12 +123,85 @@ class TestProducts:
     @pytest.mark.parametrize("kind", ["float32", "int8"])
     def test_a_row_depends_neither_on_others_nor_on_threads(self, kind, with_threads):
         states = torch.randn(19, 64)
-        panels = Panels.pack(torch.randn(100, 64)) if kind == "float32" else int8_panels(100, 64)[0]
+        panels = (
+            Panels.pack([torch.randn(100, 64)]) if kind == "float32" else int8_panels(100, 64)[0]
+        )
         bias = torch.randn(100)
         product = panels.product(bias, 63)
         outputs = [with_threads(number, lambda: multiply(states, product)) for number in (1, 2, 3)]
         alone = torch.cat([multiply(row[None], product) for row in states])
         assert all(torch.equal(output, alone) for output in outputs)
+
+
+@compiled
+class TestPanels:
+    """Panels hold the weights of layers, and tell whether a bit of them has changed."""
+
+    SIZES = (1, 40, 150)  # outputs of layers, which share panels
+
+    @pytest.fixture(params=["float32", "int8"])
+    def weights(self, request):
+        weights = [torch.randn(outputs, 64) for outputs in self.SIZES]
+        if request.param == "float32":
+            return weights, None
+        values, scales = zip(*map(round_weight, weights), strict=True)
+        return list(values), torch.cat(scales)
+
+    def test_layers_that_share_panels_are_multiplied(self, weights):
+        weights, scale = weights
+        scales = [None] * len(weights) if scale is None else scale.split(self.SIZES)
+        states, largest = torch.randn(5, 64), 63
+        shared = Panels.pack(weights, scale)
+        alone = [Panels.pack([one], part) for one, part in zip(weights, scales, strict=True)]
+        outputs = [multiply(states, panels.product(None, largest)) for panels in alone]
+        assert torch.equal(
+            multiply(states, shared.product(None, largest)), torch.cat(outputs, dim=1)
+        )
+
+    def test_each_changed_bit_is_seen(self, weights):
+        weights, scale = weights
+        panels = Panels.pack(weights, scale)
+        assert panels.holds([weight.clone() for weight in weights], scale)
+        for number, weight in enumerate(weights):
+            for place in {0, weight.numel() // 2, weight.numel() - 1}:
+                changed = [each.clone() for each in weights]
+                changed[number].view(torch.uint8).view(-1)[place * weight.itemsize] ^= 1
+                assert not panels.holds(changed, scale)
+        assert not panels.holds(weights[:2], scale)
+        assert not panels.holds(weights[::-1], scale)
+        assert not panels.holds([weight.double() for weight in weights], scale)
+        assert not panels.holds([weight[:, :60] for weight in weights], scale)
+        if scale is not None:
+            scale[-1] *= 2
+            assert not panels.holds(weights, scale)
+
+    def test_bits_are_compared_not_numbers(self):
+        weight = torch.tensor([[0.0, torch.nan, 1.0, 2.0]])
+        panels = Panels.pack([weight])
+        assert panels.holds([weight.clone()])
+        weight[0, 0] = -0.0
+        assert not panels.holds([weight])
+
+    def test_weights_may_lie_anywhere(self, weights):
+        """A file of weights may place int8 at any byte, and a weight may be a transposed one."""
+        weights, scale = weights
+        panels = Panels.pack(weights, scale)
+        transposed = [weight.t().contiguous().t() for weight in weights]
+        room = torch.zeros(weights[1].nbytes + 1, dtype=torch.uint8)
+        shifted = weights[1]
+        if scale is not None:
+            shifted = room[1:].view(torch.int8).view(shifted.shape).copy_(shifted)
+        assert panels.holds([transposed[0], shifted, transposed[2]], scale)
+        again = Panels.pack([transposed[0], shifted, transposed[2]], scale)
+        assert torch.equal(again.panels, panels.panels)
+
+    def test_a_large_weight_is_compared_in_parallel(self, with_threads):
+        weight = torch.randn(2000, 96)
+        panels = with_threads(3, lambda: Panels.pack([weight]))
+        assert torch.equal(panels.panels, with_threads(1, lambda: Panels.pack([weight])).panels)
+        assert with_threads(3, lambda: panels.holds([weight]))
+        weight[1999, 95] += 1
+        assert not with_threads(3, lambda: panels.holds([weight]))
 
 
 @compiled
@@ -194,6 +270,59 @@ class TestChoice:
         assert places[0, :2].tolist() == [2, 8]
         assert places[2, 0] == 0
         assert Positions.seen(mask[:, 1:])[0][0, :2].tolist() == [1, 7]
+
+
+class TestCrowdedCores:
+    """Waiting threads sleep when other programs want the cores."""
+
+    @pytest.fixture
+    def watched(self, monkeypatch):
+        """Return a watch whose clock and count of switches a test sets, and the calls it makes."""
+        calls, seen = [], SimpleNamespace(time=100.0, switches=1000)
+        library = SimpleNamespace(let_threads_sleep=lambda: calls.append(seen.time))
+        monkeypatch.setattr(kernels_vaswani, "library", lambda: library)
+        monkeypatch.setattr(kernels_vaswani.time, "monotonic", lambda: seen.time)
+        monkeypatch.setattr(
+            kernels_vaswani.resource,
+            "getrusage",
+            lambda _: SimpleNamespace(ru_nivcsw=seen.switches),
+        )
+        watch = kernels_vaswani._Cores()
+
+        def pass_time(seconds, switches):
+            seen.time += seconds
+            seen.switches += switches
+            watch.look()
+            return calls
+
+        watch.look()
+        return pass_time
+
+    def test_many_switches_let_threads_sleep_once(self, watched):
+        assert watched(0.25, 5) == []
+        assert len(watched(0.25, 50)) == 1
+        assert len(watched(0.25, 500)) == 1
+
+    def test_a_short_step_and_a_long_pause_tell_nothing(self, watched):
+        assert watched(0.1, 15) == []
+        assert watched(0.2, 10) == []  # 25 switches in 0.3 seconds
+        assert watched(60, 10**6) == []
+        assert len(watched(0.3, 40)) == 1
+
+    @compiled
+    def test_products_are_the_same_afterwards(self):
+        """In a process of its own, because threads sleep until its end."""
+        program = (
+            "import torch\n"
+            "from vaswani.generation.kernels_vaswani import Panels, library, multiply\n"
+            "torch.set_num_threads(2)\n"
+            "product, states = Panels.pack([torch.randn(70, 64)]), torch.randn(9, 64)\n"
+            "before = multiply(states, product.product(None))\n"
+            "library().let_threads_sleep()\n"
+            "for _ in range(100):\n"
+            "    assert torch.equal(multiply(states, product.product(None)), before)\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @compiled
@@ -391,7 +520,7 @@ class TestDecoder:
                 torch.set_default_device("meta")
             layers = CompiledLayers.prepare(model.model.encoder.layers, 4)
             layers._make_room(3, 9, 8)
-            product = Panels.pack(torch.zeros(4, 4, dtype=torch.float32, device="cpu"))
+            product = Panels.pack([torch.zeros(4, 4, dtype=torch.float32, device="cpu")])
             output = multiply(
                 torch.ones(2, 4, dtype=torch.float32, device="cpu"), product.product(None)
             )

@@ -462,13 +462,13 @@ def test_an_open_call_has_replaced_no_attribute(call, monkeypatch):
     model = build()
     model.generate(SOURCE, max_new_tokens=2, **call)
     before, seen = attributes(model), []
-    packed_weight = linear_vaswani._packed_weight
+    pack = linear_vaswani._pack
 
     def watched(*arguments):
         seen.append(attributes(model) == before)
-        return packed_weight(*arguments)
+        return pack(*arguments)
 
-    monkeypatch.setattr(linear_vaswani, "_packed_weight", watched)
+    monkeypatch.setattr(linear_vaswani, "_pack", watched)
     model.generate(SOURCE, max_new_tokens=3, **call)
     if linear_vaswani._packed_dtypes():
         assert len(seen) > 5
@@ -632,10 +632,13 @@ class TestPrepare:
     @torch.no_grad()
     def test_a_weight_is_packed_in_the_second_product_and_then_shared(self, layers, monkeypatch):
         packed = []
-        pack = torch.ops.mkldnn._reorder_linear_weight
-        monkeypatch.setattr(
-            linear_vaswani, "_pack", lambda values, _: packed.append(1) or pack(values)
-        )
+
+        class Watched(linear_vaswani._Copied):
+            def __init__(self, *arguments):
+                super().__init__(*arguments)
+                packed.append(self)
+
+        monkeypatch.setattr(linear_vaswani, "_Copied", Watched)
         states, counts = torch.randn(8, 160), []
         for _ in range(3):
             product = prepare(layers[0])
