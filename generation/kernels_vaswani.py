@@ -38,7 +38,9 @@ _FLAGS = [
 ]
 _TIMEOUT = 60  # seconds of the compiler
 _WINDOW = 0.2  # seconds between two looks at how crowded the cores are
-_CROWDED = 100  # times a second that the system takes a core away from a thread
+# Times a second that the system takes a core away from a thread. Its own work does so, too, a few
+# times a second on each core.
+_CROWDED = max(100, 10 * (os.cpu_count() or 1))
 _BYTES_OF_WORD = 4  # in a panel: a float, or an int8 of each of 4 inputs
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 # Types in the C file. The kernels name them by letters.

@@ -287,6 +287,7 @@ class TestCrowdedCores:
             "getrusage",
             lambda _: SimpleNamespace(ru_nivcsw=seen.switches),
         )
+        monkeypatch.setattr(kernels_vaswani, "_CROWDED", 100)
         watch = kernels_vaswani._Cores()
 
         def pass_time(seconds, switches):
