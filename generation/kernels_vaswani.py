@@ -319,9 +319,11 @@ class Panels(NamedTuple):
             weight.dtype != dtype or weight.shape[1:] != (self.inputs,) for weight in weights
         ):
             return False
-        if (scale is None) != (self.weight_scale is None) or (
-            scale is not None and not same_bytes(scale.contiguous(), self.weight_scale)
-        ):
+        if scale is not None and self.weight_scale is not None:
+            same_shape = scale.shape == self.weight_scale.shape
+            if not same_shape or not same_bytes(scale.contiguous(), self.weight_scale):
+                return False
+        elif scale is not self.weight_scale:  # both are None in a float weight
             return False
         return all(_visit(library().same_rows, weights, self.panels))
 
