@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
-    # With gloo, a process that ended just after a reduction could wait for itself forever.
+    # With gloo, a process that ends just after a reduction may hang.
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -104,7 +104,7 @@ class CompiledLayers:
         for index, layer in enumerate(self.layers):
             layer.past.point_to(keys[index], values[index])
         self._make_room(rows, longest, values.shape[4])
-        CORES.look()
+        CORES.look(self.threads)
         library().run_layers(
             *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
             *(states.data_ptr(), ctypes.byref(self.memory), self.threads),

@@ -13,12 +13,14 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,9 +40,9 @@ _FLAGS = [
 ]
 _TIMEOUT = 60  # seconds of the compiler
 _WINDOW = 0.2  # seconds between two looks at how crowded the cores are
-# Times a second that the system takes a core away from a thread. Its own work does so, too, a few
-# times a second on each core.
-_CROWDED = max(100, 10 * (os.cpu_count() or 1))
+_CROWDED_WINDOWS = 3  # in a row, after which the cores count as crowded
+_CROWDED_SHARE = 0.25  # of a window, for which threads of this process wait for a core
+_WAITING_OF_OPENMP = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # settings of its users
 _BYTES_OF_WORD = 4  # in a panel: a float, or an int8 of each of 4 inputs
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 # Types in the C file. The kernels name them by letters.
@@ -48,7 +50,7 @@ _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_fl
 _TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
 # The kernels and the types of their arguments.
 KERNELS = {
-    "let_threads_sleep": "",
+    "let_threads_sleep": "i",
     "panel_width": "",
     "multiply_states": "ppnppi",
     "same_bytes": "ppni",
@@ -60,9 +62,6 @@ KERNELS = {
     "best_tokens": "pnnpi",
     "best_candidates": "pnnpppnnnfpppi",
 }
-
-with contextlib.suppress(ImportError):  # Windows has no such module, and no kernels
-    import resource
 
 logger = logging.get_logger(__name__)
 
@@ -148,25 +147,43 @@ class _Cores:
     """Watches whether other programs want the cores, and then lets waiting threads sleep.
 
     A thread of OpenMP spins for milliseconds while it waits. That is fast on free cores. On crowded
-    cores, a thread spins where the thread that it waits for should run.
+    cores, a thread spins where the thread that it waits for should run. From then on, until the
+    process ends, threads sleep soon. GOMP_SPINCOUNT and OMP_WAIT_POLICY turn the watch off.
     """
 
     def __init__(self) -> None:
-        self.crowded = False
-        self.time, self.switches = 0.0, 0
+        self.crowded_windows, self.time, self.waited = 0, -math.inf, 0.0
+        self.lock = threading.Lock()
 
-    def look(self) -> None:
-        """Look at the cores, at most every `_WINDOW` seconds."""
-        now = time.monotonic()
-        passed = now - self.time
-        if self.crowded or passed < _WINDOW:
+    def look(self, threads: int) -> None:
+        """Look at the cores, at most every `_WINDOW` seconds, for kernels with some threads."""
+        if time.monotonic() - self.time < _WINDOW or not self.lock.acquire(blocking=False):
             return
-        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        # After a pause, nothing is known of the time since the last look.
-        if passed < 10 * _WINDOW and switches - self.switches > _CROWDED * passed:
-            self.crowded = True
-            library().let_threads_sleep()
-        self.time, self.switches = now, switches
+        try:
+            now, waited = time.monotonic(), _seconds_of_waiting()
+            passed, new = now - self.time, waited - self.waited
+            self.time, self.waited = now, waited
+            # After a pause, nothing is known of the time since the last look.
+            known = passed < 10 * _WINDOW
+            crowded = known and new > _CROWDED_SHARE * passed
+            self.crowded_windows = self.crowded_windows + 1 if crowded else 0
+            if self.crowded_windows == _CROWDED_WINDOWS:
+                self.time = math.inf  # this was the last look
+                if threads > 1 and not _WAITING_OF_OPENMP & os.environ.keys():
+                    library().let_threads_sleep(threads)
+        finally:
+            self.lock.release()
+
+
+def _seconds_of_waiting() -> float:
+    """Return how long the threads of this process were ready to run, but had no core."""
+    waited = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(
+            OSError, IndexError
+        ):  # a thread has ended, or Linux does not count
+            waited += int(file.read_text(encoding="ascii").split()[1])
+    return waited / 1e9
 
 
 CORES = _Cores()
@@ -290,15 +307,14 @@ class Panels(NamedTuple):
             scale: (out,) of all int8 weights, in float32.
             largest: states will be rounded to -largest ... largest, for weights in int8.
         """
-        width, outputs, inputs = (
-            library().panel_width(),
-            sum(map(len, weights)),
-            weights[0].shape[1],
-        )
+        width = library().panel_width()
+        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+        size = inputs * weights[0].itemsize
         assert all(weight.shape[1] == inputs for weight in weights)
+        assert size % _BYTES_OF_WORD == 0
+        assert scale is None or scale.shape == (outputs,)
         missing = -outputs % width
-        words = inputs * weights[0].itemsize // _BYTES_OF_WORD
-        shape = (outputs + missing) // width, words, width
+        shape = (outputs + missing) // width, size // _BYTES_OF_WORD, width
         panels = torch.empty(shape, dtype=torch.int32, device="cpu")
         if missing:
             panels[-1] = 0

@@ -52,7 +52,7 @@ class _Copied:
         """Tell whether these are the weights, bit for bit, and the scale."""
         if not _same_values(self.values, weights):
             return False
-        return scale is None or (self.scale is not None and torch.equal(scale, self.scale))
+        return scale is None or (self.scale is not None and _same_values(self.scale, [scale]))
 
 
 # Packed weights by the first of their layers, then by layout and number of layers. The keys are
@@ -279,7 +279,7 @@ def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, 
     bias = _joined_bias(layers)
     bias = None if bias is None else bias.detach().float().contiguous()
     if isinstance(layers[0], Int8Linear):
-        largest = compiled_rounding(layers[0].in_features)
+        largest = compiled_rounding(weights[0].shape[1])
         if largest is None:
             return None
         panels = _pack(Panels.pack, layers, _joined_scale(layers), largest)
