@@ -58,8 +58,8 @@ static void *sleep_as_team(void *threads)
 
 // Let OpenMP's threads sleep soon when they wait for each other, from now on.
 //
-// GCC's OpenMP spins far less as soon as a process has more threads of it than there are cores. So
-// this makes a second team, beside a team of `threads`, and the second team sleeps.
+// GCC's OpenMP spins far less as soon as it has more threads than there are cores. This function
+// therefore makes a second team, which sleeps, beside the team of `threads`.
 EXPORT void let_threads_sleep(int threads)
 {
     const int missing = omp_get_num_procs() - threads + 1;
@@ -438,7 +438,7 @@ INLINE int visit_rows(const int copies, const char *weight, int64_t rows, int64_
         const char *source = weight + (begin - first) * words * 4;
         int32_t *place = panels + panel * PANEL * words + begin % PANEL;
         for (int64_t line = 0; line < whole_words && (copies || !differ); line += LINE) {
-            // Rows may lie powers of 2 apart, so the first cache holds few lines of them.
+            // The L1 cache holds few lines of rows that are a power of 2 apart, so use L2.
             for (int64_t lane = 0; lane < lanes; lane++)
                 __builtin_prefetch(source + (lane * words + line + 2 * LINE) * 4, 0, 2);
             __m256i different = _mm256_setzero_si256();

@@ -42,7 +42,7 @@ _TIMEOUT = 60  # seconds of the compiler
 _WINDOW = 0.2  # seconds between two looks at how crowded the cores are
 _CROWDED_WINDOWS = 3  # in a row, after which the cores count as crowded
 _CROWDED_SHARE = 0.25  # of a window, for which threads of this process wait for a core
-_WAITING_OF_OPENMP = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # settings of its users
+_WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # users choose how OpenMP waits
 _BYTES_OF_WORD = 4  # in a panel: a float, or an int8 of each of 4 inputs
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 # Types in the C file. The kernels name them by letters.
@@ -147,8 +147,8 @@ class _Cores:
     """Watches whether other programs want the cores, and then lets waiting threads sleep.
 
     A thread of OpenMP spins for milliseconds while it waits. That is fast on free cores. On crowded
-    cores, a thread spins where the thread that it waits for should run. From then on, until the
-    process ends, threads sleep soon. GOMP_SPINCOUNT and OMP_WAIT_POLICY turn the watch off.
+    cores, it takes the core that the thread it waits for needs. Threads that have been told to
+    sleep do so until the process ends. GOMP_SPINCOUNT and OMP_WAIT_POLICY turn the watch off.
     """
 
     def __init__(self) -> None:
@@ -156,20 +156,20 @@ class _Cores:
         self.lock = threading.Lock()
 
     def look(self, threads: int) -> None:
-        """Look at the cores, at most every `_WINDOW` seconds, for kernels with some threads."""
+        """Look at the cores, at most every `_WINDOW` seconds, for kernels in `threads` threads."""
         if time.monotonic() - self.time < _WINDOW or not self.lock.acquire(blocking=False):
             return
         try:
             now, waited = time.monotonic(), _seconds_of_waiting()
             passed, new = now - self.time, waited - self.waited
             self.time, self.waited = now, waited
-            # After a pause, nothing is known of the time since the last look.
+            # A pause tells nothing about the cores, because no kernel ran.
             known = passed < 10 * _WINDOW
             crowded = known and new > _CROWDED_SHARE * passed
             self.crowded_windows = self.crowded_windows + 1 if crowded else 0
             if self.crowded_windows == _CROWDED_WINDOWS:
                 self.time = math.inf  # this was the last look
-                if threads > 1 and not _WAITING_OF_OPENMP & os.environ.keys():
+                if threads > 1 and not _WAIT_SETTINGS & os.environ.keys():
                     library().let_threads_sleep(threads)
         finally:
             self.lock.release()
@@ -179,9 +179,8 @@ def _seconds_of_waiting() -> float:
     """Return how long the threads of this process were ready to run, but had no core."""
     waited = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(
-            OSError, IndexError
-        ):  # a thread has ended, or Linux does not count
+        # A thread may end meanwhile, and some Linux kernels do not count.
+        with contextlib.suppress(OSError, IndexError):
             waited += int(file.read_text(encoding="ascii").split()[1])
     return waited / 1e9
 
@@ -321,7 +320,7 @@ class Panels(NamedTuple):
         list(_visit(library().pack_rows, weights, panels))
         sums = relative = None
         if scale is not None:
-            # Another thread may have written to the weights since, so the panels are summed up.
+            # Sum the panels and not the weights, which another thread may have changed meanwhile.
             by_input = panels.view(torch.int8).view(*shape, _BYTES_OF_WORD)
             sums = by_input.sum(dim=(1, 3), dtype=torch.int32).view(-1)
             scale = scale.clone()

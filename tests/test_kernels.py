@@ -280,7 +280,7 @@ class TestCrowdedCores:
 
     @pytest.fixture
     def pass_time(self, monkeypatch):
-        """Return a function that passes seconds, for some of which threads wait for a core."""
+        """Return a function that lets time pass, in which threads wait for a core."""
         calls, seen = [], SimpleNamespace(time=100.0, waited=50.0)
         library = SimpleNamespace(let_threads_sleep=calls.append)
         monkeypatch.setattr(kernels_vaswani, "library", lambda: library)
