@@ -25,6 +25,7 @@ allocator of memory, and as on a machine with fewer instructions.
 import argparse
 import contextlib
 import datetime
+import gc
 import json
 import statistics
 import sys
@@ -413,9 +414,13 @@ def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str
             batch = engine.prepare([text.sources[i] for i in indices[middle : middle + size]])
             for _ in range(2):  # the first run packs weights, the second chooses kernels for them
                 engine.run(batch, beams, forced)
-            with kernels_as_operators(), profile(activities=activities) as recorded:
-                engine.run(batch, beams, forced)
-                synchronize()
+            gc.disable()  # a collection would count as time of the operator that it interrupts
+            try:
+                with kernels_as_operators(), profile(activities=activities) as recorded:
+                    engine.run(batch, beams, forced)
+                    synchronize()
+            finally:
+                gc.enable()
             events = recorded.key_averages()
             taken = {
                 event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
