@@ -17,13 +17,15 @@ _MEGABYTES = 256
 _ROWS = (32, 512)  # of the measured products: a step of beam search, and an encoder
 _PAGE = mmap.PAGESIZE
 
-# Variables that limit the instructions of oneDNN, of FBGEMM, of torch and of CTranslate2.
+# Variables that limit the instructions of oneDNN, FBGEMM, torch, CTranslate2 and MKL. MKL calls
+# AVX-512 VNNI "AVX512_E1".
 INSTRUCTIONS: dict[str, dict[str, str]] = {
     "native": {},
     "avx512_vnni": {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
         "DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI",
         "CT2_FORCE_CPU_ISA": "AVX512",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E1",
     },
     "avx2": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -31,6 +33,7 @@ INSTRUCTIONS: dict[str, dict[str, str]] = {
         "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "CT2_FORCE_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
 }
 ALLOCATORS = ("glibc", "tcmalloc")

@@ -281,17 +281,22 @@ _PACKING_KERNELS = (_compiled, _of_onednn, _of_fbgemm)
 
 @functools.cache
 def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
-    """List the kernels of int8 products that add without overflow on this CPU.
+    """List the kernels of int8 products whose sums are exact on this CPU.
 
     CPUs without VNNI or AMX add pairs of products in 16 bits. Two products of an unsigned state of
-    8 bits and a weight may overflow. With 7 bits, 2 * 127 * 127 fits.
+    8 bits and a weight may overflow. With 7 bits, 2 * 127 * 127 fits. On CPUs with AMX, oneDNN
+    subtracts what the zero point adds in float32. Small sums then lose bits to large ones.
     """
-    values = torch.full((16, 64), _LARGEST, dtype=torch.int8, device="cpu")
-    values[8:] = -_LARGEST
-    rows = torch.full((2, 64), rounding.largest, **FLOATS)
-    rows[1] = -rounding.largest
-    scale = torch.ones(16, **FLOATS)
-    expected = (rows @ values.t().float()) * (scale * rounding.step) * rounding.largest
+    outputs, inputs = 64, 2048  # oneDNN uses AMX from 32 outputs on
+    values = torch.full((outputs, inputs), _LARGEST, dtype=torch.int8, device="cpu")
+    values[outputs // 2 :] = -_LARGEST
+    rows = torch.full((16, inputs), rounding.largest, **FLOATS)
+    rows[4:8] = -rounding.largest
+    rows[8:, inputs // 2 :] = -rounding.largest  # the sums are small
+    rows[:, -1] = torch.arange(16, **FLOATS)  # and need all their bits
+    scale = torch.ones(outputs, **FLOATS)
+    sums = (rows.double() @ values.t().double()).float()
+    expected = sums * (scale * rounding.step) * rounding.largest
     exact = []
     for kernel in (_of_int8, *_PACKING_KERNELS):
         if kernel is _compiled and library() is None:

@@ -14,6 +14,7 @@
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -230,61 +231,184 @@ static float round_row(const float *states, int64_t in, float largest, int zero,
     return size;
 }
 
+// What is left to do with the sums of a panel.
+struct finish {
+    int32_t zeros[PANEL]; // what the `zero` of the states adds to sums of integers
+    float scale[PANEL], bias[PANEL];
+    float least; // 0 for ReLU
+    int64_t out, width; // outputs of the layer, and of this panel without those that fill it up
+};
+
+INLINE struct finish prepare_finish(const struct product *by, int64_t start)
+{
+    struct finish finish = {.least = by->relu ? 0 : -__builtin_inff(), .out = by->out};
+    finish.width = by->out - start < PANEL ? by->out - start : PANEL;
+    if (by->bias)
+        memcpy(finish.bias, by->bias + start, (size_t)finish.width * sizeof(float));
+    for (int i = 0; i < PANEL && by->sums; i++) {
+        finish.zeros[i] = (by->largest + 1) * by->sums[start + i];
+        finish.scale[i] = by->scale[start + i];
+    }
+    return finish;
+}
+
+// Finish sums (rows, PANEL), of integers for rows with `scales` or of floats, and write the outputs.
+INLINE void finish_rows(const struct finish *by, const int rows, const int32_t *sums,
+                        const float *scales, const float *float_sums, float *output)
+{
+    for (int row = 0; row < rows; row++) {
+        float products[PANEL];
+        for (int i = 0; i < PANEL; i++) {
+            const int at = row * PANEL + i;
+            // The explicit operation keeps the order in which torch rounds.
+            const float product =
+                sums ? __builtin_fmaf((float)(sums[at] - by->zeros[i]) * by->scale[i], scales[row],
+                                      by->bias[i])
+                     : float_sums[at] + by->bias[i];
+            products[i] = product < by->least ? by->least : product;
+        }
+        if (by->width == PANEL)
+            memcpy(output + row * by->out, products, sizeof(products));
+        else
+            memcpy(output + row * by->out, products, (size_t)by->width * sizeof(float));
+    }
+}
+
+// Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 64 inputs of 16 outputs.
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+enum { TILE_ROWS = 16, TILE_BYTES = 64, FEWEST_ROWS = 8 };
+
+static int has_tiles;
+
+// Linux gives a process tiles when it asks for them.
+__attribute__((constructor)) static void ask_for_tiles(void)
+{
+    enum { REQUEST = 0x1023, TILES = 18 };
+    has_tiles = syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+}
+
+// Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 if tiles do not fit.
+static int begin_tiles(int64_t rows, int64_t in)
+{
+    struct {
+        uint8_t palette, unused[15];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } sizes = {.palette = 1};
+    const int tile = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
+    if (!has_tiles || rows < FEWEST_ROWS || in % TILE_BYTES != 0)
+        return 0;
+    for (int i = 0; i < 8; i++) { // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
+        sizes.bytes[i] = TILE_BYTES;
+        sizes.rows[i] = (uint8_t)(i < 6 ? tile : TILE_ROWS);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(sizes)); // GCC's function reads 8 bytes of the sizes
+    return tile;
+}
+
+static void end_tiles(void) { _tile_release(); }
+
+// Multiply one or two tiles of states by a panel (in / 4, PANEL, 4): sums (tiles, TILE_ROWS, PANEL).
+INLINE void multiply_tiles(const int tiles, const uint8_t *first, const uint8_t *second, int64_t in,
+                           const int8_t *panel, int32_t *sums)
+{
+    enum { ROW = 4 * PANEL }; // bytes of a row of the panel, or of the sums
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < in; i += TILE_BYTES) {
+        _tile_loadd(6, panel + i * PANEL, ROW);
+        _tile_loadd(7, panel + i * PANEL + TILE_BYTES, ROW);
+        _tile_loadd(4, first + i, in);
+        _tile_dpbusd(0, 4, 6);
+        _tile_dpbusd(1, 4, 7);
+        if (tiles == 2) {
+            _tile_loadd(5, second + i, in);
+            _tile_dpbusd(2, 5, 6);
+            _tile_dpbusd(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, ROW);
+    _tile_stored(1, sums + LANES, ROW);
+    if (tiles == 2) {
+        _tile_stored(2, sums + TILE_ROWS * PANEL, ROW);
+        _tile_stored(3, sums + TILE_ROWS * PANEL + LANES, ROW);
+    }
+}
+
+// Multiply rows of states by a panel: output (R, out), at the panel's outputs.
+static void multiply_rows_in_tiles(const int tile, const struct finish *finish,
+                                   const uint8_t *states, const float *scales, int64_t rows,
+                                   int64_t in, const int8_t *panel, float *output)
+{
+    int32_t sums[2 * TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < rows; first += 2 * tile) {
+        // All tiles are whole, so that the last one may have rows that another tile has, too.
+        const int64_t second = first + 2 * tile <= rows ? first + tile : rows - tile;
+        const int tiles = first < second ? 2 : 1;
+        if (tiles == 2) {
+            multiply_tiles(2, states + first * in, states + second * in, in, panel, sums);
+            finish_rows(finish, tile, sums, scales + first, NULL, output + first * finish->out);
+        } else
+            multiply_tiles(1, states + second * in, NULL, in, panel, sums);
+        finish_rows(finish, tile, sums + (tiles - 1) * TILE_ROWS * PANEL, scales + second, NULL,
+                    output + second * finish->out);
+    }
+}
+#else
+static int begin_tiles(int64_t rows, int64_t in) { return 0; }
+static void end_tiles(void) {}
+static void multiply_rows_in_tiles(const int tile, const struct finish *finish,
+                                   const uint8_t *states, const float *scales, int64_t rows,
+                                   int64_t in, const int8_t *panel, float *output)
+{
+}
+#endif
+
 // Multiply rows of states (R, in): output (R, out).
 static void multiply(const struct product *by, const float *states, int64_t rows,
                      const struct rounded *memory, float *output)
 {
-    const int64_t in = by->in, out = by->out;
-    const int zero = by->largest + 1; // of states as unsigned integers
+    const int64_t in = by->in;
     const int at_once = by->sums ? INT8_ROWS_AT_ONCE : ROWS_AT_ONCE;
     if (by->sums) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
-            memory->scales[row] = round_row(states + row * in, in, (float)by->largest, zero,
-                                            memory->states + row * in);
+            memory->scales[row] = round_row(states + row * in, in, (float)by->largest,
+                                            by->largest + 1, memory->states + row * in);
     }
+    const int tile = by->sums ? begin_tiles(rows, in) : 0;
 #pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < (out + PANEL - 1) / PANEL; panel++) {
+    for (int64_t panel = 0; panel < (by->out + PANEL - 1) / PANEL; panel++) {
         const int64_t start = panel * PANEL;
-        const int64_t width = out - start < PANEL ? out - start : PANEL;
+        const int8_t *weight = (const int8_t *)by->panels + start * in;
+        const float *float_weight = (const float *)by->panels + start * in;
+        const struct finish finish = prepare_finish(by, start);
+        if (tile) {
+            multiply_rows_in_tiles(tile, &finish, memory->states, memory->scales, rows, in, weight,
+                                   output + start);
+            continue;
+        }
         int32_t sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
-        float products[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
-        int32_t zeros[PANEL]; // what `zero` adds to the sums
-        float bias[PANEL] = {0};
-        if (by->bias)
-            memcpy(bias, by->bias + start, (size_t)width * sizeof(float));
-        if (by->sums)
-            for (int i = 0; i < PANEL; i++)
-                zeros[i] = zero * by->sums[start + i];
+        float float_sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
         for (int64_t first = 0; first < rows; first += at_once) {
             const int count = rows - first < at_once ? (int)(rows - first) : at_once;
+            const uint8_t *block = memory->states + first * in;
+            const float *float_block = states + first * in;
+            float *outputs = output + first * by->out + start;
             if (by->sums) {
-                const int8_t *weight = (const int8_t *)by->panels + start * in;
-                const uint8_t *block = memory->states + first * in;
-                const float *scale = by->scale + start;
                 FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, block, in, weight, sums)
-                for (int row = 0; row < count; row++)
-                    // The explicit operation keeps the order in which torch rounds.
-                    for (int i = 0; i < PANEL; i++)
-                        products[row * PANEL + i] =
-                            __builtin_fmaf((float)(sums[row * PANEL + i] - zeros[i]) * scale[i],
-                                           memory->scales[first + row], bias[i]);
+                finish_rows(&finish, count, sums, memory->scales + first, NULL, outputs);
             } else {
-                const float *weight = (const float *)by->panels + start * in;
-                const float *block = states + first * in;
-                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, block, in, weight, products)
-                for (int row = 0; row < count; row++)
-                    for (int i = 0; i < PANEL; i++)
-                        products[row * PANEL + i] += bias[i];
+                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, float_block, in, float_weight,
+                                        float_sums)
+                finish_rows(&finish, count, NULL, NULL, float_sums, outputs);
             }
-            if (by->relu)
-                for (int i = 0; i < count * PANEL; i++)
-                    products[i] = products[i] < 0 ? 0 : products[i];
-            for (int row = 0; row < count; row++)
-                memcpy(output + (first + row) * out + start, products + row * PANEL,
-                       (size_t)width * sizeof(float));
         }
     }
+    if (tile)
+        end_tiles();
 }
 
 // Multiply rows of states (R, in) by a linear layer: output (R, out).
@@ -426,7 +550,7 @@ INLINE int32_t visit_word(const int copies, const char *weight, int32_t *place)
 INLINE int visit_rows(const int copies, const char *weight, int64_t rows, int64_t words,
                       int32_t *panels, int64_t first, int threads)
 {
-    enum { LINE = 16, FEW = 1 << 16 }; // words of a cache line
+    enum { LINE = 16, FEW = 1 << 14 }; // words of a cache line
     int differ = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
     if (rows * words > FEW)

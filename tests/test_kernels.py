@@ -97,6 +97,17 @@ class TestProducts:
         output = multiply(states, panels.product(bias, 63, relu=True)).double()
         torch.testing.assert_close(output, expected.relu(), rtol=1e-6, atol=1e-6)
 
+    @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 100])
+    @pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (32, 192), (70, 100)])
+    def test_tiles_of_rows_have_the_bits_of_single_rows(self, rows, outputs, inputs):
+        panels, states = int8_panels(outputs, inputs)[0], torch.randn(rows, inputs)
+        bias = torch.randn(outputs)
+        for product in (panels.product(None, 63), panels.product(bias, 63, relu=True)):
+            alone = torch.cat([multiply(row[None], product) for row in states])
+            output = torch.full((rows + 1, outputs), 7.0)
+            assert torch.equal(multiply(states, product, output[:rows]), alone)
+            assert (output[rows] == 7).all()
+
     def test_the_largest_sums_do_not_overflow(self):
         values = torch.full((40, 512), 127, dtype=torch.int8)
         values[20:] = -127
@@ -736,3 +747,18 @@ class TestCompilation:
         code = subprocess.run(command, capture_output=True, check=True, text=True).stdout
         assert "%ymm" in code
         assert "%zmm" not in code
+
+    @compiled
+    @pytest.mark.skipif("amx_int8" not in kernels_vaswani._cpu(), reason="this CPU has no AMX")
+    def test_tiles_can_be_turned_off(self, home, monkeypatch):
+        code = []
+        for limit in ("AVX512_CORE_AMX", "AVX512_CORE_VNNI"):
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+            assert self.load() is not None
+            (file,) = (home / "vaswani").iterdir()
+            command = ["objdump", "--disassemble", str(file)]
+            code.append(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+            file.unlink()
+        assert "tdpbusd" in code[0]
+        assert "tdpbusd" not in code[1]
+        assert "%zmm" in code[1]
