@@ -60,6 +60,7 @@ _FORCED = 20  # steps of a profile
 # next process needs.
 PAUSE = 0.3
 SETTING = ("allocator", "instructions", "text", "beams", "batch")
+_USUAL = ("glibc", "native", "short")  # the first three of a setting
 # The least ratio that we want: (our rule, our precision, the peer) in batches of a size and more.
 AIMS = (
     (PEERS_RULE, "best", ("CTranslate2", "int8"), 1, 1.5),
@@ -313,25 +314,70 @@ def print_ratios(ratios: list[Row]) -> None:
         )
 
 
-def ranges(folder: Path) -> list[str]:
+def ranges(folder: Path, usual: bool = True) -> list[str]:
     """Return the lines of a table: the range over hosts of each median ratio.
 
-    The table has short sentences, native instructions and glibc. A host counts once, with its
-    latest file that has such ratios.
+    A host counts once in each setting, with its latest file that has such ratios.
+
+    Args:
+        folder: of the results files.
+        usual: short sentences, native instructions and glibc, or all other settings by name.
     """
-    usual = ("glibc", "native", "short")
     latest = {}
-    for path in sorted(folder.glob("*.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in results["ratios"] if tuple(map(row.get, SETTING[:3])) == usual]
-        if rows:
-            # CPUs with one name may differ in their caches.
-            latest[host_name(results["hardware"]), str(results["host"]["caches"])] = rows
+    for results in _files(folder):
+        found: dict[tuple, list[Row]] = {}
+        for row in results["ratios"]:
+            setting = tuple(map(row.get, SETTING[:3]))
+            if (setting == _USUAL) == usual:
+                found.setdefault((_host(results), setting), []).append(row)
+        latest |= found
     medians: dict[tuple, dict[int, list[float]]] = {}
-    for row in (row for rows in latest.values() for row in rows):
-        cells = medians.setdefault((row["rule"], row["peer"], _search(row)), {})
-        cells.setdefault(row["batch"], []).append(row["median"])
-    return _table(["ours", "peer", "search"], medians)
+    for (_, setting), rows in latest.items():
+        for row in rows:
+            names = (row["rule"], row["peer"], _search(row))
+            cells = medians.setdefault(names if usual else (*names, _words(setting)), {})
+            cells.setdefault(row["batch"], []).append(row["median"])
+    return _table(["ours", "peer", "search", *([] if usual else ["setting"])], medians)
+
+
+def allocators(folder: Path) -> list[str]:
+    """Return the lines of a table: how much longer an engine takes with glibc than with tcmalloc.
+
+    A host counts once for each engine, with its latest file that has both allocators.
+    """
+    latest = {}
+    for results in _files(folder):
+        seconds = {
+            (row["allocator"], (row["engine"], row["precision"], _search(row)), row["batch"]): (
+                statistics.median(row["seconds"])
+            )
+            for row in results["speed"]
+            if (row["instructions"], row["text"]) == _USUAL[1:]
+        }
+        for allocator, engine, batch in seconds:
+            fast = seconds.get(("tcmalloc", engine, batch))
+            if allocator == "glibc" and fast is not None:
+                slower = seconds["glibc", engine, batch] / fast
+                latest[_host(results), engine, batch] = slower
+    times: dict[tuple, dict[int, list[float]]] = {}
+    for (_, engine, batch), slower in latest.items():
+        times.setdefault(engine, {}).setdefault(batch, []).append(slower)
+    return _table(["engine", "precision", "search"], times)
+
+
+def _files(folder: Path) -> list[dict[str, Any]]:
+    """Read the results of a folder, those of a host by date."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def _host(results: dict[str, Any]) -> tuple[str, str]:
+    """Tell hosts apart. CPUs with one name may differ in their caches."""
+    return host_name(results["hardware"]), str(results["host"]["caches"])
+
+
+def _words(setting: tuple[str, ...]) -> str:
+    """Name what is not usual in a setting."""
+    return ", ".join(part for part, usual in zip(setting, _USUAL, strict=True) if part != usual)
 
 
 def missed(folder: Path) -> list[str]:
@@ -442,9 +488,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     quieten()
     if args.ranges:
-        print(
-            "\n".join([*ranges(args.results), "", "Below their aims:", "", *missed(args.results)])
-        )
+        for title, table in {
+            "Ratios over all hosts:": ranges(args.results),
+            "In other settings:": ranges(args.results, usual=False),
+            "Times as long with glibc as with tcmalloc:": allocators(args.results),
+            "Below their aims:": missed(args.results),
+        }.items():
+            print("\n".join(["", title, "", *table]))
         return
     if args.train:
         train(args.model)

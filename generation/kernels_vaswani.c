@@ -142,6 +142,14 @@ struct rounded {
     float *scales;
 };
 
+// Fetch weights that are used a little later. A CPU fetches them too late across pages by itself.
+INLINE void fetch(const void *weights)
+{
+    enum { AHEAD = 2048, LINE = 64 }; // bytes
+    for (int line = 0; line < 4 * PANEL; line += LINE)
+        __builtin_prefetch((const char *)weights + AHEAD + line);
+}
+
 // Multiply rows of states by a panel (in / 4, PANEL, 4) of weights: sums (rows, PANEL).
 INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, const int8_t *panel,
                           int32_t *sums)
@@ -152,6 +160,7 @@ INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, con
         left[row] = right[row] = in_all_lanes(0);
     for (int64_t first = 0; first < in; first += 4) {
         const vector *weight = (const vector *)(panel + first * PANEL);
+        fetch(weight);
         const vector weight_left = weight[0], weight_right = weight[1];
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++) {
@@ -179,6 +188,7 @@ INLINE void multiply_float_rows(const int rows, const float *states, int64_t in,
         left[row] = right[row] = float_in_all_lanes(0);
     for (int64_t i = 0; i < in; i++) {
         const floats *weight = (const floats *)(panel + i * PANEL);
+        fetch(weight);
         const floats weight_left = weight[0], weight_right = weight[1];
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++) {
@@ -276,7 +286,7 @@ INLINE void finish_rows(const struct finish *by, const int rows, const int32_t *
 
 // Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 64 inputs of 16 outputs.
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
-enum { TILE_ROWS = 16, TILE_BYTES = 64, FEWEST_ROWS = 8 };
+enum { TILE_ROWS = 16, TILE_BYTES = 64 };
 
 static int has_tiles;
 
@@ -296,7 +306,7 @@ static int begin_tiles(int64_t rows, int64_t in)
         uint8_t rows[16];
     } sizes = {.palette = 1};
     const int tile = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
-    if (!has_tiles || rows < FEWEST_ROWS || in % TILE_BYTES != 0)
+    if (!has_tiles || rows <= INT8_ROWS_AT_ONCE || in % TILE_BYTES != 0)
         return 0;
     for (int i = 0; i < 8; i++) { // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
         sizes.bytes[i] = TILE_BYTES;

@@ -222,6 +222,26 @@ def test_ranges_cover_all_hosts_and_only_the_latest_file_of_each(tmp_path):
         results = {"hardware": hardware, "host": {"caches": {}}, "ratios": [row]}
         (tmp_path / f"{cpu}-2000-01-0{day}.json").write_text(json.dumps(results))
     assert generation.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1.00 to 1.50 |"]
+    assert len(generation.ranges(tmp_path, usual=False)) == 2  # no rows
+
+
+def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
+    for cpu, seconds in (("EPYC", 1.5), ("Xeon", 3.0)):
+        speed = [
+            speed_row("ours", "int8", [seconds, seconds, 9.0]),
+            speed_row("ours", "int8", [1.0, 1.5, 2.0], allocator="tcmalloc"),
+            speed_row("ours", "int8", [7.0], batch=1),
+            speed_row("ours", "int8", [8.0], instructions="avx2"),
+        ]
+        ratios = [{**row, "rule": "ours", "peer": "Peer", "median": seconds} for row in speed]
+        hardware = {"cpu": cpu, "cores": 2, "flags": []}
+        results = {"hardware": hardware, "host": {"caches": {}}, "speed": speed, "ratios": ratios}
+        (tmp_path / f"{cpu}-2000-01-01.json").write_text(json.dumps(results))
+    assert generation.allocators(tmp_path)[2:] == ["| ours | int8 | beam 4 | 1.00 to 2.00 |"]
+    assert generation.ranges(tmp_path, usual=False)[2:] == [
+        "| ours | Peer | beam 4 | tcmalloc | 1.50 to 3.00 |",
+        "| ours | Peer | beam 4 | avx2 | 1.50 to 3.00 |",
+    ]
 
 
 def test_long_sources_have_40_to_60_tokens(corpus):

@@ -534,8 +534,13 @@ def test_ratios_and_missed_aims_of_decoding_come_from_the_files_of_all_hosts(mon
     )
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    for table in (benchmark.ranges, benchmark.missed):
-        assert "\n".join(table(RESULTS / "generation")) in DOCS["results"].text
+    folder = RESULTS / "generation"
+    others = benchmark.ranges(folder, usual=False)
+    for table in (benchmark.ranges(folder), others, benchmark.allocators(folder)):
+        assert "\n".join(table) in DOCS["results"].text
+    assert "\n".join(benchmark.missed(folder)) in DOCS["results"].text
+    commands = {results["command"] for results in results_of_hosts()}
+    assert commands <= set(DOCS["results"].commands())
 
 
 def test_the_profile_of_decoding_comes_from_its_results_file():
@@ -551,47 +556,6 @@ def test_the_profile_of_decoding_comes_from_its_results_file():
     ]
     single, many = (row["calls_a_step"] for row in results["profile"] if row["precision"] == "int8")
     assert f"calls {single} and {many} operators and kernels" in DOCS["results"].words
-
-
-def test_figures_of_allocators_come_from_their_results_file():
-    (path,) = (RESULTS / "generation").glob("*-allocators.json")
-    results = json.loads(path.read_text(encoding="utf-8"))
-    page = " ".join(DOCS["results"].text.split())
-    assert results["command"] in DOCS["results"].commands()
-    sizes = (1, 8, 32, 128)
-    rates = {
-        (allocator, *engine, size): sentences_per_second(row)
-        for allocator in ("glibc", "tcmalloc")
-        for size in sizes
-        for engine, row in decoding(results, allocator=allocator, batch=size).items()
-    }
-
-    def listed(values):
-        *first, last = (f"{value:.2f}" for value in values)
-        return f"{', '.join(first)} and {last}"
-
-    for engine, start in (("ours, the peer's rule", "int8 with glibc"), ("CTranslate2", "")):
-        slower = listed(
-            rates["tcmalloc", engine, "int8", size] / rates["glibc", engine, "int8", size]
-            for size in sizes
-        )
-        assert f"{start or engine} takes {slower} times as long" in page
-
-
-def test_ratios_with_fewer_instructions_come_from_their_results_file():
-    (path,) = (RESULTS / "generation").glob("*-instructions.json")
-    results = json.loads(path.read_text(encoding="utf-8"))
-    assert results["command"] in DOCS["results"].commands()
-    found = {
-        (row["peer"], row["batch"]): f"{row['median']:.2f}"
-        for row in results["ratios"]
-        if row["instructions"] == "avx2"
-    }
-    int8, exact = (
-        " and ".join(found[f"CTranslate2 {kind}", size] for size in (1, 32))
-        for kind in ("int8", "float32")
-    )
-    assert f"are {int8} in int8, and {exact} in float32" in DOCS["results"].words
 
 
 def test_bleu_of_int8_comes_from_its_results_file():
