@@ -575,6 +575,8 @@ INLINE int visit_rows(const int copies, const char *weight, int64_t rows, int64_
             // The L1 cache holds few lines of rows that are a power of 2 apart, so use L2.
             for (int64_t lane = 0; lane < lanes; lane++)
                 __builtin_prefetch(source + (lane * words + line + 2 * LINE) * 4, 0, 2);
+            for (int64_t word = line; word < line + LINE; word++)
+                fetch(place + word * PANEL);
             __m256i different = _mm256_setzero_si256();
             for (int64_t lane = 0; lane < whole_lanes; lane += 8)
                 for (int64_t word = line; word < line + LINE; word += 8) {
