@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from base_model import DEFAULT_MODEL, Text, batched, has_bfloat16, load, train
 from engines import (
@@ -61,6 +62,7 @@ _FORCED = 20  # steps of a profile
 PAUSE = 0.3
 SETTING = ("allocator", "instructions", "text", "beams", "batch")
 _USUAL = ("glibc", "native", "short")  # the first three of a setting
+_EARLIER_THREADS = 1  # of engines in files that do not name their threads
 # The least ratio that we want: (our rule, our precision, the peer) in batches of a size and more.
 AIMS = (
     (PEERS_RULE, "best", ("CTranslate2", "int8"), 1, 1.5),
@@ -103,14 +105,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sentences", type=int, default=SENTENCES, help=f"at least (default: {SENTENCES})")
     add("--allocators", nargs="+", default=["glibc"], choices=ALLOCATORS, help="default: glibc")
     add("--instructions", nargs="+", default=["native"], choices=list(INSTRUCTIONS))
+    add("--threads", type=int, default=torch.get_num_threads(), help="of every engine")
     args = parser.parse_args(argv)
     if args.ranges and not args.results:
         parser.error("--ranges needs the folder of the files: --results FOLDER")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
-    for name in ("beams", "batches"):
-        if min(getattr(args, name)) < 1:
-            parser.error(f"--{name} must be at least 1, got {min(getattr(args, name))}")
+    for name in ("beams", "batches", "threads"):
+        least = np.min(getattr(args, name))
+        if least < 1:
+            parser.error(f"--{name} must be at least 1, got {least}")
     return args
 
 
@@ -168,7 +172,7 @@ def turn(
     Raises:
         RuntimeError: this machine cannot run the engine. The message gives the reason.
     """
-    worker = Worker(translator, model, *engine, args.device, folder, torch.get_num_threads())
+    worker = Worker(translator, model, *engine, args.device, folder, args.threads)
     try:
         worker.wait()
         return [worker(batches, row["beams"], args.forced) for row, _, batches in jobs]
@@ -317,36 +321,35 @@ def print_ratios(ratios: list[Row]) -> None:
 def ranges(folder: Path, usual: bool = True) -> list[str]:
     """Return the lines of a table: the range over hosts of each median ratio.
 
-    A host counts once in each setting, with its latest file that has such ratios.
+    A host counts once for each number of threads, with its latest file that has a ratio.
 
     Args:
         folder: of the results files.
-        usual: short sentences, native instructions and glibc, or all other settings by name.
+        usual: whether the table has short sentences, native instructions and glibc, or all other
+            settings by name.
     """
     latest = {}
-    for results in _files(folder):
-        found: dict[tuple, list[Row]] = {}
+    for host, threads, results in _files(folder):
         for row in results["ratios"]:
             setting = tuple(map(row.get, SETTING[:3]))
             if (setting == _USUAL) == usual:
-                found.setdefault((_host(results), setting), []).append(row)
-        latest |= found
+                names = (row["rule"], row["peer"], _search(row), str(threads))
+                names = names if usual else (*names, _words(setting))
+                latest[threads, names, host, row["batch"]] = row["median"]
     medians: dict[tuple, dict[int, list[float]]] = {}
-    for (_, setting), rows in latest.items():
-        for row in rows:
-            names = (row["rule"], row["peer"], _search(row))
-            cells = medians.setdefault(names if usual else (*names, _words(setting)), {})
-            cells.setdefault(row["batch"], []).append(row["median"])
-    return _table(["ours", "peer", "search", *([] if usual else ["setting"])], medians)
+    for (_, names, _, batch), median in sorted(latest.items(), key=lambda item: item[0][0]):
+        medians.setdefault(names, {}).setdefault(batch, []).append(median)
+    columns = ["ours", "peer", "search", "threads", *([] if usual else ["setting"])]
+    return _table(columns, medians)
 
 
 def allocators(folder: Path) -> list[str]:
-    """Return the lines of a table: how much longer an engine takes with glibc than with tcmalloc.
+    """Return the lines of a table: an engine's time with glibc, divided by that with tcmalloc.
 
-    A host counts once for each engine, with its latest file that has both allocators.
+    A host counts once for each number of threads, with its latest file that has both allocators.
     """
     latest = {}
-    for results in _files(folder):
+    for host, threads, results in _files(folder):
         seconds = {
             (row["allocator"], (row["engine"], row["precision"], _search(row)), row["batch"]): (
                 statistics.median(row["seconds"])
@@ -358,21 +361,20 @@ def allocators(folder: Path) -> list[str]:
             fast = seconds.get(("tcmalloc", engine, batch))
             if allocator == "glibc" and fast is not None:
                 slower = seconds["glibc", engine, batch] / fast
-                latest[_host(results), engine, batch] = slower
+                latest[threads, (*engine, str(threads)), host, batch] = slower
     times: dict[tuple, dict[int, list[float]]] = {}
-    for (_, engine, batch), slower in latest.items():
+    for (_, engine, _, batch), slower in sorted(latest.items(), key=lambda item: item[0][0]):
         times.setdefault(engine, {}).setdefault(batch, []).append(slower)
-    return _table(["engine", "precision", "search"], times)
+    return _table(["engine", "precision", "search", "threads"], times)
 
 
-def _files(folder: Path) -> list[dict[str, Any]]:
-    """Read the results of a folder, those of a host by date."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-
-
-def _host(results: dict[str, Any]) -> tuple[str, str]:
-    """Tell hosts apart. CPUs with one name may differ in their caches."""
-    return host_name(results["hardware"]), str(results["host"]["caches"])
+def _files(folder: Path) -> Iterator[tuple[tuple[str, str], int, dict[str, Any]]]:
+    """Read a folder's files, those of a host by date: host, threads and results of each."""
+    for path in sorted(folder.glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        # CPUs with one name may differ in their caches.
+        host = host_name(results["hardware"]), str(results["host"]["caches"])
+        yield host, results.get("threads", _EARLIER_THREADS), results
 
 
 def _words(setting: tuple[str, ...]) -> str:
@@ -384,13 +386,15 @@ def missed(folder: Path) -> list[str]:
     """Return the lines of a table: the median ratios below their aims, in all files of a folder."""
     medians: dict[tuple, dict[int, list[float]]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: (len(path.stem), path.stem)):
-        for row in json.loads(path.read_text(encoding="utf-8"))["ratios"]:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        threads = str(results.get("threads", _EARLIER_THREADS))
+        for row in results["ratios"]:
             if row["aim"] and row["median"] < row["aim"]:
                 setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"
-                names = (row["ours"], row["peer"], _search(row), setting, path.stem)
+                names = (row["ours"], row["peer"], _search(row), threads, setting, path.stem)
                 cells = medians.setdefault((*names, f"{row['aim']:g}"), {})
                 cells.setdefault(row["batch"], []).append(row["median"])
-    return _table(["ours", "peer", "search", "setting", "file", "aim"], medians)
+    return _table(["ours", "peer", "search", "threads", "setting", "file", "aim"], medians)
 
 
 def _search(row: Row) -> str:
@@ -491,7 +495,7 @@ def main(argv: list[str] | None = None) -> None:
         for title, table in {
             "Ratios over all hosts:": ranges(args.results),
             "In other settings:": ranges(args.results, usual=False),
-            "Times as long with glibc as with tcmalloc:": allocators(args.results),
+            "Time with glibc / time with tcmalloc:": allocators(args.results),
             "Below their aims:": missed(args.results),
         }.items():
             print("\n".join(["", title, "", *table]))
@@ -504,7 +508,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.profile:
-            workshop = Workshop(model, args.device, folder, torch.get_num_threads())
+            workshop = Workshop(model, args.device, folder, args.threads)
             rows = measure_profile(workshop, text, args.beams[0])
             write(args.profile, {**circumstances(), "host": host_facts(), "profile": rows})
             return
@@ -514,6 +518,7 @@ def main(argv: list[str] | None = None) -> None:
             "host": host_facts(),
             "parameters": model.num_parameters(),
             "rounds": args.rounds,
+            "threads": args.threads,
             "distance_of_twins": check_twins(model, folder, text),
         }
         parts = [host_name(results["hardware"]), str(datetime.datetime.now(datetime.UTC).date())]

@@ -285,15 +285,18 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
 
     CPUs without VNNI or AMX add pairs of products in 16 bits. Two products of an unsigned state of
     8 bits and a weight may overflow. With 7 bits, 2 * 127 * 127 fits. On CPUs with AMX, oneDNN
-    subtracts what the zero point adds in float32. Small sums then lose bits to large ones.
+    corrects sums for the zero point in float32, so small sums may lose bits.
     """
-    outputs, inputs = 64, 2048  # oneDNN uses AMX from 32 outputs on
-    values = torch.full((outputs, inputs), _LARGEST, dtype=torch.int8, device="cpu")
-    values[outputs // 2 :] = -_LARGEST
-    rows = torch.full((16, inputs), rounding.largest, **FLOATS)
-    rows[4:8] = -rounding.largest
-    rows[8:, inputs // 2 :] = -rounding.largest  # the sums are small
-    rows[:, -1] = torch.arange(16, **FLOATS)  # and need all their bits
+    outputs, inputs, count = 96, 2048, 33  # enough for whole tiles of AMX and a part of one
+    values = (
+        torch.arange(outputs * inputs, device="cpu").view(outputs, inputs) * 37 % 255 - _LARGEST
+    )
+    values[:32], values[32:64] = _LARGEST, -_LARGEST
+    values = values.to(torch.int8)
+    rows = torch.full((count, inputs), rounding.largest, **FLOATS)
+    rows[11:22] = -rounding.largest
+    rows[22:, inputs // 2 :] = -rounding.largest  # these rows have small sums
+    rows[:, -1] = torch.arange(count, **FLOATS)
     scale = torch.ones(outputs, **FLOATS)
     sums = (rows.double() @ values.t().double()).float()
     expected = sums * (scale * rounding.step) * rounding.largest
@@ -320,7 +323,7 @@ def _rounding() -> _Rounding:
 
 
 def multiplies_exactly() -> bool:
-    """Tell whether this CPU adds products of packed int8 weights without overflow."""
+    """Tell whether this CPU has exact products of packed int8 weights."""
     return bool(set(_PACKING_KERNELS) & set(_exact_kernels(_rounding())))
 
 

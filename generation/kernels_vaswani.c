@@ -241,7 +241,7 @@ static float round_row(const float *states, int64_t in, float largest, int zero,
     return size;
 }
 
-// What is left to do with the sums of a panel.
+// How the sums of a panel become outputs.
 struct finish {
     int32_t zeros[PANEL]; // what the `zero` of the states adds to sums of integers
     float scale[PANEL], bias[PANEL];
@@ -285,7 +285,7 @@ INLINE void finish_rows(const struct finish *by, const int rows, const int32_t *
 }
 
 // Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 64 inputs of 16 outputs.
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__) && !defined(NO_TILES)
 enum { TILE_ROWS = 16, TILE_BYTES = 64 };
 
 static int has_tiles;
@@ -293,11 +293,11 @@ static int has_tiles;
 // Linux gives a process tiles when it asks for them.
 __attribute__((constructor)) static void ask_for_tiles(void)
 {
-    enum { REQUEST = 0x1023, TILES = 18 };
-    has_tiles = syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+    const long request = 0x1023, tiles = 18;
+    has_tiles = syscall(SYS_arch_prctl, request, tiles) == 0;
 }
 
-// Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 if tiles do not fit.
+// Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 to multiply without.
 static int begin_tiles(int64_t rows, int64_t in)
 {
     struct {
@@ -312,7 +312,8 @@ static int begin_tiles(int64_t rows, int64_t in)
         sizes.bytes[i] = TILE_BYTES;
         sizes.rows[i] = (uint8_t)(i < 6 ? tile : TILE_ROWS);
     }
-    __asm__ volatile("ldtilecfg %0" : : "m"(sizes)); // GCC's function reads 8 bytes of the sizes
+    // GCC's own function declares that it reads 8 bytes, so GCC may drop the other sizes.
+    __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
     return tile;
 }
 
@@ -328,22 +329,22 @@ INLINE void multiply_tiles(const int tiles, const uint8_t *first, const uint8_t 
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < in; i += TILE_BYTES) {
-        _tile_loadd(6, panel + i * PANEL, ROW);
-        _tile_loadd(7, panel + i * PANEL + TILE_BYTES, ROW);
-        _tile_loadd(4, first + i, in);
+        _tile_loadd(6, (panel + i * PANEL), ROW);
+        _tile_loadd(7, (panel + i * PANEL + TILE_BYTES), ROW);
+        _tile_loadd(4, (first + i), in);
         _tile_dpbusd(0, 4, 6);
         _tile_dpbusd(1, 4, 7);
         if (tiles == 2) {
-            _tile_loadd(5, second + i, in);
+            _tile_loadd(5, (second + i), in);
             _tile_dpbusd(2, 5, 6);
             _tile_dpbusd(3, 5, 7);
         }
     }
     _tile_stored(0, sums, ROW);
-    _tile_stored(1, sums + LANES, ROW);
+    _tile_stored(1, (sums + LANES), ROW); // early versions of GCC need the brackets
     if (tiles == 2) {
-        _tile_stored(2, sums + TILE_ROWS * PANEL, ROW);
-        _tile_stored(3, sums + TILE_ROWS * PANEL + LANES, ROW);
+        _tile_stored(2, (sums + TILE_ROWS * PANEL), ROW);
+        _tile_stored(3, (sums + TILE_ROWS * PANEL + LANES), ROW);
     }
 }
 
@@ -354,7 +355,7 @@ static void multiply_rows_in_tiles(const int tile, const struct finish *finish,
 {
     int32_t sums[2 * TILE_ROWS * PANEL] __attribute__((aligned(64)));
     for (int64_t first = 0; first < rows; first += 2 * tile) {
-        // All tiles are whole, so that the last one may have rows that another tile has, too.
+        // Every tile is whole. The last one may therefore repeat rows of another.
         const int64_t second = first + 2 * tile <= rows ? first + tile : rows - tile;
         const int tiles = first < second ? 2 : 1;
         if (tiles == 2) {

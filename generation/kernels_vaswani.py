@@ -129,13 +129,14 @@ def _keep(compiled: Path, cached: Path) -> None:
 
 def _forbidden_instructions() -> list[str]:
     """Return flags against instructions of this CPU that torch or oneDNN is told not to use."""
-    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    limits = [os.environ.get(name, "").lower() for name in names]
-    # Older compilers do not know newer instructions, and older CPUs do not have them.
-    if "avx2" in limits:
+    limits = [
+        os.environ.get(name, "").lower() for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    ]
+    if "avx2" in (os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), *limits):
+        # Older compilers do not know AVX-VNNI, and older CPUs do not have it.
         return ["-mno-avx512f", *(["-mno-avxvnni"] if " avx_vnni" in _cpu() else [])]
     below_amx = any("avx512" in limit and "amx" not in limit for limit in limits)
-    return ["-mno-amx-int8"] if below_amx and " amx_int8" in _cpu() else []
+    return ["-DNO_TILES"] if below_amx else []
 
 
 def _cpu() -> str:

@@ -142,11 +142,13 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "tiny")
     command = ["--model", str(tmp_path / "tiny"), "--rounds", "1", "--sentences", "3"]
     command += ["--batches", "1", "2", "--beams", "2", "--texts", "short", "long"]
+    threads = torch.get_num_threads()  # CTranslate2 may change it
     generation.main([*command, "--results", str(tmp_path / "out")])
     (report,) = (tmp_path / "out").iterdir()
     results = json.loads(report.read_text())
     promised = {"command", "commit", "hardware", "versions", "date", "host", "speed", "ratios"}
     assert promised < results.keys()
+    assert results["threads"] == threads
     assert report.name == f"{host.host_name(results['hardware'])}-{results['date']}.json"
     assert {"caches", "page_fault_nanoseconds", "gigaflops"} < results["host"].keys()
     engines_of_rows = {(row["engine"], row["precision"]) for row in results["speed"]}
@@ -221,7 +223,7 @@ def test_ranges_cover_all_hosts_and_only_the_latest_file_of_each(tmp_path):
         hardware = {"cpu": cpu, "cores": 2, "flags": []}
         results = {"hardware": hardware, "host": {"caches": {}}, "ratios": [row]}
         (tmp_path / f"{cpu}-2000-01-0{day}.json").write_text(json.dumps(results))
-    assert generation.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1.00 to 1.50 |"]
+    assert generation.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1 | 1.00 to 1.50 |"]
     assert len(generation.ranges(tmp_path, usual=False)) == 2  # no rows
 
 
@@ -237,10 +239,23 @@ def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
         hardware = {"cpu": cpu, "cores": 2, "flags": []}
         results = {"hardware": hardware, "host": {"caches": {}}, "speed": speed, "ratios": ratios}
         (tmp_path / f"{cpu}-2000-01-01.json").write_text(json.dumps(results))
-    assert generation.allocators(tmp_path)[2:] == ["| ours | int8 | beam 4 | 1.00 to 2.00 |"]
+    assert generation.allocators(tmp_path)[2:] == ["| ours | int8 | beam 4 | 1 | 1.00 to 2.00 |"]
     assert generation.ranges(tmp_path, usual=False)[2:] == [
-        "| ours | Peer | beam 4 | tcmalloc | 1.50 to 3.00 |",
-        "| ours | Peer | beam 4 | avx2 | 1.50 to 3.00 |",
+        "| ours | Peer | beam 4 | 1 | tcmalloc | 1.50 to 3.00 |",
+        "| ours | Peer | beam 4 | 1 | avx2 | 1.50 to 3.00 |",
+    ]
+
+
+def test_numbers_of_threads_are_not_mixed(tmp_path):
+    for threads, median in ((2, 3.0), (1, 1.5)):
+        row = speed_row("ours", "int8", []) | {"rule": "ours", "peer": "Peer", "median": median}
+        hardware = {"cpu": "Xeon", "cores": 2, "flags": []}
+        results = {"hardware": hardware, "host": {"caches": {}}, "ratios": [row]}
+        results["threads"] = threads
+        (tmp_path / f"Xeon-{threads}.json").write_text(json.dumps(results))
+    assert generation.ranges(tmp_path)[2:] == [
+        "| ours | Peer | beam 4 | 1 | 1.50 |",
+        "| ours | Peer | beam 4 | 2 | 3.00 |",
     ]
 
 

@@ -751,6 +751,8 @@ class TestCompilation:
     @compiled
     @pytest.mark.skipif("amx_int8" not in kernels_vaswani._cpu(), reason="this CPU has no AMX")
     def test_tiles_can_be_turned_off(self, home, monkeypatch):
+        for name in ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA"):
+            monkeypatch.delenv(name, raising=False)
         code = []
         for limit in ("AVX512_CORE_AMX", "AVX512_CORE_VNNI"):
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
