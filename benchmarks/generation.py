@@ -321,7 +321,8 @@ def print_ratios(ratios: list[Row]) -> None:
 def ranges(folder: Path, usual: bool = True) -> list[str]:
     """Return the lines of a table: the range over hosts of each median ratio.
 
-    A host counts once for each number of threads, with its latest file that has a ratio.
+    A host counts once for each number of threads, with its latest file that has a ratio. "best"
+    threads are those with which an engine takes the least time.
 
     Args:
         folder: of the results files.
@@ -329,11 +330,11 @@ def ranges(folder: Path, usual: bool = True) -> list[str]:
             settings by name.
     """
     latest = {}
-    for host, threads, results in _files(folder):
+    for host, threads, results in (*_files(folder), *(_with_best_threads(folder) if usual else ())):
         for row in results["ratios"]:
             setting = tuple(map(row.get, SETTING[:3]))
             if (setting == _USUAL) == usual:
-                names = (row["rule"], row["peer"], _search(row), str(threads))
+                names = (row["rule"], row["peer"], _search(row), threads)
                 names = names if usual else (*names, _words(setting))
                 latest[threads, names, host, row["batch"]] = row["median"]
     medians: dict[tuple, dict[int, list[float]]] = {}
@@ -361,20 +362,42 @@ def allocators(folder: Path) -> list[str]:
             fast = seconds.get(("tcmalloc", engine, batch))
             if allocator == "glibc" and fast is not None:
                 slower = seconds["glibc", engine, batch] / fast
-                latest[threads, (*engine, str(threads)), host, batch] = slower
+                latest[threads, (*engine, threads), host, batch] = slower
     times: dict[tuple, dict[int, list[float]]] = {}
     for (_, engine, _, batch), slower in sorted(latest.items(), key=lambda item: item[0][0]):
         times.setdefault(engine, {}).setdefault(batch, []).append(slower)
     return _table(["engine", "precision", "search", "threads"], times)
 
 
-def _files(folder: Path) -> Iterator[tuple[tuple[str, str], int, dict[str, Any]]]:
+def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
     """Read a folder's files, those of a host by date: host, threads and results of each."""
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
         # CPUs with one name may differ in their caches.
         host = host_name(results["hardware"]), str(results["host"]["caches"])
-        yield host, results.get("threads", _EARLIER_THREADS), results
+        yield host, str(results.get("threads", _EARLIER_THREADS)), results
+
+
+def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
+    """Compare engines on each host, each with the number of threads that is best for it.
+
+    An engine counts if it was measured with all numbers of threads of its host.
+    """
+    rows: dict[tuple, dict[tuple, dict[str, Row]]] = {}
+    for host, threads, results in _files(folder):
+        for row in results.get("speed", []):
+            if tuple(map(row.get, SETTING[:3])) == _USUAL:
+                key = (row["engine"], row["precision"], row["beams"], row["batch"])
+                rows.setdefault(host, {}).setdefault(key, {})[threads] = row
+    for host, found in rows.items():
+        numbers = {threads for of_engine in found.values() for threads in of_engine}
+        if len(numbers) > 1:
+            best = [
+                min(of_engine.values(), key=lambda row: statistics.median(row["seconds"]))
+                for of_engine in found.values()
+                if of_engine.keys() == numbers
+            ]
+            yield host, "best", {"ratios": compare(best)}
 
 
 def _words(setting: tuple[str, ...]) -> str:
@@ -385,16 +408,14 @@ def _words(setting: tuple[str, ...]) -> str:
 def missed(folder: Path) -> list[str]:
     """Return the lines of a table: the median ratios below their aims, in all files of a folder."""
     medians: dict[tuple, dict[int, list[float]]] = {}
-    for path in sorted(folder.glob("*.json"), key=lambda path: (len(path.stem), path.stem)):
-        results = json.loads(path.read_text(encoding="utf-8"))
-        threads = str(results.get("threads", _EARLIER_THREADS))
+    for host, threads, results in (*_files(folder), *_with_best_threads(folder)):
         for row in results["ratios"]:
             if row["aim"] and row["median"] < row["aim"]:
                 setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"
-                names = (row["ours"], row["peer"], _search(row), threads, setting, path.stem)
+                names = (row["ours"], row["peer"], _search(row), threads, setting, host[0])
                 cells = medians.setdefault((*names, f"{row['aim']:g}"), {})
                 cells.setdefault(row["batch"], []).append(row["median"])
-    return _table(["ours", "peer", "search", "threads", "setting", "file", "aim"], medians)
+    return _table(["ours", "peer", "search", "threads", "setting", "host", "aim"], medians)
 
 
 def _search(row: Row) -> str:

@@ -259,6 +259,25 @@ def test_numbers_of_threads_are_not_mixed(tmp_path):
     ]
 
 
+def test_each_engine_has_its_best_number_of_threads(tmp_path):
+    for threads, ours, theirs in ((1, 4.0, 6.0), (2, 2.0, 9.0)):
+        speed = [
+            speed_row(engines.PEERS_RULE, "int8", [ours]),
+            speed_row("CTranslate2", "int8", [theirs]),
+        ]
+        if threads == 2:
+            speed.append(speed_row("CTranslate2", "float32", [1.0]))
+        results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "host": {"caches": {}}}
+        results |= {"threads": threads, "speed": speed, "ratios": generation.compare(speed)}
+        (tmp_path / f"Xeon-{threads}.json").write_text(json.dumps(results))
+    start = f"| {engines.PEERS_RULE} | CTranslate2 int8 | beam 4"
+    assert generation.ranges(tmp_path)[2:] == [
+        f"{start} | 1 | 1.50 |",
+        f"{start} | 2 | 4.50 |",
+        f"{start} | best | 3.00 |",
+    ]
+
+
 def test_long_sources_have_40_to_60_tokens(corpus):
     tokenizer = VaswaniTokenizer.train_from_iterator(ENGLISH, vocab_size=330, show_progress=False)
     sources = base_model.Text(tokenizer, 330).long(3)

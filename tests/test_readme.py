@@ -76,6 +76,18 @@ def test_results_come_from_results_files():
     assert speed == ", ".join(f"{value:.2f} times in {name}" for name, value in ratios.items())
 
 
+def test_decoding_speed_has_the_range_over_hosts():
+    start = ["ours, the peer's rule", "CTranslate2 int8", "beam 4", "1"]
+    (cells,) = (
+        row[4:]
+        for row in Page(ROOT / "docs" / "results.md").rows("ours | peer | search | threads | batch")
+        if row[:4] == start
+    )
+    ratios = sorted(float(ratio) for cell in cells for ratio in cell.split(" to "))
+    faster = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as fast as CTranslate2 in int8"
+    assert faster in PAGE.words
+
+
 def test_transformers_is_tested_in_the_versions_printed():
     pinned = [
         re.search(r"^transformers==(.+)$", (ROOT / file).read_text(encoding="utf-8"), re.M)[1]
