@@ -844,15 +844,18 @@ def test_onnx_translates_as_printed(quickstart, run):
     assert printed_by(block[0], page.path.name) == block[1]
 
 
-def test_the_gain_of_batches_comes_from_its_results_file():
-    results = results_of_hosts()[-1]
-    single, many = (
-        sentences_per_second(decoding(results, beams=4, batch=size)["ours", "int8"])
-        for size in (1, 32)
-    )
-    assert f"batches of 32 are {many / single:.1f} times" in DOCS["deploy"].words
-    bleu = [decoding(results, beams=beams, batch=32)["ours", "int8"]["bleu"] for beams in (1, 4)]
-    assert bleu[0] < bleu[1], "greedy search scores less BLEU"
+def test_the_gain_of_batches_comes_from_the_files_of_all_hosts():
+    gains = []
+    for results in results_of_hosts():
+        rows = [decoding(results, beams=4, batch=size).get(("ours", "int8")) for size in (1, 32)]
+        if all(rows):
+            single, many = map(sentences_per_second, rows)
+            gains.append(many / single)
+            greedy = decoding(results, beams=1, batch=32)["ours", "int8"]
+            assert greedy["bleu"] < rows[1]["bleu"], "greedy search scores less BLEU"
+    assert len(gains) > 1
+    found = f"batches of 32 are {min(gains):.1f} to {max(gains):.1f} times"
+    assert found in DOCS["deploy"].words, found
 
 
 def test_quantized_forms_come_from_their_results_file_once_there_is_one(monkeypatch):
