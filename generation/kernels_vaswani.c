@@ -142,7 +142,7 @@ struct rounded {
     float *scales;
 };
 
-// Fetch weights that are used a little later. A CPU fetches them too late across pages by itself.
+// Fetch weights that are used soon. Without this, a CPU waits for memory at each new page.
 INLINE void fetch(const void *weights)
 {
     enum { AHEAD = 2048, LINE = 64 }; // bytes
