@@ -11,6 +11,7 @@ target token has the same weight. `vaswani train` also evaluates, averages and r
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Iterator
 
 import torch
@@ -75,8 +76,10 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
-    # With gloo, a process that ends just after a reduction may hang.
+    # With gloo, a process that ends just after a reduction may hang: a thread of gloo still has to
+    # drop a tensor, and needs Python's lock for that.
     accelerator.wait_for_everyone()
+    time.sleep(1)
     accelerator.end_training()
 
 
