@@ -3,7 +3,7 @@ r"""Decoding speed on this host, against CTranslate2 and MarianMTModel with the 
     python benchmarks/generation.py --results benchmarks/results/generation
     python benchmarks/generation.py --train             only make the model that is measured
     python benchmarks/generation.py --ranges --results benchmarks/results/generation
-                                                        the ratios over all hosts, and missed aims
+                                                        the tables of all hosts, and missed aims
     python benchmarks/generation.py --profile FILE      where our search spends its time
 
 Each engine runs alone, in a process that starts for its turn and ends with it. All engines take
@@ -19,7 +19,8 @@ early_stopping=False.
 
 A ratio is the peer's time divided by ours in the same round. Tables print its least, median and
 largest value over the rounds. `--allocators` and `--instructions` repeat everything with another
-allocator of memory, and as on a machine with fewer instructions.
+allocator of memory, and as on a machine with fewer instructions. `--threads` is the number of
+threads of every engine.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from base_model import DEFAULT_MODEL, Text, batched, has_bfloat16, load, train
 from engines import (
@@ -87,7 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--name", help="write HOST-DATE-NAME.json, for settings beside those of HOST-DATE.json")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--train", action="store_true", help="train the model, and measure nothing")
-    add("--ranges", action="store_true", help="print the ratios of all files in the results folder")
+    add("--ranges", action="store_true", help="print the tables of all files in the results folder")
     add("--profile", type=Path, metavar="FILE", help="only write where our search spends its time")
     add(
         "--model",
@@ -105,16 +105,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sentences", type=int, default=SENTENCES, help=f"at least (default: {SENTENCES})")
     add("--allocators", nargs="+", default=["glibc"], choices=ALLOCATORS, help="default: glibc")
     add("--instructions", nargs="+", default=["native"], choices=list(INSTRUCTIONS))
-    add("--threads", type=int, default=torch.get_num_threads(), help="of every engine")
+    add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     args = parser.parse_args(argv)
     if args.ranges and not args.results:
         parser.error("--ranges needs the folder of the files: --results FOLDER")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
-    for name in ("beams", "batches", "threads"):
-        least = np.min(getattr(args, name))
-        if least < 1:
-            parser.error(f"--{name} must be at least 1, got {least}")
+    counts = {"beams": args.beams, "batches": args.batches, "threads": [args.threads]}
+    for name, numbers in counts.items():
+        if min(numbers) < 1:
+            parser.error(f"--{name} must be at least 1, got {min(numbers)}")
     return args
 
 
@@ -336,12 +336,10 @@ def ranges(folder: Path, usual: bool = True) -> list[str]:
             if (setting == _USUAL) == usual:
                 names = (row["rule"], row["peer"], _search(row), threads)
                 names = names if usual else (*names, _words(setting))
-                latest[threads, names, host, row["batch"]] = row["median"]
-    medians: dict[tuple, dict[int, list[float]]] = {}
-    for (_, names, _, batch), median in sorted(latest.items(), key=lambda item: item[0][0]):
-        medians.setdefault(names, {}).setdefault(batch, []).append(median)
-    columns = ["ours", "peer", "search", "threads", *([] if usual else ["setting"])]
-    return _table(columns, medians)
+                latest[names, host, row["batch"]] = row["median"]
+    return _over_hosts(
+        ["ours", "peer", "search", "threads", *([] if usual else ["setting"])], latest
+    )
 
 
 def allocators(folder: Path) -> list[str]:
@@ -351,22 +349,16 @@ def allocators(folder: Path) -> list[str]:
     """
     latest = {}
     for host, threads, results in _files(folder):
-        seconds = {
-            (row["allocator"], (row["engine"], row["precision"], _search(row)), row["batch"]): (
-                statistics.median(row["seconds"])
-            )
-            for row in results["speed"]
-            if (row["instructions"], row["text"]) == _USUAL[1:]
-        }
-        for allocator, engine, batch in seconds:
-            fast = seconds.get(("tcmalloc", engine, batch))
-            if allocator == "glibc" and fast is not None:
-                slower = seconds["glibc", engine, batch] / fast
-                latest[threads, (*engine, threads), host, batch] = slower
-    times: dict[tuple, dict[int, list[float]]] = {}
-    for (_, engine, _, batch), slower in sorted(latest.items(), key=lambda item: item[0][0]):
-        times.setdefault(engine, {}).setdefault(batch, []).append(slower)
-    return _table(["engine", "precision", "search", "threads"], times)
+        seconds: dict[tuple, dict[str, float]] = {}
+        for row in results["speed"]:
+            if (row["instructions"], row["text"]) == _USUAL[1:]:
+                names = (row["engine"], row["precision"], _search(row), threads)
+                of_engine = seconds.setdefault((names, host, row["batch"]), {})
+                of_engine[row["allocator"]] = statistics.median(row["seconds"])
+        for place, of_engine in seconds.items():
+            if len(of_engine) == len(ALLOCATORS):
+                latest[place] = of_engine["glibc"] / of_engine["tcmalloc"]
+    return _over_hosts(["engine", "precision", "search", "threads"], latest)
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
@@ -385,7 +377,7 @@ def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dic
     """
     rows: dict[tuple, dict[tuple, dict[str, Row]]] = {}
     for host, threads, results in _files(folder):
-        for row in results.get("speed", []):
+        for row in results["speed"]:
             if tuple(map(row.get, SETTING[:3])) == _USUAL:
                 key = (row["engine"], row["precision"], row["beams"], row["batch"])
                 rows.setdefault(host, {}).setdefault(key, {})[threads] = row
@@ -398,6 +390,20 @@ def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dic
                 if of_engine.keys() == numbers
             ]
             yield host, "best", {"ratios": compare(best)}
+
+
+def _over_hosts(columns: list[str], values: dict[tuple, float]) -> list[str]:
+    """Return the lines of a table of ranges over hosts, by the number of threads.
+
+    Args:
+        columns: names of the first columns.
+        values: a number for each (cells of the first columns, host, batch).
+    """
+    threads = columns.index("threads")
+    cells: dict[tuple, dict[int, list[float]]] = {}
+    for (names, _, batch), value in sorted(values.items(), key=lambda item: item[0][0][threads]):
+        cells.setdefault(names, {}).setdefault(batch, []).append(value)
+    return _table(columns, cells)
 
 
 def _words(setting: tuple[str, ...]) -> str:

@@ -561,7 +561,7 @@ INLINE int32_t visit_word(const int copies, const char *weight, int32_t *place)
 INLINE int visit_rows(const int copies, const char *weight, int64_t rows, int64_t words,
                       int32_t *panels, int64_t first, int threads)
 {
-    enum { LINE = 16, FEW = 1 << 14 }; // words of a cache line
+    enum { LINE = 16, FEW = 1 << 14 }; // words: of a cache line, and too few for several threads
     int differ = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
     if (rows * words > FEW)

@@ -221,7 +221,7 @@ def test_ranges_cover_all_hosts_and_only_the_latest_file_of_each(tmp_path):
     for cpu, day, median in (("Xeon", 1, 9.0), ("Xeon", 2, 1.0), ("EPYC", 1, 1.5)):
         row = speed_row("ours", "int8", []) | {"rule": "ours", "peer": "Peer", "median": median}
         hardware = {"cpu": cpu, "cores": 2, "flags": []}
-        results = {"hardware": hardware, "host": {"caches": {}}, "ratios": [row]}
+        results = {"hardware": hardware, "host": {"caches": {}}, "speed": [], "ratios": [row]}
         (tmp_path / f"{cpu}-2000-01-0{day}.json").write_text(json.dumps(results))
     assert generation.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1 | 1.00 to 1.50 |"]
     assert len(generation.ranges(tmp_path, usual=False)) == 2  # no rows
@@ -250,7 +250,7 @@ def test_numbers_of_threads_are_not_mixed(tmp_path):
     for threads, median in ((2, 3.0), (1, 1.5)):
         row = speed_row("ours", "int8", []) | {"rule": "ours", "peer": "Peer", "median": median}
         hardware = {"cpu": "Xeon", "cores": 2, "flags": []}
-        results = {"hardware": hardware, "host": {"caches": {}}, "ratios": [row]}
+        results = {"hardware": hardware, "host": {"caches": {}}, "speed": [], "ratios": [row]}
         results["threads"] = threads
         (tmp_path / f"Xeon-{threads}.json").write_text(json.dumps(results))
     assert generation.ranges(tmp_path)[2:] == [

@@ -535,10 +535,9 @@ def test_ratios_and_missed_aims_of_decoding_come_from_the_files_of_all_hosts(mon
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     folder = RESULTS / "generation"
-    others = benchmark.ranges(folder, usual=False)
-    for table in (benchmark.ranges(folder), others, benchmark.allocators(folder)):
+    tables = (benchmark.ranges(folder), benchmark.ranges(folder, usual=False))
+    for table in (*tables, benchmark.allocators(folder), benchmark.missed(folder)):
         assert "\n".join(table) in DOCS["results"].text
-    assert "\n".join(benchmark.missed(folder)) in DOCS["results"].text
     # Earlier files do not name the threads of engines.
     commands = {results["command"] for results in results_of_hosts() if "threads" in results}
     assert commands <= set(DOCS["results"].commands())

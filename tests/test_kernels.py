@@ -690,6 +690,14 @@ class TestCompilation:
     def load(self):
         return library.__wrapped__()
 
+    def disassembled(self, home):
+        """Return the code of the only file in the cache, and remove the file."""
+        (file,) = (home / "vaswani").iterdir()
+        command = ["objdump", "--disassemble", str(file)]
+        code = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        file.unlink()
+        return code
+
     @compiled
     def test_the_cache_keeps_them(self, home, monkeypatch):
         assert self.load() is not None
@@ -742,9 +750,7 @@ class TestCompilation:
         name = {"torch": "ATEN_CPU_CAPABILITY", "oneDNN": "ONEDNN_MAX_CPU_ISA"}[limit]
         monkeypatch.setenv(name, "avx2")
         assert self.load() is not None
-        (file,) = (home / "vaswani").iterdir()
-        command = ["objdump", "--disassemble", str(file)]
-        code = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        code = self.disassembled(home)
         assert "%ymm" in code
         assert "%zmm" not in code
 
@@ -757,10 +763,7 @@ class TestCompilation:
         for limit in ("AVX512_CORE_AMX", "AVX512_CORE_VNNI"):
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
             assert self.load() is not None
-            (file,) = (home / "vaswani").iterdir()
-            command = ["objdump", "--disassemble", str(file)]
-            code.append(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-            file.unlink()
+            code.append(self.disassembled(home))
         assert "tdpbusd" in code[0]
         assert "tdpbusd" not in code[1]
         assert "%zmm" in code[1]
