@@ -41,6 +41,7 @@ class CompiledLayers:
         self.memory, self.rows, self.longest = Memory(), 0, 0
         self.buffers: list[torch.Tensor] = []
         self.source: Positions | None = None
+        self.place_of_past: tuple = ()  # addresses and strides of keys and values
 
     @classmethod
     def prepare(cls, layers: Any, heads: int) -> "CompiledLayers | None":
@@ -101,8 +102,11 @@ class CompiledLayers:
         if self.source is not None:
             batch.source = self.source.listed(number)
             longest = max(longest, batch.source.longest)
-        for index, layer in enumerate(self.layers):
-            layer.past.point_to(keys[index], values[index])
+        place = keys.data_ptr(), keys.stride(), values.data_ptr(), values.stride()
+        if place != self.place_of_past:
+            self.place_of_past = place
+            for layer, own_keys, own_values in zip(self.layers, keys, values, strict=True):
+                layer.past.point_to(own_keys, own_values)
         self._make_room(rows, longest, values.shape[4])
         CORES.look(self.threads)
         library().run_layers(

@@ -36,23 +36,6 @@ class _DecoderLayer:
         self.fc1 = prepare(layer.fc1, activation=layer.activation_fn)
         self.fc2 = prepare(layer.fc2)
 
-    def read_source(
-        self, source: torch.Tensor, prepared: Callable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
-
-        Args:
-            source: (B, S, D).
-            prepared: prepares a linear layer.
-        """
-        rows, by_sentence = source.flatten(0, 1), source.shape[:2]
-        keys, values = (
-            prepared(linear)(rows).unflatten(0, by_sentence)
-            for linear in (self.source.k_proj, self.source.v_proj)
-        )
-        split = self.source._split_heads
-        return split(keys, self.source.d_k), split(values, self.source.d_v)
-
     def __call__(
         self, states: torch.Tensor, attend_past: Callable, attend_source: Callable
     ) -> torch.Tensor:
@@ -78,6 +61,25 @@ class _DecoderLayer:
         return layer.add_norm(
             states, lambda inputs: self.fc2(self.fc1(inputs)), layer.final_layer_norm
         )
+
+
+def _keys_and_values(
+    attention: Any, source: torch.Tensor, prepared: Callable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
+
+    Args:
+        attention: of a layer to the source.
+        source: (B, S, D).
+        prepared: prepares a linear layer.
+    """
+    rows, by_sentence = source.flatten(0, 1), source.shape[:2]
+    keys, values = (
+        prepared(linear)(rows).unflatten(0, by_sentence)
+        for linear in (attention.k_proj, attention.v_proj)
+    )
+    split = attention._split_heads
+    return split(keys, attention.d_k), split(values, attention.d_v)
 
 
 class _Attended(NamedTuple):
@@ -190,7 +192,7 @@ class IncrementalDecoder:
         self.decoder = model.model.decoder
         weight = self.decoder.embed_tokens.weight
         self.can_compile = self.decoder.dtype == torch.float32 and weight.device.type == "cpu"
-        self.layers = [_DecoderLayer(layer) for layer in self.decoder.layers]
+        self.layers: list[_DecoderLayer] = []  # made when the kernels do not run the layers
         self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
@@ -227,10 +229,10 @@ class IncrementalDecoder:
         if mask is not None and not mask.all():
             padding = (mask == 0)[:, None, None]
             nothing = padding.all(dim=3, keepdim=True)
-        for layer in self.layers:
+        for layer in self.decoder.layers:
             keys, values = (
                 states.to(self.no_mask.dtype).contiguous()
-                for states in layer.read_source(source, self._prepared)
+                for states in _keys_and_values(layer.encoder_attn, source, self._prepared)
             )  # (B, H, S, d_k or d_v)
             self.source.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
             if nothing is not None:
@@ -256,14 +258,14 @@ class IncrementalDecoder:
 
     def _start_cache(self, sentences: int) -> None:
         heads = d_k = d_v = 0
-        if self.layers:
-            attention = self.layers[0].past
+        if len(self.decoder.layers):
+            attention = self.decoder.layers[0].self_attn
             d_k, d_v = attention.d_k, attention.d_v
             if self.source:
                 heads = len(self.source[0][0]) // sentences
             else:
                 heads = len(_own_rows(attention.k_proj.weight)) // d_k
-        shape = len(self.layers), sentences, heads, 0
+        shape = len(self.decoder.layers), sentences, heads, 0
         self.keys = self.no_mask.new_empty((*shape, d_k))
         self.values = self.no_mask.new_empty((*shape, d_v))
         if self.can_compile:
@@ -368,6 +370,7 @@ class IncrementalDecoder:
         is_step = self.position > 0 or shape[1] == 1  # otherwise the tokens are a prompt
         if self.compiled is not None and is_step and compute(states):
             return self._decode_compiled(states, shape, rows, end)
+        self.layers = self.layers or [_DecoderLayer(layer) for layer in self.decoder.layers]
         heads, d_k, d_v = self.keys.shape[2], self.keys.shape[4], self.values.shape[4]
         source_mask = self.source_mask
         attend: Callable = _attend_from_prompt
@@ -414,9 +417,10 @@ class IncrementalDecoder:
         if rows is not None:  # a hypothesis that cannot win may still be computed later
             self.keys[:, :, :, self.used : end] = 0
             self.values[:, :, :, self.used : end] = 0
-        mask = self.no_mask[0].new_zeros(1, end)
-        if self.past is not None:
-            mask = self.past[:, :, :end].flatten(0, 1)
+        if self.past is None:
+            mask = self.no_mask.new_zeros(1, end)
+        else:
+            mask = self.past.flatten(0, 1)[:, :end]
         states = self.compiled.run(states, shape, rows, self.keys, self.values, mask, self.used)
         self.used = end
         return self.decoder.layer_norm(states)

@@ -910,14 +910,16 @@ INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count
 
 // Find the C best continuations of each sentence, best first: (B, C) each.
 //
-// offsets: (B * K) added to a logit to get the log-probability of its continuation, or `nothing` if
-// the hypothesis has no continuations. places: (B * K) the row of logits of each hypothesis. maxima:
-// (R, V / block). A list that cannot be filled ends with `nothing`, the least of all scores. The C
-// best lie in the C blocks with the best maxima, or after the last whole block.
+// log_sums: (R,) of the logits. maxima: (R, V / block). running: (B * K) log-probabilities of the
+// hypotheses. places: (B * K) the row of logits of each hypothesis, or -1 if it has none; without
+// places, every hypothesis has its own row. A list that cannot be filled ends with `nothing`, the
+// least of all scores. The C best lie in the C blocks with the best maxima, or after the last whole
+// block.
 EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t block,
-                            const float *maxima, const float *offsets, const int64_t *places,
-                            int64_t sentences, int64_t beams, int64_t count, float nothing,
-                            float *scores, int64_t *hypotheses, int64_t *tokens, int threads)
+                            const float *log_sums, const float *maxima, const float *running,
+                            const int64_t *places, int64_t sentences, int64_t beams, int64_t count,
+                            float nothing, float *scores, int64_t *hypotheses, int64_t *tokens,
+                            int threads)
 {
     const int64_t blocks = vocabulary / block;
 #pragma omp parallel for schedule(static) num_threads(threads) if (sentences > 1)
@@ -932,30 +934,33 @@ EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t blo
             own_hypotheses[i] = own_tokens[i] = 0;
         }
         for (int64_t k = 0; k < beams; k++) {
-            const int64_t row = places[sentence * beams + k];
+            const int64_t hypothesis = sentence * beams + k;
+            const int64_t row = places ? places[hypothesis] : hypothesis;
+            if (row < 0)
+                continue;
+            const float offset = running[hypothesis] - log_sums[row];
+            const float *values = logits + row * vocabulary;
             for (int64_t i = 0; i < blocks; i++) {
-                const float score = maxima[row * blocks + i] + offsets[sentence * beams + k];
+                const float score = maxima[row * blocks + i] + offset;
                 if (score > best_scores[count - 1])
                     insert(score, k, i, count, best_scores, best_of, best_blocks);
             }
-        }
-        for (int64_t k = 0; k < beams; k++) { // after the last whole block
-            const int64_t row = places[sentence * beams + k];
             for (int64_t token = blocks * block; token < vocabulary; token++) {
-                const float score =
-                    logits[row * vocabulary + token] + offsets[sentence * beams + k];
+                const float score = values[token] + offset;
                 if (score > own[count - 1])
                     insert(score, k, token, count, own, own_hypotheses, own_tokens);
             }
         }
         for (int64_t i = 0; i < count && best_of[i] >= 0; i++) {
             const int64_t hypothesis = sentence * beams + best_of[i];
+            const int64_t row = places ? places[hypothesis] : hypothesis;
+            const float offset = running[hypothesis] - log_sums[row];
             const int64_t first = best_blocks[i] * block;
-            const float *values = logits + places[hypothesis] * vocabulary + first;
+            const float *values = logits + row * vocabulary + first;
             if (best_scores[i] <= own[count - 1])
                 break;
             for (int64_t j = 0; j < block; j++) {
-                const float score = values[j] + offsets[hypothesis];
+                const float score = values[j] + offset;
                 if (score > own[count - 1])
                     insert(score, best_of[i], first + j, count, own, own_hypotheses, own_tokens);
             }

@@ -60,7 +60,7 @@ KERNELS = {
     "run_layers": "pipppi",
     "log_sums_and_maxima": "pnnnppi",
     "best_tokens": "pnnpi",
-    "best_candidates": "pnnpppnnnfpppi",
+    "best_candidates": "pnnppppnnnfpppi",
 }
 
 logger = logging.get_logger(__name__)
@@ -445,10 +445,10 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 def best_candidates(
     logits: torch.Tensor,
     block: int,
+    log_sums: torch.Tensor,
     maxima: torch.Tensor,
-    offsets: torch.Tensor,
-    places: torch.Tensor,
-    shape: torch.Size,
+    running: torch.Tensor,
+    places: torch.Tensor | None,
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the C best next tokens of each sentence, over all its hypotheses.
@@ -456,22 +456,23 @@ def best_candidates(
     Args:
         logits: (R, V).
         block: entries of the vocabulary that share a maximum.
+        log_sums: (R,) log-sum-exp of the logits.
         maxima: (R, V / block).
-        offsets: (B * K,) added to a logit to get the log-probability of its continuation, or -inf.
-        places: (B * K,) the row of logits of each hypothesis.
-        shape: (B, K).
+        running: (B, K) log-probabilities of the hypotheses.
+        places: (B * K,) the row of logits of each hypothesis, or -1 if it has none; None means that
+            each has its own row.
         count: C.
 
     Returns:
         Log-probabilities, best first; the hypotheses that they continue; the tokens: (B, C) each.
     """
-    sentences, beams = shape
+    sentences, beams = running.shape
     scores = logits.new_empty(sentences, count)
     hypotheses = logits.new_empty(sentences, count, dtype=torch.long)
     tokens = torch.empty_like(hypotheses)
     library().best_candidates(
-        *(_data(logits), logits.shape[1], block, _data(maxima), _data(offsets), _data(places)),
-        *(sentences, beams, count, -torch.inf),
+        *(_data(logits), logits.shape[1], block, _data(log_sums), _data(maxima), _data(running)),
+        *(None if places is None else _data(places), sentences, beams, count, -torch.inf),
         *(scores.data_ptr(), hypotheses.data_ptr(), tokens.data_ptr(), torch.get_num_threads()),
     )
     return scores, hypotheses, tokens

@@ -359,12 +359,13 @@ def _candidates(
 ) -> _Candidates:
     """Find the candidates of a step: enough for K open hypotheses, even if many candidates end."""
     count = max(2, 1 + len(settings.eos_token_ids)) * settings.num_beams
-    forced = beam.limits == length
-    forced_token = rules.forced_last if bool(forced.any()) else None
+    forced = None  # (B,) sentences that must end now
+    if rules.forced_last is not None and bool((at_limit := beam.limits == length).any()):
+        forced = at_limit
     if beam.running.shape[1] == 1 < settings.num_beams:
         choices = decoder.vocabulary - len(rules.never | rules.ends)
         # The prompt alone has too few continuations. Add copies of it that are ruled out.
-        if forced_token is not None or choices < count:
+        if forced is not None or choices < count:
             states = states.repeat_interleave(settings.num_beams, dim=0)
             missing = (0, settings.num_beams - 1)
             beam.running = torch.nn.functional.pad(beam.running, missing, value=_RULED_OUT)
@@ -378,9 +379,9 @@ def _candidates(
             logits[:, banned] = -torch.inf
             banned = None
         found.append(best_continuations(logits, beam.running[part], count, own_rows, banned))
-    best = _Candidates(*map(torch.cat, zip(*found, strict=True)))
-    if forced_token is not None:
-        _force(best, beam.running, forced, forced_token)
+    best = _Candidates(*(map(torch.cat, zip(*found, strict=True)) if found[1:] else found[0]))
+    if forced is not None and rules.forced_last is not None:
+        _force(best, beam.running, forced, rules.forced_last)
     return best
 
 
@@ -437,11 +438,6 @@ def best_continuations(
     if not len(logits):
         nothing = torch.zeros(sentences, count, dtype=torch.long, device=logits.device)
         return running.new_full(nothing.shape, -torch.inf), nothing, nothing
-    if open_rows is None:
-        open_rows = place = torch.arange(len(logits), device=logits.device)
-    else:  # the row of logits of each hypothesis; a hypothesis without logits gets row 0
-        place = torch.zeros(sentences * beams, dtype=torch.long, device=logits.device)
-        place[open_rows] = torch.arange(len(logits), device=logits.device)
     blocks = logits.shape[1] // _BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
@@ -455,27 +451,40 @@ def best_continuations(
         changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
         in_changed = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[:, changed]
         maxima[:, changed] = in_changed.amax(dim=2).to(maxima.dtype)
+    if compiled:
+        places = None if open_rows is None else _places(open_rows, running, -1)
+        return best_candidates(logits, _BLOCK, log_sums, maxima, running, places, count)
     # log P(continuation) = logit + offset of its hypothesis
+    if open_rows is None:
+        open_rows = torch.arange(len(logits), device=logits.device)
     offset = running.new_full((sentences * beams,), -torch.inf)
     offset[open_rows] = running.flatten()[open_rows] - log_sums
-    if compiled:
-        return best_candidates(logits, _BLOCK, maxima, offset, place, running.shape, count)
+    place = _places(open_rows, running, 0)
     best = maxima[place] + offset[:, None]  # (B * K, blocks)
     best = best.view(sentences, -1).topk(count, sorted=False).indices  # (B, C)
     return _best_in_blocks(logits, offset, place, best, beams)
+
+
+def _places(open_rows: torch.Tensor, running: torch.Tensor, missing: int) -> torch.Tensor:
+    """Return the row of logits of each hypothesis (B * K,), or `missing` if it has none."""
+    places = torch.full((running.numel(),), missing, device=running.device)
+    places[open_rows] = torch.arange(len(open_rows), device=running.device)
+    return places
 
 
 def _best_of_all(
     logits: torch.Tensor,
     running: torch.Tensor,
     count: int,
-    open_rows: torch.Tensor,
+    open_rows: torch.Tensor | None,
     banned: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the best continuations without blocks, for small vocabularies."""
     vocabulary = logits.shape[1]
-    scores = running.new_full((running.numel(), vocabulary), -torch.inf)
-    scores[open_rows] = logits.to(running.dtype).log_softmax(dim=-1)
+    scores = logits.to(running.dtype).log_softmax(dim=-1)
+    if open_rows is not None:
+        all_scores = running.new_full((running.numel(), vocabulary), -torch.inf)
+        scores = all_scores.index_copy_(0, open_rows, scores)
     if banned is not None:
         scores[:, banned] = -torch.inf
     scores = scores.view(*running.shape, -1) + running[:, :, None]

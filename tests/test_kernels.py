@@ -239,13 +239,15 @@ class TestChoice:
 
     @pytest.mark.parametrize("count", [1, 2, 8, 40])
     @pytest.mark.parametrize("vocabulary", [64, 1003])
-    def test_the_best_are_those_of_a_sort(self, count, vocabulary):
-        logits, offsets = torch.randn(12, vocabulary), torch.randn(12)
-        _, maxima = log_sums_and_maxima(logits, BLOCK)
-        rows = torch.randperm(12)
-        found = best_candidates(logits, BLOCK, maxima, offsets, rows, torch.Size((3, 4)), count)
-        sums = (logits[rows] + offsets[:, None]).view(3, -1)
-        scores, places = sums.topk(count)
+    @pytest.mark.parametrize("shuffled", [False, True])
+    def test_the_best_are_those_of_a_sort(self, count, vocabulary, shuffled):
+        logits, running = torch.randn(12, vocabulary), torch.randn(3, 4)
+        sums = log_sums_and_maxima(logits, BLOCK)
+        rows = torch.randperm(12) if shuffled else None
+        found = best_candidates(logits, BLOCK, *sums, running, rows, count)
+        own = slice(None) if rows is None else rows
+        offsets = running.flatten() - sums[0][own]
+        scores, places = (logits[own] + offsets[:, None]).view(3, -1).topk(count)
         assert torch.equal(found[0], scores)
         assert torch.equal(found[1], places // vocabulary)
         assert torch.equal(found[2], places % vocabulary)
@@ -257,23 +259,25 @@ class TestChoice:
 
     def test_equal_scores_are_found_once_each(self):
         logits = torch.zeros(2, 64)
-        _, maxima = log_sums_and_maxima(logits, BLOCK)
-        rows = torch.arange(2)
+        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
+        running = log_sums[None]
         scores, hypotheses, tokens = best_candidates(
-            logits, BLOCK, maxima, torch.zeros(2), rows, torch.Size((1, 2)), 8
+            logits, BLOCK, log_sums, maxima, running, None, 8
         )
         assert torch.equal(scores, torch.zeros(1, 8))
         assert len(set(zip(hypotheses[0].tolist(), tokens[0].tolist(), strict=True))) == 8
 
     def test_hypotheses_without_continuations_have_none(self):
-        logits, offsets = torch.randn(4, 64), torch.zeros(4)
-        offsets[[0, 1, 2]] = -torch.inf
-        _, maxima = log_sums_and_maxima(logits, BLOCK)
-        rows, shape = torch.arange(4), torch.Size((2, 2))
-        scores, hypotheses, _ = best_candidates(logits, BLOCK, maxima, offsets, rows, shape, 80)
+        logits = torch.randn(1, 64)
+        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
+        rows = torch.tensor([-1, -1, -1, 0])
+        scores, hypotheses, _ = best_candidates(
+            logits, BLOCK, log_sums, maxima, torch.zeros(2, 2), rows, 80
+        )
         assert (scores[0] == -torch.inf).all()
         assert (hypotheses[1, :64] == 1).all()
-        assert torch.equal(scores[1, :64], logits[3].sort(descending=True).values)
+        expected = (logits[0] - log_sums).sort(descending=True).values
+        assert torch.equal(scores[1, :64], expected)
         assert (scores[1, 64:] == -torch.inf).all()
 
     def test_positions_are_those_where_a_mask_is_zero(self):
