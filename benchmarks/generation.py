@@ -535,9 +535,11 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.profile:
+            torch.set_num_threads(args.threads)
             workshop = Workshop(model, args.device, folder, args.threads)
             rows = measure_profile(workshop, text, args.beams[0])
-            write(args.profile, {**circumstances(), "host": host_facts(), "profile": rows})
+            facts = {"host": host_facts(), "threads": args.threads}
+            write(args.profile, {**circumstances(), **facts, "profile": rows})
             return
         results: dict[str, Any] = {
             **circumstances(),
