@@ -331,7 +331,7 @@ def test_scores_come_from_results_files():
         results = results_of(re.search(r"results/([\w-]+)\.json", link)[1])
         assert {"commit", "hardware", "versions", "date", "log"} <= results.keys()
         command = re.sub(r" --ingredients( --short \d+)?", "", results["command"])
-        assert command in page.commands()
+        assert {command, results["command"]} & set(page.commands())
         row, test, runs = " | ".join(cells), results["test"], results["runs"]
         errors = results["score"] == "exact_match"
         mean = f"**{100 - test['mean'] if errors else test['mean']:.2f}**"
@@ -351,6 +351,24 @@ def test_scores_come_from_results_files():
         if errors:
             *_, among_the_best = runs[0]["test"]["nbest_accuracy"]
             assert f"{among_the_best:.2f}% of the words" in page.words
+
+
+def test_the_worth_of_ingredients_comes_from_its_results_file():
+    results = results_of("multi30k-packed")
+    assert DOCS["results"].rows("ingredient |") == [
+        [
+            row["ingredient"],
+            *(
+                cell
+                for split in ("valid", "test")
+                for cell in (f"{row[split]['difference']:+.2f}", str(row[split]["p_value"]))
+            ),
+            str(row["bootstrap_p_value"]),
+        ]
+        for row in results["ingredients"]
+    ]
+    published = results["published"]["p_value"]
+    assert f"against 41.02 gives p = {published} for multi30k-packed" in DOCS["results"].words
 
 
 def test_the_p_value_and_the_control_of_r_drop_come_from_its_results_file():
@@ -543,19 +561,21 @@ def test_ratios_and_missed_aims_of_decoding_come_from_the_files_of_all_hosts(mon
     assert commands <= set(DOCS["results"].commands())
 
 
-def test_the_profile_of_decoding_comes_from_its_results_file():
-    results = results_of("decoding-profile")
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [("decoding-profile", "operator |"), ("decoding-profile-one-thread", "operator, one thread |")],
+)
+def test_profiles_of_decoding_come_from_their_results_files(name, header):
+    results = results_of(name)
     assert results["command"] in DOCS["results"].commands()
     shares = [row["shares"] for row in results["profile"]]
     operators = dict.fromkeys(name for row in shares for name in row)
     cells = {
         name: [f"{row[name]:.0%}" if name in row else "" for row in shares] for name in operators
     }
-    assert DOCS["results"].rows("operator |") == [
-        [f"`{name}`", *row] for name, row in cells.items()
-    ]
+    assert DOCS["results"].rows(header) == [[f"`{name}`", *row] for name, row in cells.items()]
     single, many = (row["calls_a_step"] for row in results["profile"] if row["precision"] == "int8")
-    assert f"calls {single} and {many} operators and kernels" in DOCS["results"].words
+    assert f"{single} and {many}" in DOCS["results"].words
 
 
 def test_bleu_of_int8_comes_from_its_results_file():
