@@ -37,6 +37,7 @@ _TRAVELLING_FILES = (
     "generation/int8_vaswani.py",
     "generation/kernels_vaswani.py",
     "generation/compiled_vaswani.py",
+    "generation/continuations_vaswani.py",
     "generation/linear_vaswani.py",
     "modeling/loss_vaswani.py",
     "modeling/packing_vaswani.py",

@@ -26,9 +26,9 @@ from transformers.generation import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.generation import generation_vaswani, incremental_vaswani, search_vaswani
+from vaswani.generation.continuations_vaswani import best_continuations
 from vaswani.generation.generation_vaswani import token_rules
 from vaswani.generation.incremental_vaswani import IncrementalDecoder
-from vaswani.generation.search_vaswani import best_continuations
 
 from vaswani import VaswaniForConditionalGeneration
 
