@@ -116,7 +116,10 @@ INLINE float sum_of_lanes(floats lanes)
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 #else
-#error "the kernels need AVX2"
+#error "the kernels need AVX2 and FMA"
+#endif
+#if !defined(__AES__)
+#error "the fingerprints of weights need AES"
 #endif
 
 enum { LANES = sizeof(vector) / 4, PANEL = 2 * LANES };
@@ -510,10 +513,11 @@ INLINE float maximum(const float *values, int64_t count)
     return highest;
 }
 
+enum { PART = 1 << 16 }; // bytes that a thread compares at a time
+
 // Tell whether two arrays have the same bytes.
 EXPORT int same_bytes(const char *left, const char *right, int64_t count, int threads)
 {
-    enum { PART = 1 << 16 };
     int differ = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
     if (count > 4 * PART)
@@ -546,76 +550,100 @@ INLINE void transpose(__m256 tile[8])
     }
 }
 
-// Copy a word of a weight to its place in a panel, or return the bits that differ there.
-INLINE int32_t visit_word(const int copies, const char *weight, int32_t *place)
+// Copy rows of a weight (rows, words) to panels (out / PANEL, words, PANEL), from output `first` on.
+// A word is a float, or four int8.
+EXPORT void pack_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
+                      int64_t first, int threads)
 {
-    int32_t word;
-    memcpy(&word, weight, 4);
-    if (copies)
-        *place = word;
-    return *place ^ word;
-}
-
-// Copy rows of a weight (rows, words) to panels (out / PANEL, words, PANEL), from output `first` on,
-// or return whether they differ there. A word is a float, or four int8.
-INLINE int visit_rows(const int copies, const char *weight, int64_t rows, int64_t words,
-                      int32_t *panels, int64_t first, int threads)
-{
-    enum { LINE = 16, FEW = 1 << 14 }; // words: of a cache line, and too few for several threads
-    int differ = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
-    if (rows * words > FEW)
+    enum { FEW = 1 << 14 }; // words, for which several threads are not worth it
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * words > FEW)
     for (int64_t panel = first / PANEL; panel <= (first + rows - 1) / PANEL; panel++) {
         const int64_t begin = first > panel * PANEL ? first : panel * PANEL;
         const int64_t end = first + rows < (panel + 1) * PANEL ? first + rows : (panel + 1) * PANEL;
         const int64_t lanes = end - begin, whole_lanes = lanes / 8 * 8;
-        const int64_t whole_words = words / LINE * LINE;
+        const int64_t whole_words = words / 8 * 8;
         const char *source = weight + (begin - first) * words * 4;
         int32_t *place = panels + panel * PANEL * words + begin % PANEL;
-        for (int64_t line = 0; line < whole_words && (copies || !differ); line += LINE) {
-            // The L1 cache holds few lines of rows that are a power of 2 apart, so use L2.
-            for (int64_t lane = 0; lane < lanes; lane++)
-                __builtin_prefetch(source + (lane * words + line + 2 * LINE) * 4, 0, 2);
-            for (int64_t word = line; word < line + LINE; word++)
-                fetch(place + word * PANEL);
-            __m256i different = _mm256_setzero_si256();
-            for (int64_t lane = 0; lane < whole_lanes; lane += 8)
-                for (int64_t word = line; word < line + LINE; word += 8) {
-                    __m256 tile[8];
+        for (int64_t word = 0; word < whole_words; word += 8)
+            for (int64_t lane = 0; lane < whole_lanes; lane += 8) {
+                __m256 tile[8];
 #pragma GCC unroll 8
-                    for (int i = 0; i < 8; i++)
-                        tile[i] = _mm256_loadu_ps(
-                            (const float *)(source + ((lane + i) * words + word) * 4));
-                    transpose(tile);
+                for (int i = 0; i < 8; i++)
+                    tile[i] = _mm256_loadu_ps(
+                        (const float *)(source + ((lane + i) * words + word) * 4));
+                transpose(tile);
 #pragma GCC unroll 8
-                    for (int i = 0; i < 8; i++) {
-                        __m256i_u *there = (__m256i_u *)(place + (word + i) * PANEL + lane);
-                        if (copies)
-                            _mm256_storeu_si256(there, _mm256_castps_si256(tile[i]));
-                        else
-                            different |= _mm256_loadu_si256(there) ^ _mm256_castps_si256(tile[i]);
-                    }
-                }
-            differ |= !_mm256_testz_si256(different, different);
-        }
+                for (int i = 0; i < 8; i++)
+                    _mm256_storeu_ps((float *)(place + (word + i) * PANEL + lane), tile[i]);
+            }
         for (int64_t lane = 0; lane < lanes; lane++)
             for (int64_t word = lane < whole_lanes ? whole_words : 0; word < words; word++)
-                differ |= visit_word(copies, source + (lane * words + word) * 4,
-                                     place + word * PANEL + lane) != 0;
+                memcpy(place + word * PANEL + lane, source + (lane * words + word) * 4, 4);
+    }
+}
+
+// A fingerprint of a weight has a digest of each part.
+enum { DIGEST_BYTES = 128 };
+struct digest {
+    __m128i lanes[DIGEST_BYTES / 16];
+};
+
+// Mix 128 bytes into a digest: each block of 16 is the key of a round of AES in its lane.
+INLINE void mix(struct digest *digest, const char *bytes)
+{
+#pragma GCC unroll 8
+    for (int lane = 0; lane < DIGEST_BYTES / 16; lane++) {
+        const __m128i block = _mm_loadu_si128((const __m128i *)(bytes + 16 * lane));
+        digest->lanes[lane] = _mm_aesenc_si128(digest->lanes[lane], block);
+    }
+}
+
+INLINE struct digest digest_of(const char *bytes, int64_t count)
+{
+    enum { AHEAD = 1 << 12 }; // bytes
+    struct digest digest = {0};
+    int64_t i = 0;
+    for (; i + DIGEST_BYTES <= count; i += DIGEST_BYTES) {
+        for (int64_t line = 0; line < DIGEST_BYTES; line += 64)
+            __builtin_prefetch(bytes + i + AHEAD + line, 0, 2); // it may pass the end
+        mix(&digest, bytes + i);
+    }
+    char rest[DIGEST_BYTES] = {0};
+    memcpy(rest, bytes + i, (size_t)(count - i));
+    mix(&digest, rest);
+    return digest;
+}
+
+// Write the fingerprint (parts, DIGEST_BYTES) of a weight, or return whether it differs.
+//
+// A round of AES maps digests one to one, so a change of one block always shows. Changes of several
+// blocks show unless they cancel, which takes a coincidence of 128 bits.
+INLINE int visit_parts(const int writes, const char *weight, int64_t count, char *digests,
+                       int threads)
+{
+    int differ = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
+    if (count > 4 * PART)
+    for (int64_t first = 0; first < count; first += PART) {
+        const int64_t size = count - first < PART ? count - first : PART;
+        const struct digest digest = digest_of(weight + first, size);
+        char *place = digests + first / PART * DIGEST_BYTES;
+        if (writes)
+            memcpy(place, &digest, DIGEST_BYTES);
+        else
+            differ |= memcmp(place, &digest, DIGEST_BYTES) != 0;
     }
     return differ;
 }
 
-EXPORT void pack_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
-                      int64_t first, int threads)
+EXPORT void take_fingerprint(const char *weight, int64_t count, char *digests, int threads)
 {
-    visit_rows(1, weight, rows, words, panels, first, threads);
+    visit_parts(1, weight, count, digests, threads);
 }
 
-EXPORT int same_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
-                     int64_t first, int threads)
+EXPORT int has_fingerprint(const char *weight, int64_t count, char *digests, int threads)
 {
-    return !visit_rows(0, weight, rows, words, panels, first, threads);
+    return !visit_parts(0, weight, count, digests, threads);
 }
 
 // List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ _CROWDED_WINDOWS = 3  # in a row, after which the cores count as crowded
 _CROWDED_SHARE = 0.25  # of a window, for which threads of this process wait for a core
 _WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # users choose how OpenMP waits
 _BYTES_OF_WORD = 4  # in a panel: a float, or an int8 of each of 4 inputs
+_PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 # Types in the C file. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
@@ -55,7 +56,8 @@ KERNELS = {
     "multiply_states": "ppnppi",
     "same_bytes": "ppni",
     "pack_rows": "pnnpni",
-    "same_rows": "pnnpni",
+    "take_fingerprint": "pnpi",
+    "has_fingerprint": "pnpi",
     "list_positions": "pnnnpp",
     "run_layers": "pipppi",
     "log_sums_and_maxima": "pnnnppi",
@@ -297,6 +299,7 @@ class Panels(NamedTuple):
     scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
     outputs: int
     weight_scale: torch.Tensor | None  # (out,) as it was given
+    fingerprints: list[torch.Tensor]  # of each weight as it was given
 
     @classmethod
     def pack(
@@ -320,7 +323,14 @@ class Panels(NamedTuple):
         panels = torch.empty(shape, dtype=torch.int32, device="cpu")
         if missing:
             panels[-1] = 0
-        list(_visit(library().pack_rows, weights, panels))
+        weights = [_plain(weight) for weight in weights]
+        # Another thread may change a weight meanwhile: a fingerprint taken later would hide that.
+        fingerprints = [_fingerprint(weight) for weight in weights]
+        first = 0
+        for weight in weights:
+            place = shape[1], panels.data_ptr(), first
+            library().pack_rows(weight.data_ptr(), len(weight), *place, torch.get_num_threads())
+            first += len(weight)
         sums = relative = None
         if scale is not None:
             # Sum the panels and not the weights, which another thread may have changed meanwhile.
@@ -328,10 +338,10 @@ class Panels(NamedTuple):
             sums = by_input.sum(dim=(1, 3), dtype=torch.int32).view(-1)
             scale = scale.clone()
             relative = F.pad(scale * torch.tensor(1 / largest, **FLOATS), (0, missing))
-        return cls(inputs, panels, sums, relative, outputs, scale)
+        return cls(inputs, panels, sums, relative, outputs, scale, fingerprints)
 
     def holds(self, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> bool:
-        """Tell whether `pack` got the same weights, bit for bit, and the same scale."""
+        """Tell whether `pack` got weights of the same fingerprints, and the same scale."""
         dtype = torch.float32 if self.sums is None else torch.int8
         if sum(map(len, weights)) != self.outputs or any(
             weight.dtype != dtype or weight.shape[1:] != (self.inputs,) for weight in weights
@@ -343,7 +353,7 @@ class Panels(NamedTuple):
                 return False
         elif scale is not self.weight_scale:  # both are None in a float weight
             return False
-        return all(_visit(library().same_rows, weights, self.panels))
+        return all(map(_has_fingerprint, map(_plain, weights), self.fingerprints))
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
         """Return a product, which is valid as long as these panels and the bias are.
@@ -357,14 +367,27 @@ class Panels(NamedTuple):
         return Product(self.inputs, self.outputs, *addresses, largest, relu)
 
 
-def _visit(kernel: Any, weights: Iterable[torch.Tensor], panels: torch.Tensor) -> Iterator[int]:
-    """Call a kernel with each weight and its place in panels, and yield its results."""
-    first = 0
-    for given in weights:
-        weight = given.contiguous().resolve_neg()
-        place = panels.shape[1], panels.data_ptr(), first
-        yield kernel(weight.data_ptr(), len(weight), *place, torch.get_num_threads())
-        first += len(weight)
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous().resolve_neg()
+
+
+def _fingerprint(weight: torch.Tensor) -> torch.Tensor:
+    """Return digests of a weight, which differ if its bytes differ."""
+    digests = torch.empty(_parts(weight), _DIGEST, dtype=torch.uint8, device="cpu")
+    places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
+    library().take_fingerprint(*places, torch.get_num_threads())
+    return digests
+
+
+def _has_fingerprint(weight: torch.Tensor, digests: torch.Tensor) -> bool:
+    places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
+    return _parts(weight) == len(digests) and bool(
+        library().has_fingerprint(*places, torch.get_num_threads())
+    )
+
+
+def _parts(weight: torch.Tensor) -> int:
+    return -(-weight.nbytes // _PART)
 
 
 def multiply(

@@ -4,8 +4,9 @@ On a CPU, PyTorch packs a weight into oneDNN's layout for each product. With a f
 packing takes longer than the product itself. Decoding therefore multiplies by packed copies, with
 oneDNN or with the compiled kernels.
 
-The copies are immutable and shared by all calls. A call compares all values of a weight with the
-values that were packed, because nothing else tells reliably whether a weight has changed.
+The copies are immutable and shared by all calls. A call reads all values of a weight, and compares
+them or their fingerprint with those that were packed, because nothing else tells reliably whether a
+weight has changed.
 
 `prepare` turns layers into a function. `prepared_copy` puts such functions into a copy of a model's
 structure. The model itself and its layers are never changed.
