@@ -1,7 +1,8 @@
 """The layers of encoder and decoder in compiled kernels, for `generate` (section 3.1).
 
-The kernels compute what the layers compute: in float32, with weights in float32 or int8, with ReLU,
-and with LayerNorm after or before each sub-layer. Other layers run with torch's operators.
+The kernels compute what the layers compute: in float32, with weights in float32, bfloat16 or int8,
+with ReLU, and with LayerNorm after or before each sub-layer. Other layers run with torch's
+operators. In a bfloat16 model, only products round the states to bfloat16.
 
 Shapes: R rows of states, B sentences, K hypotheses of each, S source tokens, N positions in the
 cache, L layers, H heads, D = d_model.
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .kernels_vaswani import (
+    COMPUTED,
     CORES,
     FLOATS,
     Batch,
@@ -130,7 +132,7 @@ class CompiledLayers:
         width = products[0].inputs
         floats = (1, width, outputs, self.heads * d_v, width)
         sizes = [*(self.rows * count for count in floats), self.threads * self.longest]
-        rounded = torch.empty(self.rows * inputs, dtype=torch.uint8, device="cpu")
+        rounded = torch.empty(self.rows * inputs, dtype=torch.int16, device="cpu")  # or int8
         self.buffers = [rounded, *(torch.empty(size, **FLOATS) for size in sizes)]
         states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
         self.memory = Memory((states, scales), *addresses)
@@ -152,11 +154,11 @@ class CompiledLinear:
         return None if prepared is None else cls(*prepared)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Multiply states (R, in): (R, out), until the next call."""
+        """Multiply states (R, in): (R, out) in float32, until the next call."""
         rows = len(states)
         if len(self.outputs) < rows:
-            self.outputs = states.new_empty(rows, self.product.outputs)
-        return multiply(states, self.product, self.outputs[:rows])
+            self.outputs = torch.empty(rows, self.product.outputs, **FLOATS)
+        return multiply(states.float(), self.product, self.outputs[:rows])
 
 
 class CompiledEncoder(nn.Module):
@@ -194,9 +196,9 @@ class CompiledEncoder(nn.Module):
             if layers is not None:
                 states = encoder.embed(input_ids, inputs_embeds, attention_mask)
                 fits = attention_mask is None or attention_mask.shape == states.shape[:2]
-                if fits and compute(states):
-                    states = self._run(layers, states, attention_mask)
-                    return BaseModelOutput(last_hidden_state=encoder.layer_norm(states))
+                if fits and states.dtype in COMPUTED and compute(states.float()):
+                    computed = self._run(layers, states.float(), attention_mask).to(states.dtype)
+                    return BaseModelOutput(last_hidden_state=encoder.layer_norm(computed))
         return encoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -262,7 +264,9 @@ def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
     for name, norm in norms.items():
         if type(norm) is not nn.LayerNorm or is_changed(norm) or norm.bias is None:
             return False
-        weight, bias = norm.weight.detach(), norm.bias.detach()
+        if norm.weight.dtype not in COMPUTED or norm.bias.dtype not in COMPUTED:
+            return False
+        weight, bias = norm.weight.detach().float(), norm.bias.detach().float()
         if not compute(weight, bias):
             return False
         kept.append((weight, bias))  # the model may get other tensors during the call

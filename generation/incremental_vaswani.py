@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from .compiled_vaswani import CompiledLayers, CompiledLinear
-from .kernels_vaswani import compute
+from .kernels_vaswani import COMPUTED, compute
 from .linear_vaswani import prepare
 
 _FIRST_ROOM = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
@@ -191,7 +191,7 @@ class IncrementalDecoder:
     ) -> None:
         self.decoder = model.model.decoder
         weight = self.decoder.embed_tokens.weight
-        self.can_compile = self.decoder.dtype == torch.float32 and weight.device.type == "cpu"
+        self.can_compile = self.decoder.dtype in COMPUTED and weight.device.type == "cpu"
         self.layers: list[_DecoderLayer] = []  # made when the kernels do not run the layers
         self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
         self.vocabulary = len(weight)  # V
@@ -368,8 +368,9 @@ class IncrementalDecoder:
         self._make_room(shape[1])
         end = self.used + shape[1]
         is_step = self.position > 0 or shape[1] == 1  # otherwise the tokens are a prompt
-        if self.compiled is not None and is_step and compute(states):
-            return self._decode_compiled(states, shape, rows, end)
+        if self.compiled is not None and is_step and compute(floats := states.float()):
+            states = self._decode_compiled(floats, shape, rows, end).to(states.dtype)
+            return self.decoder.layer_norm(states)
         self.layers = self.layers or [_DecoderLayer(layer) for layer in self.decoder.layers]
         heads, d_k, d_v = self.keys.shape[2], self.keys.shape[4], self.values.shape[4]
         source_mask = self.source_mask
@@ -412,7 +413,7 @@ class IncrementalDecoder:
     def _decode_compiled(
         self, states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None, end: int
     ) -> torch.Tensor:
-        """Run the layers on states (R, D) of one token for each hypothesis, as `_decode` does."""
+        """Run the layers on states (R, D), in place, of one token for each hypothesis."""
         assert self.compiled is not None
         if rows is not None:  # a hypothesis that cannot win may still be computed later
             self.keys[:, :, :, self.used : end] = 0
@@ -423,7 +424,7 @@ class IncrementalDecoder:
             mask = self.past.flatten(0, 1)[:, :end]
         states = self.compiled.run(states, shape, rows, self.keys, self.values, mask, self.used)
         self.used = end
-        return self.decoder.layer_norm(states)
+        return states
 
     def _descend(self, shape: torch.Size, parents: torch.Tensor | None) -> None:
         """Let each hypothesis see its parent's past and itself."""

@@ -79,8 +79,9 @@ EXPORT void let_threads_sleep(int threads)
 // Products
 // ---------------------------------------------------------------------------------------------
 
-// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products. The
-// sums of ROWS_AT_ONCE rows stay in registers.
+// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products, or two
+// bfloat16, of which `dot_halves` adds two products to a float. The sums of ROWS_AT_ONCE rows stay in
+// registers.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 typedef __m512i vector;
 typedef __m512 floats;
@@ -91,6 +92,8 @@ enum { ROWS_AT_ONCE = 8, INT8_ROWS_AT_ONCE = 8 };
 #define float_in_all_lanes(number) _mm512_set1_ps(number)
 #define larger(left, right) _mm512_max_ps(left, right)
 #define sum_of_lanes(floats) _mm512_reduce_add_ps(floats)
+#define first_halves(words) _mm512_castsi512_ps(_mm512_slli_epi32(words, 16))
+#define second_halves(words) _mm512_castsi512_ps(_mm512_and_si512(words, in_all_lanes(~0xffff)))
 #elif defined(__AVX2__) && defined(__FMA__)
 typedef __m256i vector;
 typedef __m256 floats;
@@ -109,6 +112,8 @@ enum { INT8_ROWS_AT_ONCE = 4 }; // products in 16 bits take registers too
 #define multiply_add(left, right, sum) _mm256_fmadd_ps(left, right, sum)
 #define float_in_all_lanes(number) _mm256_set1_ps(number)
 #define larger(left, right) _mm256_max_ps(left, right)
+#define first_halves(words) _mm256_castsi256_ps(_mm256_slli_epi32(words, 16))
+#define second_halves(words) _mm256_castsi256_ps(_mm256_and_si256(words, in_all_lanes(~0xffff)))
 INLINE float sum_of_lanes(floats lanes)
 {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
@@ -122,6 +127,16 @@ INLINE float sum_of_lanes(floats lanes)
 #error "the fingerprints of weights need AES"
 #endif
 
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define dot_halves(sum, states, weight) _mm512_dpbf16_ps(sum, (__m512bh)(states), (__m512bh)(weight))
+#else
+INLINE floats dot_halves(floats sum, vector states, vector weight)
+{
+    sum = multiply_add(second_halves(states), second_halves(weight), sum);
+    return multiply_add(first_halves(states), first_halves(weight), sum);
+}
+#endif
+
 enum { LANES = sizeof(vector) / 4, PANEL = 2 * LANES };
 
 // Number of outputs in a panel of weights.
@@ -130,18 +145,18 @@ EXPORT int panel_width(void) { return PANEL; }
 // A linear layer, or several that read the same states. Panels of weights are filled up with zeros.
 struct product {
     int64_t in, out;
-    const void *panels;  // int8 (out / PANEL, in / 4, PANEL, 4), or float (out / PANEL, in, PANEL)
-    // For int8 weights, of all outputs of the panels. NULL if the weights are floats.
+    const void *panels;  // (out / PANEL, in / k, PANEL, k): k is 4 in int8, 2 in bfloat16, 1 in float
+    // For int8 weights, of all outputs of the panels. NULL if the weights are no integers.
     const int32_t *sums; // of each output's weights
     const float *scale;  // divided by `largest`
     const float *bias;   // (out,) or NULL
     int32_t largest;     // states are rounded to integers from -largest to largest
-    int32_t relu;
+    int32_t relu, halves; // halves: the weights are bfloat16, and states are rounded to it
 };
 
 // Memory for rounded rows of states (R, in), and for the scale of each row (R,).
 struct rounded {
-    uint8_t *states;
+    void *states; // bytes, or bfloat16 as uint16_t
     float *scales;
 };
 
@@ -207,6 +222,34 @@ INLINE void multiply_float_rows(const int rows, const float *states, int64_t in,
     }
 }
 
+// Multiply rows of bfloat16 states by a panel (in / 2, PANEL, 2) of weights: sums (rows, PANEL).
+INLINE void multiply_half_rows(const int rows, const uint16_t *states, int64_t in,
+                               const uint16_t *panel, float *sums)
+{
+    floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+        left[row] = right[row] = float_in_all_lanes(0);
+    for (int64_t first = 0; first < in; first += 2) {
+        const vector *weight = (const vector *)(panel + first * PANEL);
+        fetch(weight);
+        const vector weight_left = weight[0], weight_right = weight[1];
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) {
+            int32_t two;
+            memcpy(&two, states + row * in + first, 4);
+            const vector state = in_all_lanes(two);
+            left[row] = dot_halves(left[row], state, weight_left);
+            right[row] = dot_halves(right[row], state, weight_right);
+        }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) {
+        ((floats *)(sums + row * PANEL))[0] = left[row];
+        ((floats *)(sums + row * PANEL))[1] = right[row];
+    }
+}
+
 // The number of rows must be known when this is compiled.
 #define FOR_EACH_NUMBER_OF_ROWS(function, rows, ...)                                               \
     switch (rows) {                                                                                \
@@ -244,6 +287,17 @@ static float round_row(const float *states, int64_t in, float largest, int zero,
     return size;
 }
 
+// Round a row of states to bfloat16, ties to even.
+static void halve_row(const float *states, int64_t in, uint16_t *halves)
+{
+    for (int64_t i = 0; i < in; i++) {
+        uint32_t bits;
+        memcpy(&bits, states + i, 4);
+        const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        halves[i] = (uint16_t)(states[i] == states[i] ? nearest : 0x7fc0); // else NaN
+    }
+}
+
 // How the sums of a panel become outputs.
 struct finish {
     int32_t zeros[PANEL]; // what the `zero` of the states adds to sums of integers
@@ -265,9 +319,16 @@ INLINE struct finish prepare_finish(const struct product *by, int64_t start)
     return finish;
 }
 
-// Finish sums (rows, PANEL), of integers for rows with `scales` or of floats, and write the outputs.
-INLINE void finish_rows(const struct finish *by, const int rows, const int32_t *sums,
-                        const float *scales, const float *float_sums, float *output)
+// Sums (rows, PANEL) of products: integers for int8, and otherwise floats.
+enum { TILE_ROWS = 16 };
+union sums {
+    int32_t integers[TILE_ROWS * PANEL];
+    float floats[TILE_ROWS * PANEL];
+} __attribute__((aligned(64)));
+
+// Finish sums, of integers for rows with `scales` or of floats, and write the outputs.
+INLINE void finish_rows(const struct finish *by, const int rows, const union sums *sums,
+                        const float *scales, float *output)
 {
     for (int row = 0; row < rows; row++) {
         float products[PANEL];
@@ -275,9 +336,9 @@ INLINE void finish_rows(const struct finish *by, const int rows, const int32_t *
             const int at = row * PANEL + i;
             // The explicit operation keeps the order in which torch rounds.
             const float product =
-                sums ? __builtin_fmaf((float)(sums[at] - by->zeros[i]) * by->scale[i], scales[row],
-                                      by->bias[i])
-                     : float_sums[at] + by->bias[i];
+                scales ? __builtin_fmaf((float)(sums->integers[at] - by->zeros[i]) * by->scale[i],
+                                        scales[row], by->bias[i])
+                       : sums->floats[at] + by->bias[i];
             products[i] = product < by->least ? by->least : product;
         }
         if (by->width == PANEL)
@@ -287,9 +348,10 @@ INLINE void finish_rows(const struct finish *by, const int rows, const int32_t *
     }
 }
 
-// Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 64 inputs of 16 outputs.
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512VNNI__) && !defined(NO_TILES)
-enum { TILE_ROWS = 16, TILE_BYTES = 64 };
+// Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 16 outputs.
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) &&                     \
+    defined(__AVX512VNNI__) && !defined(NO_TILES)
+enum { TILE_BYTES = 64 };
 
 static int has_tiles;
 
@@ -301,7 +363,10 @@ __attribute__((constructor)) static void ask_for_tiles(void)
 }
 
 // Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 to multiply without.
-static int begin_tiles(int64_t rows, int64_t in)
+//
+// A few rows of integers are faster without. Floats must not be, because their sums would be
+// rounded differently.
+static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes)
 {
     struct {
         uint8_t palette, unused[15];
@@ -309,7 +374,7 @@ static int begin_tiles(int64_t rows, int64_t in)
         uint8_t rows[16];
     } sizes = {.palette = 1};
     const int tile = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
-    if (!has_tiles || rows <= INT8_ROWS_AT_ONCE || in % TILE_BYTES != 0)
+    if (!has_tiles || (by->sums && rows <= INT8_ROWS_AT_ONCE) || row_bytes % TILE_BYTES != 0)
         return 0;
     for (int i = 0; i < 8; i++) { // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
         sizes.bytes[i] = TILE_BYTES;
@@ -322,60 +387,69 @@ static int begin_tiles(int64_t rows, int64_t in)
 
 static void end_tiles(void) { _tile_release(); }
 
-// Multiply one or two tiles of states by a panel (in / 4, PANEL, 4): sums (tiles, TILE_ROWS, PANEL).
-INLINE void multiply_tiles(const int tiles, const uint8_t *first, const uint8_t *second, int64_t in,
-                           const int8_t *panel, int32_t *sums)
+#define dot_tiles(halves, sums, states, weight)                                                    \
+    if (halves)                                                                                    \
+        _tile_dpbf16ps(sums, states, weight);                                                      \
+    else                                                                                           \
+        _tile_dpbusd(sums, states, weight)
+
+// Multiply one or two tiles of states, with rows of `row_bytes`, by a panel: sums of each tile.
+INLINE void multiply_tiles(const int tiles, const int halves, const char *first, const char *second,
+                           int64_t row_bytes, const char *panel, union sums sums[2])
 {
     enum { ROW = 4 * PANEL }; // bytes of a row of the panel, or of the sums
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t i = 0; i < in; i += TILE_BYTES) {
+    for (int64_t i = 0; i < row_bytes; i += TILE_BYTES) {
         _tile_loadd(6, (panel + i * PANEL), ROW);
         _tile_loadd(7, (panel + i * PANEL + TILE_BYTES), ROW);
-        _tile_loadd(4, (first + i), in);
-        _tile_dpbusd(0, 4, 6);
-        _tile_dpbusd(1, 4, 7);
+        _tile_loadd(4, (first + i), row_bytes);
+        dot_tiles(halves, 0, 4, 6);
+        dot_tiles(halves, 1, 4, 7);
         if (tiles == 2) {
-            _tile_loadd(5, (second + i), in);
-            _tile_dpbusd(2, 5, 6);
-            _tile_dpbusd(3, 5, 7);
+            _tile_loadd(5, (second + i), row_bytes);
+            dot_tiles(halves, 2, 5, 6);
+            dot_tiles(halves, 3, 5, 7);
         }
     }
-    _tile_stored(0, sums, ROW);
-    _tile_stored(1, (sums + LANES), ROW); // early versions of GCC need the brackets
+    _tile_stored(0, sums[0].integers, ROW);
+    _tile_stored(1, (sums[0].integers + LANES), ROW); // early versions of GCC need the brackets
     if (tiles == 2) {
-        _tile_stored(2, (sums + TILE_ROWS * PANEL), ROW);
-        _tile_stored(3, (sums + TILE_ROWS * PANEL + LANES), ROW);
+        _tile_stored(2, sums[1].integers, ROW);
+        _tile_stored(3, (sums[1].integers + LANES), ROW);
     }
 }
 
 // Multiply rows of states by a panel: output (R, out), at the panel's outputs.
-static void multiply_rows_in_tiles(const int tile, const struct finish *finish,
-                                   const uint8_t *states, const float *scales, int64_t rows,
-                                   int64_t in, const int8_t *panel, float *output)
+INLINE void multiply_rows_in_tiles(const int halves, const int tile, const struct finish *finish,
+                                   const struct rounded *by, int64_t rows, int64_t row_bytes,
+                                   const char *panel, float *output)
 {
-    int32_t sums[2 * TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    union sums sums[2];
+    const char *states = by->states;
     for (int64_t first = 0; first < rows; first += 2 * tile) {
         // Every tile is whole. The last one may therefore repeat rows of another.
         const int64_t second = first + 2 * tile <= rows ? first + tile : rows - tile;
         const int tiles = first < second ? 2 : 1;
-        if (tiles == 2) {
-            multiply_tiles(2, states + first * in, states + second * in, in, panel, sums);
-            finish_rows(finish, tile, sums, scales + first, NULL, output + first * finish->out);
-        } else
-            multiply_tiles(1, states + second * in, NULL, in, panel, sums);
-        finish_rows(finish, tile, sums + (tiles - 1) * TILE_ROWS * PANEL, scales + second, NULL,
-                    output + second * finish->out);
+        const int64_t starts[2] = {tiles == 2 ? first : second, second};
+        if (tiles == 2)
+            multiply_tiles(2, halves, states + first * row_bytes, states + second * row_bytes,
+                           row_bytes, panel, sums);
+        else
+            multiply_tiles(1, halves, states + second * row_bytes, NULL, row_bytes, panel, sums);
+        for (int i = 0; i < tiles; i++)
+            finish_rows(finish, tile, &sums[i], halves ? NULL : by->scales + starts[i],
+                        output + starts[i] * finish->out);
     }
 }
 #else
-static int begin_tiles(int64_t rows, int64_t in) { return 0; }
+static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes) { return 0; }
 static void end_tiles(void) {}
-static void multiply_rows_in_tiles(const int tile, const struct finish *finish,
-                                   const uint8_t *states, const float *scales, int64_t rows,
-                                   int64_t in, const int8_t *panel, float *output)
+static void multiply_rows_in_tiles(const int halves, const int tile, const struct finish *finish,
+                                   const struct rounded *by, int64_t rows, int64_t row_bytes,
+                                   const char *panel, float *output)
 {
 }
 #endif
@@ -385,40 +459,47 @@ static void multiply(const struct product *by, const float *states, int64_t rows
                      const struct rounded *memory, float *output)
 {
     const int64_t in = by->in;
+    const int64_t weight_bytes = by->sums ? 1 : by->halves ? 2 : 4;
     const int at_once = by->sums ? INT8_ROWS_AT_ONCE : ROWS_AT_ONCE;
-    if (by->sums) {
+    const int rounds = by->sums || by->halves;
+    if (rounds) {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++)
-            memory->scales[row] = round_row(states + row * in, in, (float)by->largest,
-                                            by->largest + 1, memory->states + row * in);
+        for (int64_t row = 0; row < rows; row++) {
+            if (by->halves)
+                halve_row(states + row * in, in, (uint16_t *)memory->states + row * in);
+            else
+                memory->scales[row] =
+                    round_row(states + row * in, in, (float)by->largest, by->largest + 1,
+                              (uint8_t *)memory->states + row * in);
+        }
     }
-    const int tile = by->sums ? begin_tiles(rows, in) : 0;
+    const int tile = rounds ? begin_tiles(by, rows, in * weight_bytes) : 0;
 #pragma omp for schedule(static)
     for (int64_t panel = 0; panel < (by->out + PANEL - 1) / PANEL; panel++) {
         const int64_t start = panel * PANEL;
-        const int8_t *weight = (const int8_t *)by->panels + start * in;
-        const float *float_weight = (const float *)by->panels + start * in;
+        const char *weight = (const char *)by->panels + start * in * weight_bytes;
         const struct finish finish = prepare_finish(by, start);
-        if (tile) {
-            multiply_rows_in_tiles(tile, &finish, memory->states, memory->scales, rows, in, weight,
-                                   output + start);
-            continue;
-        }
-        int32_t sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
-        float float_sums[ROWS_AT_ONCE * PANEL] __attribute__((aligned(64)));
-        for (int64_t first = 0; first < rows; first += at_once) {
+        if (tile && by->halves)
+            multiply_rows_in_tiles(1, tile, &finish, memory, rows, 2 * in, weight, output + start);
+        else if (tile)
+            multiply_rows_in_tiles(0, tile, &finish, memory, rows, in, weight, output + start);
+        for (int64_t first = 0; first < rows && !tile; first += at_once) {
             const int count = rows - first < at_once ? (int)(rows - first) : at_once;
-            const uint8_t *block = memory->states + first * in;
-            const float *float_block = states + first * in;
-            float *outputs = output + first * by->out + start;
+            const float *scales = by->sums ? memory->scales + first : NULL;
+            union sums sums;
             if (by->sums) {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count, block, in, weight, sums)
-                finish_rows(&finish, count, sums, memory->scales + first, NULL, outputs);
+                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count,
+                                        (const uint8_t *)memory->states + first * in, in,
+                                        (const int8_t *)weight, sums.integers)
+            } else if (by->halves) {
+                FOR_EACH_NUMBER_OF_ROWS(multiply_half_rows, count,
+                                        (const uint16_t *)memory->states + first * in, in,
+                                        (const uint16_t *)weight, sums.floats)
             } else {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, float_block, in, float_weight,
-                                        float_sums)
-                finish_rows(&finish, count, NULL, NULL, float_sums, outputs);
+                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, states + first * in, in,
+                                        (const float *)weight, sums.floats)
             }
+            finish_rows(&finish, count, &sums, scales, output + first * by->out + start);
         }
     }
     if (tile)

@@ -1,4 +1,4 @@
-"""Compiled kernels of decoding on CPUs, as functions of float32 tensors.
+"""Compiled kernels of decoding on CPUs, as functions of states in float32.
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
 The kernels in `kernels_vaswani.c` make one pass where torch needs several operators. GCC compiles
@@ -43,9 +43,10 @@ _WINDOW = 0.2  # seconds between two looks at how crowded the cores are
 _CROWDED_WINDOWS = 3  # in a row, after which the cores count as crowded
 _CROWDED_SHARE = 0.25  # of a window, for which threads of this process wait for a core
 _WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # users choose how OpenMP waits
-_BYTES_OF_WORD = 4  # in a panel: a float, or an int8 of each of 4 inputs
+_BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
+COMPUTED = (torch.float32, torch.bfloat16)  # dtypes of models whose states the kernels compute
 # Types in the C file. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 _TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
@@ -138,7 +139,12 @@ def _forbidden_instructions() -> list[str]:
         # Older compilers do not know AVX-VNNI, and older CPUs do not have it.
         return ["-mno-avx512f", *(["-mno-avxvnni"] if " avx_vnni" in _cpu() else [])]
     below_amx = any("avx512" in limit and "amx" not in limit for limit in limits)
-    return ["-DNO_TILES"] if below_amx else []
+    below_bfloat16 = bool({"avx512_core", "avx512_core_vnni"} & set(limits))
+    without_bfloat16 = below_bfloat16 and " avx512_bf16" in _cpu()  # older compilers do not know it
+    return [
+        *(["-DNO_TILES"] if below_amx else []),
+        *(["-mno-avx512bf16"] if without_bfloat16 else []),
+    ]
 
 
 def _cpu() -> str:
@@ -214,7 +220,7 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, _COUNT) for name in ("inputs", "outputs")),
         *((name, _POINTER) for name in ("panels", "sums", "scale", "bias")),
-        *((name, _NUMBER) for name in ("largest", "relu")),
+        *((name, _NUMBER) for name in ("largest", "relu", "halves")),
     )
 
 
@@ -289,11 +295,18 @@ class Memory(ctypes.Structure):
     )
 
 
+def can_pack(weight: torch.Tensor) -> bool:
+    """Tell whether the kernels multiply by a weight (out, in) in floating point."""
+    is_half = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return is_half or weight.dtype == torch.float32
+
+
 class Panels(NamedTuple):
-    """A weight (out, in) in the layout of the kernels, in int8 or in float32."""
+    """A weight (out, in) in the layout of the kernels, in int8, bfloat16 or float32."""
 
     inputs: int
-    panels: torch.Tensor  # (out / width, in or in / 4, width) words of 32 bits
+    dtype: torch.dtype
+    panels: torch.Tensor  # (out / width, in / k, width) words of 32 bits, with k values each
     # For int8 weights, with zeros up to a whole panel:
     sums: torch.Tensor | None  # of each output's weights
     scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
@@ -308,7 +321,8 @@ class Panels(NamedTuple):
         """Pack the weights (out, in) of layers that read the same states.
 
         Args:
-            weights: of float32, or of int8 with a multiple of 4 inputs.
+            weights: of float32, of bfloat16 with an even number of inputs, or of int8 with a
+                multiple of 4 inputs.
             scale: (out,) of all int8 weights, in float32.
             largest: states will be rounded to -largest ... largest, for weights in int8.
         """
@@ -338,13 +352,13 @@ class Panels(NamedTuple):
             sums = by_input.sum(dim=(1, 3), dtype=torch.int32).view(-1)
             scale = scale.clone()
             relative = F.pad(scale * torch.tensor(1 / largest, **FLOATS), (0, missing))
-        return cls(inputs, panels, sums, relative, outputs, scale, fingerprints)
+        dtype = weights[0].dtype
+        return cls(inputs, dtype, panels, sums, relative, outputs, scale, fingerprints)
 
     def holds(self, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> bool:
         """Tell whether `pack` got weights of the same fingerprints, and the same scale."""
-        dtype = torch.float32 if self.sums is None else torch.int8
         if sum(map(len, weights)) != self.outputs or any(
-            weight.dtype != dtype or weight.shape[1:] != (self.inputs,) for weight in weights
+            weight.dtype != self.dtype or weight.shape[1:] != (self.inputs,) for weight in weights
         ):
             return False
         if scale is not None and self.weight_scale is not None:
@@ -363,8 +377,10 @@ class Panels(NamedTuple):
             largest: states are rounded to -largest ... largest, for weights in int8.
             relu: whether ReLU is applied.
         """
-        addresses = (None if part is None else part.data_ptr() for part in (*self[1:4], bias))
-        return Product(self.inputs, self.outputs, *addresses, largest, relu)
+        parts = self.panels, self.sums, self.scale, bias
+        addresses = (None if part is None else part.data_ptr() for part in parts)
+        halves = self.dtype == torch.bfloat16
+        return Product(self.inputs, self.outputs, *addresses, largest, relu, halves)
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:
@@ -400,7 +416,8 @@ def multiply(
     assert inputs == product.inputs
     if output is None:
         output = states.new_empty(rows, product.outputs)
-    rounded, scales = states.new_empty(rows, inputs, dtype=torch.uint8), states.new_empty(rows)
+    rounded = states.new_empty(rows, inputs, dtype=torch.int16)  # or half as many bytes
+    scales = states.new_empty(rows)
     library().multiply_states(
         *(ctypes.byref(product), states.data_ptr(), rows),
         ctypes.byref(Rounded(rounded.data_ptr(), scales.data_ptr())),
@@ -502,6 +519,7 @@ def best_candidates(
 
 
 __all__ = [
+    "COMPUTED",
     "CORES",
     "FLOATS",
     "KERNELS",
@@ -516,6 +534,7 @@ __all__ = [
     "Rounded",
     "best_candidates",
     "best_tokens",
+    "can_pack",
     "compute",
     "library",
     "log_sums_and_maxima",

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
-from .kernels_vaswani import Panels, Product, library, same_bytes
+from .kernels_vaswani import Panels, Product, can_pack, library, same_bytes
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
@@ -285,7 +285,7 @@ def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, 
             return None
         panels = _pack(Panels.pack, layers, _joined_scale(layers), largest)
         return panels.product(bias, largest, relu), (panels, bias)
-    if any(weight.dtype != torch.float32 for weight in weights):
+    if not all(can_pack(weight) for weight in weights) or len({w.dtype for w in weights}) > 1:
         return None
     panels = _pack(Panels.pack, layers)
     return panels.product(bias, relu=relu), (panels, bias)

@@ -57,9 +57,18 @@ def with_threads():
     torch.set_num_threads(before)
 
 
+KINDS = ("float32", "bfloat16", "int8")
+
+
 def int8_panels(outputs, inputs):
     values, scale = round_weight(torch.randn(outputs, inputs))
     return Panels.pack([values], scale, 63), values, scale / 63
+
+
+def panels_of(kind, outputs, inputs):
+    if kind == "int8":
+        return int8_panels(outputs, inputs)[0]
+    return Panels.pack([torch.randn(outputs, inputs, dtype=getattr(torch, kind))])
 
 
 def rounded(states, largest):
@@ -85,6 +94,26 @@ class TestProducts:
         output = multiply(states, panels.product(bias, relu=True)).double()
         torch.testing.assert_close(output, (expected + bias).relu(), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("rows", [1, 3, 6, 9, 17, 40])
+    @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (37, 6), (64, 32), (100, 96)])
+    def test_halves_are_multiplied(self, rows, outputs, inputs):
+        states, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs).bfloat16()
+        bias = torch.randn(outputs)
+        expected = states.bfloat16().double() @ weight.double().t() + bias
+        panels = Panels.pack([weight])
+        output = multiply(states, panels.product(bias)).double()
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+    def test_states_are_rounded_to_halves_as_in_torch(self):
+        bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7F8000, 0x00800001, -1])
+        states = bits.int().view(torch.float32)[:, None].expand(-1, 2) * torch.tensor([1.0, 0.0])
+        panels = Panels.pack([torch.eye(2).bfloat16()])
+        output = multiply(states.contiguous(), panels.product(None))
+        expected = states[:, 0].bfloat16().float()
+        finite = expected.isfinite()
+        assert torch.equal(output[finite, 0], expected[finite])
+        assert not output[~finite].isfinite().any()
+
     @pytest.mark.parametrize("rows", [1, 3, 4, 9, 17])
     @pytest.mark.parametrize(("outputs", "inputs"), [(1, 4), (37, 8), (100, 64)])
     def test_integers_are_multiplied(self, rows, outputs, inputs):
@@ -99,8 +128,9 @@ class TestProducts:
 
     @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 100])
     @pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (32, 192), (70, 100)])
-    def test_tiles_of_rows_have_the_bits_of_single_rows(self, rows, outputs, inputs):
-        panels, states = int8_panels(outputs, inputs)[0], torch.randn(rows, inputs)
+    @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+    def test_tiles_of_rows_have_the_bits_of_single_rows(self, kind, rows, outputs, inputs):
+        panels, states = panels_of(kind, outputs, inputs), torch.randn(rows, inputs)
         bias = torch.randn(outputs)
         for product in (panels.product(None, 63), panels.product(bias, 63, relu=True)):
             alone = torch.cat([multiply(row[None], product) for row in states])
@@ -117,10 +147,10 @@ class TestProducts:
         output = multiply(states, panels.product(None, 63))
         assert torch.equal(output, torch.cat((expected, -expected)))
 
-    @pytest.mark.parametrize("kind", ["float32", "int8"])
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     def test_a_state_that_is_not_finite_is_not_hidden(self, kind, value):
-        panels = Panels.pack([torch.ones(40, 8)]) if kind == "float32" else int8_panels(40, 8)[0]
+        panels = panels_of(kind, 40, 8)
         states = torch.ones(2, 8)
         states[1, 3] = value
         output = multiply(states, panels.product(None, 63))
@@ -132,12 +162,9 @@ class TestProducts:
         bias = torch.randn(40)
         assert torch.equal(multiply(torch.zeros(2, 8), panels.product(bias, 63))[1], bias)
 
-    @pytest.mark.parametrize("kind", ["float32", "int8"])
+    @pytest.mark.parametrize("kind", KINDS)
     def test_a_row_depends_neither_on_others_nor_on_threads(self, kind, with_threads):
-        states = torch.randn(19, 64)
-        panels = (
-            Panels.pack([torch.randn(100, 64)]) if kind == "float32" else int8_panels(100, 64)[0]
-        )
+        states, panels = torch.randn(19, 64), panels_of(kind, 100, 64)
         bias = torch.randn(100)
         product = panels.product(bias, 63)
         outputs = [with_threads(number, lambda: multiply(states, product)) for number in (1, 2, 3)]
@@ -151,12 +178,18 @@ class TestPanels:
 
     SIZES = (1, 40, 150)  # outputs of layers, which share panels
 
-    @pytest.fixture(params=[("float32", 5), ("float32", 50), ("int8", 4), ("int8", 84)], ids=str)
+    @pytest.fixture(
+        params=[
+            *(("float32", 5), ("float32", 50), ("bfloat16", 6), ("bfloat16", 66)),
+            *(("int8", 4), ("int8", 84)),
+        ],
+        ids=str,
+    )
     def weights(self, request):
         kind, inputs = request.param
         weights = [torch.randn(outputs, inputs) for outputs in self.SIZES]
-        if kind == "float32":
-            return weights, None
+        if kind != "int8":
+            return [weight.to(getattr(torch, kind)) for weight in weights], None
         values, scales = zip(*map(round_weight, weights), strict=True)
         return list(values), torch.cat(scales)
 
@@ -499,9 +532,23 @@ class TestDecoder:
         assert torch.equal(sequences, expected)
         torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
 
-    @pytest.mark.parametrize("kind", ["float32", "int8"])
+    @pytest.mark.parametrize("changes", [{}, {"norm_position": "pre"}], ids=str)
+    def test_bfloat16_is_nearer_to_float32_than_torch(self, changes, monkeypatch, runs):
+        model = model_with(**changes).bfloat16()
+        call = {"num_beams": 4, "max_new_tokens": 2}
+        _, scores = translate(model, **call)
+        assert runs == [1] + [3] * 2
+        without_kernels(monkeypatch)
+        _, of_torch = translate(model, **call)
+        _, exact = translate(model.float(), **call)
+        torch.testing.assert_close(scores, exact, rtol=1e-2, atol=1e-2)
+        assert (scores - exact).abs().mean() < (of_torch - exact).abs().mean()
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_answers_depend_neither_on_threads_nor_on_the_batch(self, kind, tmp_path, with_threads):
         model = model_with(encoder_layers=2)
+        if kind == "bfloat16":
+            model = model.bfloat16()
         if kind == "int8":
             model.save_pretrained(tmp_path)
             model = VaswaniForConditionalGeneration.from_pretrained(
@@ -768,6 +815,7 @@ class TestCompilation:
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
             assert self.load() is not None
             code.append(self.disassembled(home))
-        assert "tdpbusd" in code[0]
-        assert "tdpbusd" not in code[1]
+        for instruction in ("tdpbusd", "tdpbf16ps", "vdpbf16ps"):
+            assert instruction in code[0]
+            assert instruction not in code[1]
         assert "%zmm" in code[1]
