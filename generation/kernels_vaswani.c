@@ -85,7 +85,7 @@ EXPORT void let_threads_sleep(int threads)
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 typedef __m512i vector;
 typedef __m512 floats;
-enum { ROWS_AT_ONCE = 8, INT8_ROWS_AT_ONCE = 8 };
+enum { ROWS_AT_ONCE = 12, INT8_ROWS_AT_ONCE = 12 };
 #define dot(sum, states, weight) _mm512_dpbusd_epi32(sum, states, weight)
 #define in_all_lanes(number) _mm512_set1_epi32(number)
 #define multiply_add(left, right, sum) _mm512_fmadd_ps(left, right, sum)
@@ -173,14 +173,14 @@ INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, con
                           int32_t *sums)
 {
     vector left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++)
         left[row] = right[row] = in_all_lanes(0);
     for (int64_t first = 0; first < in; first += 4) {
         const vector *weight = (const vector *)(panel + first * PANEL);
         fetch(weight);
         const vector weight_left = weight[0], weight_right = weight[1];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
             int32_t four;
             memcpy(&four, states + row * in + first, 4);
@@ -189,7 +189,7 @@ INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, con
             right[row] = dot(right[row], state, weight_right);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
         ((vector *)(sums + row * PANEL))[0] = left[row];
         ((vector *)(sums + row * PANEL))[1] = right[row];
@@ -201,21 +201,21 @@ INLINE void multiply_float_rows(const int rows, const float *states, int64_t in,
                                 float *sums)
 {
     floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++)
         left[row] = right[row] = float_in_all_lanes(0);
     for (int64_t i = 0; i < in; i++) {
         const floats *weight = (const floats *)(panel + i * PANEL);
         fetch(weight);
         const floats weight_left = weight[0], weight_right = weight[1];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
             const floats state = float_in_all_lanes(states[row * in + i]);
             left[row] = multiply_add(state, weight_left, left[row]);
             right[row] = multiply_add(state, weight_right, right[row]);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
         ((floats *)(sums + row * PANEL))[0] = left[row];
         ((floats *)(sums + row * PANEL))[1] = right[row];
@@ -227,14 +227,14 @@ INLINE void multiply_half_rows(const int rows, const uint16_t *states, int64_t i
                                const uint16_t *panel, float *sums)
 {
     floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++)
         left[row] = right[row] = float_in_all_lanes(0);
     for (int64_t first = 0; first < in; first += 2) {
         const vector *weight = (const vector *)(panel + first * PANEL);
         fetch(weight);
         const vector weight_left = weight[0], weight_right = weight[1];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
             int32_t two;
             memcpy(&two, states + row * in + first, 4);
@@ -243,7 +243,7 @@ INLINE void multiply_half_rows(const int rows, const uint16_t *states, int64_t i
             right[row] = dot_halves(right[row], state, weight_right);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int row = 0; row < rows; row++) {
         ((floats *)(sums + row * PANEL))[0] = left[row];
         ((floats *)(sums + row * PANEL))[1] = right[row];
@@ -261,6 +261,10 @@ INLINE void multiply_half_rows(const int rows, const uint16_t *states, int64_t i
     case 6: function(6 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
     case 7: function(7 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
     case 8: function(8 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 9: function(9 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 10: function(10 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
+    case 11: function(11 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
+    case 12: function(12 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
     }
 
 // Round a row of states to integers from -largest to largest, and add `zero`. Returns their scale,
@@ -351,7 +355,7 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
 // Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 16 outputs.
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) &&                     \
     defined(__AVX512VNNI__) && !defined(NO_TILES)
-enum { TILE_BYTES = 64 };
+enum { TILE_BYTES = 64, FEW_ROWS = 8 };
 
 static int has_tiles;
 
@@ -374,7 +378,7 @@ static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes
         uint8_t rows[16];
     } sizes = {.palette = 1};
     const int tile = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
-    if (!has_tiles || (by->sums && rows <= INT8_ROWS_AT_ONCE) || row_bytes % TILE_BYTES != 0)
+    if (!has_tiles || (by->sums && rows <= FEW_ROWS) || row_bytes % TILE_BYTES != 0)
         return 0;
     for (int i = 0; i < 8; i++) { // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
         sizes.bytes[i] = TILE_BYTES;
