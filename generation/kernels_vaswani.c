@@ -127,7 +127,7 @@ INLINE float sum_of_lanes(floats lanes)
 #error "the fingerprints of weights need AES"
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512VNNI__)
 #define dot_halves(sum, states, weight) _mm512_dpbf16_ps(sum, (__m512bh)(states), (__m512bh)(weight))
 #else
 INLINE floats dot_halves(floats sum, vector states, vector weight)
@@ -378,8 +378,9 @@ static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes
         uint8_t rows[16];
     } sizes = {.palette = 1};
     const int tile = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
-    if (!has_tiles || (by->sums && rows <= FEW_ROWS) || row_bytes % TILE_BYTES != 0)
-        return 0;
+    const int few = by->sums ? FEW_ROWS : 0;
+    if (!has_tiles || rows <= few || row_bytes % TILE_BYTES != 0)
+        return 0; // tiles without rows would be an error
     for (int i = 0; i < 8; i++) { // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
         sizes.bytes[i] = TILE_BYTES;
         sizes.rows[i] = (uint8_t)(i < 6 ? tile : TILE_ROWS);
@@ -636,7 +637,7 @@ INLINE void transpose(__m256 tile[8])
 }
 
 // Copy rows of a weight (rows, words) to panels (out / PANEL, words, PANEL), from output `first` on.
-// A word is a float, or four int8.
+// A word is a float, two bfloat16 or four int8.
 EXPORT void pack_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
                       int64_t first, int threads)
 {
@@ -686,7 +687,7 @@ INLINE void mix(struct digest *digest, const char *bytes)
 INLINE struct digest digest_of(const char *bytes, int64_t count)
 {
     enum { AHEAD = 1 << 12 }; // bytes
-    struct digest digest = {0};
+    struct digest digest = {{_mm_set_epi64x(0, count)}};
     int64_t i = 0;
     for (; i + DIGEST_BYTES <= count; i += DIGEST_BYTES) {
         for (int64_t line = 0; line < DIGEST_BYTES; line += 64)
@@ -701,8 +702,8 @@ INLINE struct digest digest_of(const char *bytes, int64_t count)
 
 // Write the fingerprint (parts, DIGEST_BYTES) of a weight, or return whether it differs.
 //
-// A round of AES maps digests one to one, so a change of one block always shows. Changes of several
-// blocks show unless they cancel, which takes a coincidence of 128 bits.
+// A change of one block always shows, because a round of AES maps digests one to one. A later change
+// in the same lane hides it only if all of its bytes, at least 4, have the values that cancel it.
 INLINE int visit_parts(const int writes, const char *weight, int64_t count, char *digests,
                        int threads)
 {

@@ -77,8 +77,8 @@ def library() -> Any:
     # On Linux, GCC's OpenMP is the one of torch, so that both share their threads.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        return None  # the kernels need AVX2
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or " aes" not in _cpu():
+        return None  # the kernels need AVX2 and AES
     flags = [*_FLAGS, *_forbidden_instructions()]
     text = _SOURCE.read_bytes() + " ".join(flags).encode() + _cpu().encode()
     name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -388,7 +388,7 @@ def _plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fingerprint(weight: torch.Tensor) -> torch.Tensor:
-    """Return digests of a weight, which differ if its bytes differ."""
+    """Return digests of a weight. Other bytes almost surely have other digests."""
     digests = torch.empty(_parts(weight), _DIGEST, dtype=torch.uint8, device="cpu")
     places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
     library().take_fingerprint(*places, torch.get_num_threads())

@@ -157,6 +157,11 @@ class TestProducts:
         assert output[0].isfinite().all()
         assert not output[1].isfinite().any()
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_no_rows_have_no_products(self, kind):
+        product = panels_of(kind, 40, 64).product(None, 63)
+        assert multiply(torch.randn(0, 64), product).shape == (0, 40)
+
     def test_a_row_of_zeros_gives_the_bias(self):
         panels, _, _ = int8_panels(40, 8)
         bias = torch.randn(40)
@@ -249,6 +254,21 @@ class TestPanels:
         assert with_threads(3, lambda: panels.holds([weight]))
         weight[1999, 95] += 1
         assert not with_threads(3, lambda: panels.holds([weight]))
+
+    @pytest.mark.parametrize("bytes_apart", [16, 128, 2**16], ids=["lane", "block", "part"])
+    def test_exchanged_blocks_are_seen(self, bytes_apart):
+        weight = torch.randn(1200, 32)
+        panels = Panels.pack([weight])
+        assert panels.holds([weight])
+        blocks = weight.view(-1, 4)  # of 16 bytes
+        places = [8, 8 + bytes_apart // 16]
+        blocks[places] = blocks[places[::-1]]
+        assert not panels.holds([weight])
+
+    def test_rows_of_zeros_belong_to_a_layer(self):
+        left, right, zeros = torch.randn(2000, 16), torch.randn(40, 16), torch.zeros(1, 16)
+        panels = Panels.pack([left, torch.cat((right, zeros))])
+        assert not panels.holds([torch.cat((left, zeros)), right])
 
 
 @compiled
@@ -484,7 +504,7 @@ def runs(monkeypatch):
 
 
 def without_kernels(monkeypatch):
-    for name in ("compiled", "search"):
+    for name in ("compiled", "continuations", "search"):
         monkeypatch.setattr(f"vaswani.generation.{name}_vaswani.compute", lambda *tensors: False)
     for name in ("compiled", "int8", "linear"):
         monkeypatch.setattr(f"vaswani.generation.{name}_vaswani.library", lambda: None)
@@ -669,6 +689,13 @@ class TestEncoder:
         mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
         found, _ = self.encode(model, torch.randint(4, 700, (2, 3)), mask)
         assert torch.equal(found.last_hidden_state[1], torch.zeros(3, 32))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_padding_alone_is_translated(self, dtype):
+        model = model_with().to(dtype)
+        source = torch.randint(4, 700, (2, 3))
+        call = {"attention_mask": torch.zeros_like(source), "num_beams": 2, "max_new_tokens": 4}
+        assert len(model.generate(source, **call)) == 2
 
     def test_more_outputs_come_from_the_encoder_itself(self):
         model = model_with()
