@@ -2,8 +2,8 @@
 
 The kernels compute what the layers compute: in float32, with weights in float32, bfloat16 or int8,
 with ReLU, and with LayerNorm after or before each sub-layer. Other layers run with torch's
-operators. In a bfloat16 model, states are rounded to bfloat16 only before each product and after the
-last layer.
+operators. In a bfloat16 model, states are rounded to bfloat16 before products and after the last
+layer, and nowhere else.
 
 Shapes: R rows of states, B sentences, K hypotheses of each, S source tokens, N positions in the
 cache, L layers, H heads, D = d_model.
