@@ -1,8 +1,8 @@
 """Compiled kernels of decoding on CPUs, as functions of states in float32.
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
-The kernels in `kernels_vaswani.c` make one pass where torch needs several operators. GCC compiles
-them for this CPU the first time that a model decodes, which takes about a second, and the Hugging
+The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles
+them for this CPU the first time that a model decodes, in a second or two, and the Hugging
 Face cache keeps the result. Where that is impossible, `library()` is None, and torch's operators
 compute the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
 
@@ -31,7 +31,7 @@ from huggingface_hub import constants
 from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
-_SOURCE = Path(__file__).with_suffix(".c")
+_FOLDER = Path(__file__).with_name("kernels")
 _FLAGS = [
     "-pthread",
     *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
@@ -47,7 +47,7 @@ _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 COMPUTED = (torch.float32, torch.bfloat16)  # dtypes of models whose states the kernels compute
-# Types in the C file. The kernels name them by letters.
+# Types in the C files. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 _TYPES: dict[str, Any] = {"p": _POINTER, "n": _COUNT, "f": _FLOAT, "i": _NUMBER}
 # The kernels and the types of their arguments.
@@ -72,15 +72,16 @@ logger = logging.get_logger(__name__)
 @functools.cache
 def library() -> Any:
     """Compile and load the kernels. Return None if they are turned off or cannot run here."""
-    if os.environ.get("VASWANI_KERNELS") == "0" or not _SOURCE.is_file():
-        return None  # a folder of remote code has no C file
+    if os.environ.get("VASWANI_KERNELS") == "0" or not _FOLDER.is_dir():
+        return None  # remote code has no C files
     # On Linux, GCC's OpenMP is the one of torch, so that both share their threads.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or " aes" not in _cpu():
         return None  # the kernels need AVX2 and AES
     flags = [*_FLAGS, *_forbidden_instructions()]
-    text = _SOURCE.read_bytes() + " ".join(flags).encode() + _cpu().encode()
+    files = sorted(_FOLDER.glob("*.[ch]"))
+    text = b"".join(file.read_bytes() for file in files) + " ".join([*flags, _cpu()]).encode()
     name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
     cached = Path(constants.HF_HOME) / "vaswani" / name
     if _is_safe(cached):
@@ -91,7 +92,8 @@ def library() -> Any:
     try:
         with tempfile.TemporaryDirectory(prefix="vaswani-") as scratch:
             compiled = Path(scratch) / name
-            command = ["gcc", *flags, "-o", str(compiled), str(_SOURCE), "-lm"]
+            sources = [str(file) for file in files if file.suffix == ".c"]
+            command = ["gcc", *flags, "-o", str(compiled), *sources, "-lm"]
             options: dict[str, Any] = {"capture_output": True, "errors": "replace"}
             subprocess.run(command, check=True, timeout=_TIMEOUT, **options)
             _keep(compiled, cached)

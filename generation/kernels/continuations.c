@@ -1,0 +1,134 @@
+// The best next tokens of hypotheses, with one pass over their logits.
+//
+// Shapes: R rows of logits, B sentences, K hypotheses of each, V entries of the vocabulary, C
+// candidates of a sentence.
+
+#include "instructions.h"
+
+INLINE float sum_of_exponentials(const float *values, int64_t count, float highest)
+{
+    float total = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += exponential(values[i] - highest);
+    return total;
+}
+
+// Compute the log-sum-exp of each row of logits (R, V), and the maximum of each block: (R, V / block).
+EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocabulary,
+                                int64_t block, float *log_sums, float *maxima, int threads)
+{
+    const int64_t blocks = vocabulary / block;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *values = logits + row * vocabulary;
+        float so_far = -3e38f; // the highest logit of the blocks so far
+        double total = 0;      // of e^(logit - so_far)
+        for (int64_t i = 0; i <= blocks; i++) {
+            const int64_t width = i < blocks ? block : vocabulary - blocks * block;
+            const float highest = maximum(values + i * block, width);
+            if (i < blocks)
+                maxima[row * blocks + i] = highest;
+            if (width == 0 || highest <= -3e38f)
+                continue;
+            if (highest > so_far) {
+                total *= __builtin_exp((double)so_far - highest);
+                so_far = highest;
+            }
+            total += __builtin_exp((double)highest - so_far) *
+                     sum_of_exponentials(values + i * block, width, highest);
+        }
+        log_sums[row] = (float)(so_far + __builtin_log(total));
+    }
+}
+
+// Find the first of the best tokens of each row of logits (R, V): (R,).
+EXPORT void best_tokens(const float *logits, int64_t rows, int64_t vocabulary, int64_t *tokens,
+                        int threads)
+{
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *values = logits + row * vocabulary;
+        const float highest = maximum(values, vocabulary);
+        tokens[row] = 0; // if all logits are -inf
+        for (int64_t token = 0; token < vocabulary; token++)
+            if (values[token] == highest) {
+                tokens[row] = token;
+                break;
+            }
+    }
+}
+
+// Insert a score into a list of the best, best first. Equal scores keep their order.
+INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count, float *scores,
+                   int64_t *hypotheses, int64_t *tokens)
+{
+    int64_t place = count - 1;
+    for (; place > 0 && scores[place - 1] < score; place--) {
+        scores[place] = scores[place - 1];
+        hypotheses[place] = hypotheses[place - 1];
+        tokens[place] = tokens[place - 1];
+    }
+    scores[place] = score;
+    hypotheses[place] = hypothesis;
+    tokens[place] = token;
+}
+
+// Find the C best continuations of each sentence, best first: (B, C) each.
+//
+// log_sums: (R,) of the logits. maxima: (R, V / block). running: (B * K) log-probabilities of the
+// hypotheses. places: (B * K) the row of logits of each hypothesis, or -1 if it has none; without
+// places, every hypothesis has its own row. A list that cannot be filled ends with `nothing`, the
+// least of all scores. The C best lie in the C blocks with the best maxima, or after the last whole
+// block.
+EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t block,
+                            const float *log_sums, const float *maxima, const float *running,
+                            const int64_t *places, int64_t sentences, int64_t beams, int64_t count,
+                            float nothing, float *scores, int64_t *hypotheses, int64_t *tokens,
+                            int threads)
+{
+    const int64_t blocks = vocabulary / block;
+#pragma omp parallel for schedule(static) num_threads(threads) if (sentences > 1)
+    for (int64_t sentence = 0; sentence < sentences; sentence++) {
+        float best_scores[count];
+        int64_t best_of[count], best_blocks[count]; // hypotheses and blocks, by their maxima
+        float *own = scores + sentence * count;
+        int64_t *own_hypotheses = hypotheses + sentence * count, *own_tokens = tokens + sentence * count;
+        for (int64_t i = 0; i < count; i++) {
+            best_scores[i] = own[i] = nothing;
+            best_of[i] = best_blocks[i] = -1;
+            own_hypotheses[i] = own_tokens[i] = 0;
+        }
+        for (int64_t k = 0; k < beams; k++) {
+            const int64_t hypothesis = sentence * beams + k;
+            const int64_t row = places ? places[hypothesis] : hypothesis;
+            if (row < 0)
+                continue;
+            const float offset = running[hypothesis] - log_sums[row];
+            const float *values = logits + row * vocabulary;
+            for (int64_t i = 0; i < blocks; i++) {
+                const float score = maxima[row * blocks + i] + offset;
+                if (score > best_scores[count - 1])
+                    insert(score, k, i, count, best_scores, best_of, best_blocks);
+            }
+            for (int64_t token = blocks * block; token < vocabulary; token++) {
+                const float score = values[token] + offset;
+                if (score > own[count - 1])
+                    insert(score, k, token, count, own, own_hypotheses, own_tokens);
+            }
+        }
+        for (int64_t i = 0; i < count && best_of[i] >= 0; i++) {
+            const int64_t hypothesis = sentence * beams + best_of[i];
+            const int64_t row = places ? places[hypothesis] : hypothesis;
+            const float offset = running[hypothesis] - log_sums[row];
+            const int64_t first = best_blocks[i] * block;
+            const float *values = logits + row * vocabulary + first;
+            if (best_scores[i] <= own[count - 1])
+                break;
+            for (int64_t j = 0; j < block; j++) {
+                const float score = values[j] + offset;
+                if (score > own[count - 1])
+                    insert(score, best_of[i], first + j, count, own, own_hypotheses, own_tokens);
+            }
+        }
+    }
+}

@@ -1,0 +1,55 @@
+// Bias, scale and ReLU of a product: what makes sums its outputs.
+
+#pragma once
+#include "instructions.h"
+#include "products.h"
+
+// How the sums of a panel become outputs.
+struct finish {
+    int32_t zeros[PANEL]; // what the `zero` of the states adds to sums of integers
+    float scale[PANEL], bias[PANEL];
+    float least; // 0 for ReLU
+    int64_t out, width; // outputs of the layer, and of this panel without those that fill it up
+};
+
+INLINE struct finish prepare_finish(const struct product *by, int64_t start)
+{
+    struct finish finish = {.least = by->relu ? 0 : -__builtin_inff(), .out = by->out};
+    finish.width = by->out - start < PANEL ? by->out - start : PANEL;
+    if (by->bias)
+        memcpy(finish.bias, by->bias + start, (size_t)finish.width * sizeof(float));
+    for (int i = 0; i < PANEL && by->sums; i++) {
+        finish.zeros[i] = (by->largest + 1) * by->sums[start + i];
+        finish.scale[i] = by->scale[start + i];
+    }
+    return finish;
+}
+
+// Sums (rows, PANEL) of products: integers for int8, and otherwise floats.
+enum { TILE_ROWS = 16 };
+union sums {
+    int32_t integers[TILE_ROWS * PANEL];
+    float floats[TILE_ROWS * PANEL];
+} __attribute__((aligned(64)));
+
+// Finish sums, of integers for rows with `scales` or of floats, and write the outputs.
+INLINE void finish_rows(const struct finish *by, const int rows, const union sums *sums,
+                        const float *scales, float *output)
+{
+    for (int row = 0; row < rows; row++) {
+        float products[PANEL];
+        for (int i = 0; i < PANEL; i++) {
+            const int at = row * PANEL + i;
+            // The explicit operation keeps the order in which torch rounds.
+            const float product =
+                scales ? __builtin_fmaf((float)(sums->integers[at] - by->zeros[i]) * by->scale[i],
+                                        scales[row], by->bias[i])
+                       : sums->floats[at] + by->bias[i];
+            products[i] = product < by->least ? by->least : product;
+        }
+        if (by->width == PANEL)
+            memcpy(output + row * by->out, products, sizeof(products));
+        else
+            memcpy(output + row * by->out, products, (size_t)by->width * sizeof(float));
+    }
+}

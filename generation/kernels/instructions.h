@@ -1,0 +1,107 @@
+// Vectors of the CPU that the kernels are compiled for, and short functions of them.
+
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products, or two
+// bfloat16, of which `dot_halves` adds two products to a float. The sums of ROWS_AT_ONCE rows stay in
+// registers.
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+typedef __m512i vector;
+typedef __m512 floats;
+enum { ROWS_AT_ONCE = 12, INT8_ROWS_AT_ONCE = 12 };
+#define dot(sum, states, weight) _mm512_dpbusd_epi32(sum, states, weight)
+#define in_all_lanes(number) _mm512_set1_epi32(number)
+#define multiply_add(left, right, sum) _mm512_fmadd_ps(left, right, sum)
+#define float_in_all_lanes(number) _mm512_set1_ps(number)
+#define larger(left, right) _mm512_max_ps(left, right)
+#define sum_of_lanes(floats) _mm512_reduce_add_ps(floats)
+#define first_halves(words) _mm512_castsi512_ps(_mm512_slli_epi32(words, 16))
+#define second_halves(words) _mm512_castsi512_ps(_mm512_and_si512(words, in_all_lanes(~0xffff)))
+#elif defined(__AVX2__) && defined(__FMA__)
+typedef __m256i vector;
+typedef __m256 floats;
+enum { ROWS_AT_ONCE = 6 };
+#if defined(__AVXVNNI__)
+enum { INT8_ROWS_AT_ONCE = 6 };
+#define dot(sum, states, weight) _mm256_dpbusd_avx_epi32(sum, states, weight)
+#else
+enum { INT8_ROWS_AT_ONCE = 4 }; // products in 16 bits take registers too
+// Pairs of products are added in 16 bits first. States of 7 bits do not overflow there.
+#define dot(sum, states, weight)                                                                   \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(states, weight),                  \
+                                            _mm256_set1_epi16(1)))
+#endif
+#define in_all_lanes(number) _mm256_set1_epi32(number)
+#define multiply_add(left, right, sum) _mm256_fmadd_ps(left, right, sum)
+#define float_in_all_lanes(number) _mm256_set1_ps(number)
+#define larger(left, right) _mm256_max_ps(left, right)
+#define first_halves(words) _mm256_castsi256_ps(_mm256_slli_epi32(words, 16))
+#define second_halves(words) _mm256_castsi256_ps(_mm256_and_si256(words, in_all_lanes(~0xffff)))
+INLINE float sum_of_lanes(floats lanes)
+{
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+#else
+#error "the kernels need AVX2 and FMA"
+#endif
+#if !defined(__AES__)
+#error "the fingerprints of weights need AES"
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define dot_halves(sum, states, weight) _mm512_dpbf16_ps(sum, (__m512bh)(states), (__m512bh)(weight))
+#else
+INLINE floats dot_halves(floats sum, vector states, vector weight)
+{
+    sum = multiply_add(second_halves(states), second_halves(weight), sum);
+    return multiply_add(first_halves(states), first_halves(weight), sum);
+}
+#endif
+
+enum { LANES = sizeof(vector) / 4, PANEL = 2 * LANES };
+
+// e^x of x <= 0, to the last bit or two: 2^n e^r with |r| <= ln(2) / 2.
+INLINE float exponential(float x)
+{
+    x = x > -87 ? x : -87;
+    const float n = __builtin_rintf(x * 1.44269504f);
+    float r = __builtin_fmaf(n, -0.693359375f, x);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float power = 1.9875691500e-4f;
+    power = __builtin_fmaf(power, r, 1.3981999507e-3f);
+    power = __builtin_fmaf(power, r, 8.3334519073e-3f);
+    power = __builtin_fmaf(power, r, 4.1665795894e-2f);
+    power = __builtin_fmaf(power, r, 1.6666665459e-1f);
+    power = __builtin_fmaf(power, r, 5.0000001201e-1f);
+    power = __builtin_fmaf(power * r, r, r) + 1;
+    const int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return power * scale;
+}
+
+// The largest value, and at least -3e38.
+INLINE float maximum(const float *values, int64_t count)
+{
+    floats part, parts = float_in_all_lanes(-3e38f);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        memcpy(&part, values + i, sizeof(part));
+        parts = larger(part, parts);
+    }
+    float lanes[LANES], highest = -3e38f;
+    memcpy(lanes, &parts, sizeof(parts));
+    for (int lane = 0; lane < LANES; lane++)
+        highest = lanes[lane] > highest ? lanes[lane] : highest;
+    for (; i < count; i++)
+        highest = values[i] > highest ? values[i] : highest;
+    return highest;
+}

@@ -1,0 +1,210 @@
+// Products of states by the weights of linear layers, in float32, bfloat16 and int8.
+
+#define _DEFAULT_SOURCE
+#include "products.h"
+
+#include "finish.h"
+#include "instructions.h"
+#include "tiles.h"
+
+// Fetch weights that are used soon. Without this, a CPU waits for memory at each new page.
+INLINE void fetch(const void *weights)
+{
+    enum { AHEAD = 2048, LINE = 64 }; // bytes
+    for (int line = 0; line < 4 * PANEL; line += LINE)
+        __builtin_prefetch((const char *)weights + AHEAD + line);
+}
+
+// Multiply rows of states by a panel (in / 4, PANEL, 4) of weights: sums (rows, PANEL).
+INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, const int8_t *panel,
+                          int32_t *sums)
+{
+    vector left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+        left[row] = right[row] = in_all_lanes(0);
+    for (int64_t first = 0; first < in; first += 4) {
+        const vector *weight = (const vector *)(panel + first * PANEL);
+        fetch(weight);
+        const vector weight_left = weight[0], weight_right = weight[1];
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            int32_t four;
+            memcpy(&four, states + row * in + first, 4);
+            const vector state = in_all_lanes(four);
+            left[row] = dot(left[row], state, weight_left);
+            right[row] = dot(right[row], state, weight_right);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        ((vector *)(sums + row * PANEL))[0] = left[row];
+        ((vector *)(sums + row * PANEL))[1] = right[row];
+    }
+}
+
+// Multiply rows of states by a panel (in, PANEL) of float weights: sums (rows, PANEL).
+INLINE void multiply_float_rows(const int rows, const float *states, int64_t in, const float *panel,
+                                float *sums)
+{
+    floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+        left[row] = right[row] = float_in_all_lanes(0);
+    for (int64_t i = 0; i < in; i++) {
+        const floats *weight = (const floats *)(panel + i * PANEL);
+        fetch(weight);
+        const floats weight_left = weight[0], weight_right = weight[1];
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            const floats state = float_in_all_lanes(states[row * in + i]);
+            left[row] = multiply_add(state, weight_left, left[row]);
+            right[row] = multiply_add(state, weight_right, right[row]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        ((floats *)(sums + row * PANEL))[0] = left[row];
+        ((floats *)(sums + row * PANEL))[1] = right[row];
+    }
+}
+
+// Multiply rows of bfloat16 states by a panel (in / 2, PANEL, 2) of weights: sums (rows, PANEL).
+INLINE void multiply_half_rows(const int rows, const uint16_t *states, int64_t in,
+                               const uint16_t *panel, float *sums)
+{
+    floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+        left[row] = right[row] = float_in_all_lanes(0);
+    for (int64_t first = 0; first < in; first += 2) {
+        const vector *weight = (const vector *)(panel + first * PANEL);
+        fetch(weight);
+        const vector weight_left = weight[0], weight_right = weight[1];
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            int32_t two;
+            memcpy(&two, states + row * in + first, 4);
+            const vector state = in_all_lanes(two);
+            left[row] = dot_halves(left[row], state, weight_left);
+            right[row] = dot_halves(right[row], state, weight_right);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        ((floats *)(sums + row * PANEL))[0] = left[row];
+        ((floats *)(sums + row * PANEL))[1] = right[row];
+    }
+}
+
+// The number of rows must be known when this is compiled.
+#define FOR_EACH_NUMBER_OF_ROWS(function, rows, ...)                                               \
+    switch (rows) {                                                                                \
+    case 1: function(1, __VA_ARGS__); break;                                                       \
+    case 2: function(2, __VA_ARGS__); break;                                                       \
+    case 3: function(3, __VA_ARGS__); break;                                                       \
+    case 4: function(4, __VA_ARGS__); break;                                                       \
+    case 5: function(5 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 6: function(6 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 7: function(7 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 8: function(8 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 9: function(9 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                  \
+    case 10: function(10 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
+    case 11: function(11 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
+    case 12: function(12 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
+    }
+
+// Round a row of states to integers from -largest to largest, and add `zero`. Returns their scale,
+// which is NaN if a state is NaN or infinite.
+static float round_row(const float *states, int64_t in, float largest, int zero, uint8_t *rounded)
+{
+    const uint32_t infinity = 0x7f800000;
+    uint32_t bits, highest = 0; // bits of sizes are ordered as the sizes are, and NaN comes last
+    for (int64_t i = 0; i < in; i++) {
+        memcpy(&bits, states + i, 4);
+        bits &= 0x7fffffff;
+        highest = bits > highest ? bits : highest;
+    }
+    if (highest >= infinity) {
+        memset(rounded, zero, (size_t)in);
+        return __builtin_nanf("");
+    }
+    float size;
+    memcpy(&size, &highest, 4);
+    size = size > 1e-30f ? size : 1e-30f; // zeros must not be divided by zero
+    const float steps = largest / size;
+    for (int64_t i = 0; i < in; i++)
+        rounded[i] = (uint8_t)((int)__builtin_rintf(states[i] * steps) + zero);
+    return size;
+}
+
+// Round a row of states to bfloat16, ties to even.
+static void halve_row(const float *states, int64_t in, uint16_t *halves)
+{
+    for (int64_t i = 0; i < in; i++) {
+        uint32_t bits;
+        memcpy(&bits, states + i, 4);
+        const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        halves[i] = (uint16_t)(states[i] == states[i] ? nearest : 0x7fc0); // else NaN
+    }
+}
+
+// Multiply rows of states (R, in): output (R, out).
+void multiply(const struct product *by, const float *states, int64_t rows,
+              const struct rounded *memory, float *output)
+{
+    const int64_t in = by->in;
+    const int64_t weight_bytes = by->sums ? 1 : by->halves ? 2 : 4;
+    const int at_once = by->sums ? INT8_ROWS_AT_ONCE : ROWS_AT_ONCE;
+    const int rounds = by->sums || by->halves;
+    if (rounds) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            if (by->halves)
+                halve_row(states + row * in, in, (uint16_t *)memory->states + row * in);
+            else
+                memory->scales[row] =
+                    round_row(states + row * in, in, (float)by->largest, by->largest + 1,
+                              (uint8_t *)memory->states + row * in);
+        }
+    }
+    const int tile = rounds ? begin_tiles(by, rows, in * weight_bytes) : 0;
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < (by->out + PANEL - 1) / PANEL; panel++) {
+        const int64_t start = panel * PANEL;
+        const char *weight = (const char *)by->panels + start * in * weight_bytes;
+        const struct finish finish = prepare_finish(by, start);
+        if (tile && by->halves)
+            multiply_rows_in_tiles(1, tile, &finish, memory, rows, 2 * in, weight, output + start);
+        else if (tile)
+            multiply_rows_in_tiles(0, tile, &finish, memory, rows, in, weight, output + start);
+        for (int64_t first = 0; first < rows && !tile; first += at_once) {
+            const int count = rows - first < at_once ? (int)(rows - first) : at_once;
+            const float *scales = by->sums ? memory->scales + first : NULL;
+            union sums sums;
+            if (by->sums) {
+                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count,
+                                        (const uint8_t *)memory->states + first * in, in,
+                                        (const int8_t *)weight, sums.integers)
+            } else if (by->halves) {
+                FOR_EACH_NUMBER_OF_ROWS(multiply_half_rows, count,
+                                        (const uint16_t *)memory->states + first * in, in,
+                                        (const uint16_t *)weight, sums.floats)
+            } else {
+                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, states + first * in, in,
+                                        (const float *)weight, sums.floats)
+            }
+            finish_rows(&finish, count, &sums, scales, output + first * by->out + start);
+        }
+    }
+    if (tile)
+        end_tiles();
+}
+
+// Multiply rows of states (R, in) by a linear layer: output (R, out).
+EXPORT void multiply_states(const struct product *by, const float *states, int64_t rows,
+                            const struct rounded *memory, float *output, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    multiply(by, states, rows, memory, output);
+}

@@ -1,0 +1,28 @@
+// Products of states by the weights of linear layers, with bias and ReLU.
+//
+// A result for a row depends on that row alone: neither on other rows nor on the number of threads.
+
+#pragma once
+#include <stdint.h>
+
+// A linear layer, or several that read the same states. Panels of weights are filled up with zeros.
+struct product {
+    int64_t in, out;
+    const void *panels;  // (out / PANEL, in / k, PANEL, k): k is 4 in int8, 2 in bfloat16, 1 in float
+    // For int8 weights, of all outputs of the panels. NULL if the weights are no integers.
+    const int32_t *sums; // of each output's weights
+    const float *scale;  // divided by `largest`
+    const float *bias;   // (out,) or NULL
+    int32_t largest;     // states are rounded to integers from -largest to largest
+    int32_t relu, halves; // halves: the weights are bfloat16, and states are rounded to it
+};
+
+// Memory for rounded rows of states (R, in), and for the scale of each row (R,).
+struct rounded {
+    void *states; // bytes, or bfloat16 as uint16_t
+    float *scales;
+};
+
+// Multiply rows of states (R, in): output (R, out). All threads of a parallel region call this.
+void multiply(const struct product *by, const float *states, int64_t rows,
+              const struct rounded *memory, float *output);
