@@ -143,20 +143,20 @@ def test_every_setting_of_a_run_stands_in_its_recipe(name):
     assert {"bf16", "seed", "save-steps", "eval-steps", "average", "bleu-tokenize"} <= stated
 
 
-def test_r_drop_goes_on_from_multi30k_tiny_and_its_settings_stand_in_its_recipe():
-    path = RECIPES / "multi30k-tiny-r-drop.yaml"
-    first, more = (recipe_of(name) for name in ("multi30k-tiny", path.stem))
+@pytest.mark.parametrize(("name", "alpha"), [("multi30k-tiny", 2), ("multi30k-packed", 3)])
+def test_r_drop_goes_on_from_a_model_and_its_settings_stand_in_its_recipe(name, alpha):
+    path = RECIPES / f"{name}-r-drop.yaml"
+    first, more = recipe_of(name), recipe_of(path.stem)
     assert more.model == first.output
-    assert (first.r_drop, more.r_drop) == (0, 2)
+    assert (first.r_drop, more.r_drop) == (0, alpha)
     same = ("train", "valid", "test", "trainer", "generation", "beams", "bleu_tokenize", "average")
-    for name in (*same, "seed", "bf16", "scheduler"):
-        assert getattr(more, name) == getattr(first, name), name
+    for setting in (*same, "seed", "bf16", "scheduler", "batching"):
+        assert getattr(more, setting) == getattr(first, setting), setting
     stated = set(re.findall(r"^([\w-]+):", path.read_text(), re.M))
     assert {"max-source-tokens", "accumulate", "steps", "warmup", "learning-rate"} <= stated
     assert {"save-steps", "eval-steps", "output"} | set(same) - {"bleu_tokenize"} <= stated
     assert re.findall(r"^#   (vaswani .*)$", path.read_text(), re.M) == [
-        f"vaswani train --recipe examples/recipes/{name}.yaml"
-        for name in ("multi30k-tiny", path.stem)
+        f"vaswani train --recipe examples/recipes/{recipe}.yaml" for recipe in (name, path.stem)
     ]
 
 
