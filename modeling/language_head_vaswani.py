@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .loss_vaswani import chunked_cross_entropy
+from .loss_vaswani import chunked_cross_entropy, divergence
 
 
 class LanguageHead:
@@ -26,6 +26,7 @@ class LanguageHead:
         num_items_in_batch: torch.Tensor | int | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
+        r_drop: float | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return logits and loss. Skipped logits are None, and so is the loss without labels.
 
@@ -36,6 +37,7 @@ class LanguageHead:
             logits_to_keep: number of last positions that get logits, or their list; 0 means all.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+            r_drop: weight of the divergence of two passes, as in `compute_loss`.
         """
         if skip_logits is None:
             skip_logits = self.training and self._has_whole_head()
@@ -46,7 +48,7 @@ class LanguageHead:
             )
             logits = self.lm_head(hidden_states[:, kept])  # (B, T or number of kept positions, V)
         if labels is not None:
-            loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch)
+            loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch, r_drop)
         return logits, loss
 
     def _has_whole_head(self) -> bool:
@@ -61,6 +63,7 @@ class LanguageHead:
         logits: torch.Tensor | None,
         labels: torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None = None,
+        r_drop: float | None = None,
     ) -> torch.Tensor:
         """Return the mean label-smoothed cross-entropy of real target tokens (5.4).
 
@@ -68,6 +71,10 @@ class LanguageHead:
         processes, it passes the update's number of target tokens as `num_items_in_batch`. Gradients
         then do not depend on the split. Without `logits` (B, T, V), the loss computes them in
         chunks, for real tokens only.
+
+        With `r_drop`, the second half of the batch repeats the first with other dropout. The mean
+        then gains `r_drop` / 4 times the divergence KL(p, q) + KL(q, p) of their predictions, which
+        makes it half of equation 4 of Liang et al. (2021).
 
         Raises:
             ValueError: a label is neither -100 nor an entry of the target vocabulary.
@@ -83,7 +90,7 @@ class LanguageHead:
         epsilon = self.config.label_smoothing if self.training else 0.0
         if logits is None:
             total = chunked_cross_entropy(
-                hidden_states, self.lm_head.weight, labels, epsilon, self.lm_head.bias
+                hidden_states, self.lm_head.weight, labels, epsilon, self.lm_head.bias, r_drop
             )
         else:
             total = F.cross_entropy(
@@ -93,6 +100,8 @@ class LanguageHead:
                 reduction="sum",
                 label_smoothing=epsilon,
             )
+            if r_drop is not None:
+                total = total + r_drop / 2 * divergence(logits, labels.to(logits.device))
         if num_items_in_batch is None:
             num_items_in_batch = (labels != -100).sum()
         return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)

@@ -1,6 +1,9 @@
 """Label-smoothed cross-entropy (section 5.4) that never holds the logits of a whole batch.
 
-Shapes: N target tokens, D = d_model, V entries of the target vocabulary, C tokens of a chunk.
+R-Drop (Liang et al., 2021) adds the divergence of two passes with dropout over the same tokens.
+
+Shapes: N target tokens, P passes over them (1, or 2 for R-Drop), D = d_model, V entries of the
+target vocabulary, C tokens of a chunk.
 """
 
 import re
@@ -22,21 +25,41 @@ def chunked_cross_entropy(
     targets: torch.Tensor,
     epsilon: float,
     bias: torch.Tensor | None = None,
+    r_drop: float | None = None,
 ) -> torch.Tensor:
-    """Sum the loss of `targets` (...) after `hidden_states` (..., D), without targets of -100."""
+    """Sum the loss of `targets` (...) after `hidden_states` (..., D), without targets of -100.
+
+    With `r_drop`, both halves have the same targets, and the sum gains `r_drop` / 2 times the
+    divergence of the halves' predictions p and q, KL(p, q) + KL(q, p).
+    """
     if torch.compiler.is_compiling():
         dtype = _product_dtype(hidden_states)
-        return _loss_operator(hidden_states, weight, targets, epsilon, bias, dtype)[0]
+        return _loss_operator(hidden_states, weight, targets, epsilon, bias, r_drop, dtype)[0]
     real = targets != -100
-    return ChunkedCrossEntropy.apply(hidden_states[real], weight, targets[real], epsilon, bias)
+    return ChunkedCrossEntropy.apply(
+        hidden_states[real], weight, targets[real], epsilon, bias, r_drop
+    )
+
+
+def divergence(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum KL(p, q) + KL(q, p) of the predictions of two passes, without targets of -100.
+
+    Logits (..., V) and targets (...) have the first pass in their first half.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    log_p, log_q = logits[targets != -100].to(exact).log_softmax(dim=-1).chunk(2)
+    return ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Sum over tokens of (1 - eps) * nll(target) + eps * mean over the vocabulary of nll.
 
+    R-Drop adds `r_drop` / 2 times the divergence of two passes.
+
     Logits exist for one chunk of tokens at a time. The forward pass therefore computes the
-    gradients too: softmax(logits) minus the smoothed target. The backward pass only scales them.
-    Products have the dtype of autocast or of the hidden states; sums have at least float32.
+    gradients too, without R-Drop softmax(logits) minus the smoothed target. The backward pass only
+    scales them. Products have the dtype of autocast or of the hidden states; sums have at least
+    float32.
     """
 
     @staticmethod
@@ -47,13 +70,15 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         epsilon: float,
         bias: torch.Tensor | None = None,
+        r_drop: float | None = None,
     ) -> torch.Tensor:
-        """Compute the loss of `targets` (N,) after `hidden_states` (N, D).
+        """Compute the loss of `targets` (P * N,) after `hidden_states` (P * N, D).
 
         Logits are `hidden_states` times `weight` (V, D), plus `bias` (V,) if there is one.
         """
+        dtype = _product_dtype(hidden_states)
         total, *gradients = _loss_and_gradients(
-            hidden_states, weight, targets, epsilon, bias, _product_dtype(hidden_states)
+            hidden_states, weight, targets, epsilon, bias, r_drop, dtype
         )
         ctx.save_for_backward(*gradients)
         return total
@@ -62,7 +87,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Scale the gradients that the forward pass computed."""
         states, weight, bias = _scaled(ctx.saved_tensors, scale)
-        return states, weight, None, None, bias
+        return states, weight, None, None, bias, None
 
 
 def _scaled(gradients: tuple[Any, ...], scale: torch.Tensor) -> list[torch.Tensor | None]:
@@ -88,9 +113,12 @@ def _loss_and_gradients(
     targets: torch.Tensor,
     epsilon: float,
     bias: torch.Tensor | None,
+    r_drop: float | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the summed loss, and the gradients of hidden states, weight and bias."""
+    passes = 1 if r_drop is None else 2
+    hidden_states, targets = hidden_states.unflatten(0, (passes, -1)), targets.chunk(passes)[0]
     device, exact = hidden_states.device, torch.promote_types(hidden_states.dtype, torch.float32)
     total = torch.zeros((), dtype=exact, device=device)
     hidden_gradient = torch.empty_like(hidden_states)
@@ -98,17 +126,23 @@ def _loss_and_gradients(
     bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=exact)
     with torch.autocast(device.type, enabled=False):
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
-        rows = _rows_of_chunk(matrix)
+        size = max(_rows_of_chunk(matrix) // passes, 1)
         # Chunks share their buffers, because the first use of new memory takes time.
-        buffer = states.new_empty(min(rows, len(targets)), len(weight))
+        buffer = states.new_empty(passes * min(size, len(targets)), len(weight))
         product = None if dtype == exact else torch.empty_like(matrix)
-        for chunk in _slices(len(targets), rows):
-            inputs = states[chunk]
-            logits = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])  # (C, V)
+        for chunk in _slices(len(targets), size):
+            inputs = states[:, chunk].flatten(0, 1)
+            logits = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])  # (P * C, V)
             if bias is not None:
                 logits += bias.to(dtype)
-            total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
-            hidden_gradient[chunk] = logits @ matrix
+            if r_drop is None:
+                total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
+            else:
+                both = logits.chunk(2)
+                total += _loss_and_gradient_of_two(
+                    *both, targets[chunk, None], epsilon, r_drop, exact
+                )
+            hidden_gradient[:, chunk] = (logits @ matrix).unflatten(0, (passes, -1))
             if product is None:
                 weight_gradient.addmm_(logits.t(), inputs)
             else:
@@ -117,7 +151,7 @@ def _loss_and_gradients(
                 bias_gradient += logits.sum(dim=0, dtype=exact)
     if bias is not None and bias_gradient is not None:
         bias_gradient = bias_gradient.to(bias.dtype)
-    return total, hidden_gradient, weight_gradient.to(weight.dtype), bias_gradient
+    return total, hidden_gradient.flatten(0, 1), weight_gradient.to(weight.dtype), bias_gradient
 
 
 def _rows_of_chunk(matrix: torch.Tensor) -> int:
@@ -143,12 +177,13 @@ def _loss_operator(
     targets: torch.Tensor,
     epsilon: float,
     bias: torch.Tensor | None,
+    r_drop: float | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the loss and its gradients; without a bias, the last one has no elements."""
     real = targets != -100
     total, of_real_tokens, weight_gradient, bias_gradient = _loss_and_gradients(
-        hidden_states[real], weight, targets[real], epsilon, bias, dtype
+        hidden_states[real], weight, targets[real], epsilon, bias, r_drop, dtype
     )
     hidden_gradient = torch.zeros_like(hidden_states)
     hidden_gradient[real] = of_real_tokens
@@ -159,7 +194,12 @@ def _loss_operator(
 
 @_loss_operator.register_fake
 def _outputs_of_loss_operator(
-    hidden_states: torch.Tensor, weight: torch.Tensor, targets: Any, epsilon: Any, bias: Any, _: Any
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: Any,
+    epsilon: Any,
+    bias: Any,
+    *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     exact = torch.promote_types(hidden_states.dtype, torch.float32)
     return (
@@ -178,7 +218,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
 
 def _scale_gradients(ctx: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     states, weight, bias = _scaled(ctx.saved_tensors, scale)
-    return states, weight, None, None, bias if ctx.has_bias else None, None
+    return states, weight, None, None, bias if ctx.has_bias else None, None, None
 
 
 _loss_operator.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -200,6 +240,38 @@ def _loss_and_gradient(
         chances.sub_(epsilon / vocab_size)
         chances.scatter_add_(1, gold, chances.new_full(gold.shape, epsilon - 1))
         logits[part] = chances
+    return total
+
+
+def _loss_and_gradient_of_two(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    targets: torch.Tensor,
+    epsilon: float,
+    r_drop: float,
+    exact: torch.dtype,
+) -> torch.Tensor:
+    """Sum the loss of R-Drop, and replace the logits (C, V) of both passes by their gradients."""
+    total = torch.zeros((), dtype=exact, device=first.device)
+    tokens, vocab_size = first.shape
+    weight = r_drop / 2
+    for part in _slices(tokens, _IN_CACHE // vocab_size if first.is_cpu else -(-tokens // 4)):
+        gold = targets[part]
+        log_p, log_q = (side[part].to(exact).log_softmax(dim=-1) for side in (first, second))
+        for log_chances in (log_p, log_q):
+            at_target, at_average = log_chances.gather(1, gold), log_chances.mean(dim=-1)
+            total -= (1 - epsilon) * at_target.sum() + epsilon * at_average.sum()
+        ratio = log_p - log_q
+        p, q = log_p.exp_(), log_q.exp_()
+        for side, chances, others, sign in ((first, p, q, 1), (second, q, p, -1)):
+            kl = sign * (chances * ratio).sum(dim=-1, keepdim=True)  # of `chances` to `others`
+            total += weight * kl.sum()
+            # The gradient of KL(p, q) by the logits of p is p * (ratio - KL(p, q)), and that of
+            # KL(q, p) is p - q.
+            slope = torch.add(1 + weight * (1 - kl), ratio, alpha=sign * weight).mul_(chances)
+            slope.sub_(others, alpha=weight).sub_(epsilon / vocab_size)
+            slope.scatter_add_(1, gold, slope.new_full(gold.shape, epsilon - 1))
+            side[part] = slope
     return total
 
 

@@ -536,6 +536,7 @@ class VaswaniForConditionalGeneration(
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: torch.Tensor | int | None = None,
         skip_logits: bool | None = None,
+        r_drop: float | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Predict the next target token at every position: logits (B, T, V).
@@ -556,6 +557,8 @@ class VaswaniForConditionalGeneration(
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+            r_drop: weight of the divergence of two passes in the loss, for a batch whose second
+                half repeats the first (`vaswani.training.RDrop`).
             **kwargs: for the attention backend.
         """
         if labels is not None:
@@ -577,7 +580,7 @@ class VaswaniForConditionalGeneration(
         )
         hidden_states = outputs.last_hidden_state
         logits, loss = self.predict(
-            hidden_states, labels, num_items_in_batch, logits_to_keep, skip_logits
+            hidden_states, labels, num_items_in_batch, logits_to_keep, skip_logits, r_drop
         )
         recorded = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, logits=logits, **recorded)

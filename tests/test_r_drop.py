@@ -6,8 +6,9 @@ from conftest import SIZES
 from test_batching import collator, make_trainer, weights
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainingArguments
-from vaswani.training import r_drop
-from vaswani.training.r_drop import RDropLoss, twice
+from vaswani.modeling import loss_vaswani
+from vaswani.modeling.loss_vaswani import chunked_cross_entropy, divergence
+from vaswani.training.r_drop import twice
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
@@ -16,12 +17,20 @@ MARIAN = MarianConfig(
     decoder_start_token_id=0, encoder_attention_heads=1, decoder_attention_heads=1,
 )  # fmt: skip
 LABELS = torch.tensor([[4, 2, 5, -100], [1, -100, -100, -100], [0, 6, 3, 2]])
-VOCAB_SIZE = 7
+VOCAB_SIZE, WIDTH = 7, 5
 
 
-def logits_of_two_passes(dtype=torch.float64):
-    logits = 3 * torch.randn(2 * len(LABELS), LABELS.shape[1], VOCAB_SIZE, dtype=torch.float64)
-    return logits.to(dtype).requires_grad_()
+def states_of_two_passes(dtype=torch.float64):
+    """Return hidden states, and the weight and the bias that make their logits."""
+    shapes = (2 * len(LABELS), LABELS.shape[1], WIDTH), (VOCAB_SIZE, WIDTH), (VOCAB_SIZE,)
+    tensors = (1.5 * torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+def r_drop(states, weight, bias, labels, alpha, epsilon):
+    """Return half of equation 4, as the model computes it."""
+    both = torch.cat((labels, labels))
+    return chunked_cross_entropy(states, weight, both, epsilon, bias, alpha) / 2
 
 
 def as_written(logits, labels, alpha, epsilon):
@@ -39,42 +48,64 @@ def as_written(logits, labels, alpha, epsilon):
     return (losses + alpha * divergences / 2) / 2
 
 
+@pytest.mark.parametrize("chunk", [1, 3 * VOCAB_SIZE * 8, 2**27])
 @pytest.mark.parametrize("in_cache", [1, 3 * VOCAB_SIZE, 2**18])
 @pytest.mark.parametrize(("alpha", "epsilon"), [(0, 0), (0, 0.1), (5, 0), (2, 0.1)])
-def test_loss_and_gradient_are_those_of_the_formula(monkeypatch, alpha, epsilon, in_cache):
-    monkeypatch.setattr(r_drop, "_IN_CACHE", in_cache)
-    logits = logits_of_two_passes()
-    ours, theirs = (loss(logits, LABELS, alpha, epsilon) for loss in (RDropLoss.apply, as_written))
-    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
-    gradients = [torch.autograd.grad(3 * loss, logits)[0] for loss in (ours, theirs)]
-    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
-    assert gradients[0][:, 3][:2].abs().sum() == 0  # at padding
+def test_loss_and_gradients_are_those_of_the_formula(monkeypatch, alpha, epsilon, in_cache, chunk):
+    monkeypatch.setattr(loss_vaswani, "_IN_CACHE", in_cache)
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", chunk)
+    inputs = states, weight, bias = states_of_two_passes()
+    ours = r_drop(*inputs, LABELS, alpha, epsilon)
+    theirs = as_written(states @ weight.t() + bias, LABELS, alpha, epsilon)
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    gradients = [torch.autograd.grad(3 * loss, inputs) for loss in (ours, theirs)]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=1e-12)
+    assert gradients[0][0][:, 3][:2].abs().sum() == 0  # at padding
 
 
-def test_gradient_is_that_of_finite_differences():
-    def loss(logits):
-        return RDropLoss.apply(logits, LABELS, 2.0, 0.1)
+def test_gradients_are_those_of_finite_differences():
+    assert torch.autograd.gradcheck(
+        lambda *inputs: r_drop(*inputs, LABELS, 2.0, 0.1), states_of_two_passes()
+    )
 
-    assert torch.autograd.gradcheck(loss, logits_of_two_passes())
 
-
-def test_logits_of_16_bits_are_computed_in_32():
-    logits = logits_of_two_passes(torch.bfloat16)
-    loss = RDropLoss.apply(logits, LABELS, 2.0, 0.1)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    exact = logits.detach().double().requires_grad_()
-    expected = as_written(exact, LABELS, 2.0, 0.1)
-    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
-    torch.testing.assert_close(loss.double(), expected, atol=0, rtol=1e-6)
-    (expected,) = torch.autograd.grad(expected, exact)
-    torch.testing.assert_close(gradient.double(), expected, atol=1e-6, rtol=2**-8)
+def test_products_of_16_bits_are_summed_in_32():
+    inputs = states_of_two_passes(torch.bfloat16)
+    loss = r_drop(*inputs, LABELS, 2.0, 0.1)
+    assert loss.dtype == torch.float32
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = as_written(exact[0] @ exact[1].t() + exact[2], LABELS, 2.0, 0.1)
+    torch.testing.assert_close(loss.double(), expected, atol=0, rtol=1e-2)
+    gradients = torch.autograd.grad(loss, inputs)
+    for gradient, value in zip(gradients, torch.autograd.grad(expected, exact), strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient.double(), value, atol=0.1, rtol=0.02)
 
 
 def test_a_batch_without_tokens_has_no_loss():
-    logits = logits_of_two_passes()
-    loss = RDropLoss.apply(logits, torch.full_like(LABELS, -100), 2.0, 0.1)
+    inputs = states_of_two_passes()
+    loss = r_drop(*inputs, torch.full_like(LABELS, -100), 2.0, 0.1)
     assert loss == 0
-    assert torch.autograd.grad(loss, logits)[0].abs().sum() == 0
+    assert all(gradient.abs().sum() == 0 for gradient in torch.autograd.grad(loss, inputs))
+
+
+@pytest.mark.parametrize("way", ["logits", "compiled"])
+def test_loss_and_gradients_are_the_same_with_logits_and_compiled(tiny_model, padded_batch, way):
+    torch.compiler.reset()
+    model = tiny_model(dropout=0.0).train()
+    source, mask = padded_batch([5, 3, 7, 2, 7, 4])  # the passes differ, as with dropout
+    batch = {"input_ids": source, "attention_mask": mask, "labels": torch.cat((LABELS, LABELS))}
+    expected = model(**batch, r_drop=2.0)
+    assert expected.loss > model(**batch, r_drop=0.0).loss + 1e-3
+    other = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    found = other(**batch, r_drop=2.0, skip_logits=way == "compiled")
+    assert (found.logits is None, expected.logits) == (way == "compiled", None)
+    torch.testing.assert_close(found.loss, expected.loss, atol=1e-12, rtol=0)
+    for output in (found, expected):
+        output.gradients = torch.autograd.grad(output.loss, tuple(model.parameters()))
+    for gradient, value in zip(found.gradients, expected.gradients, strict=True):
+        torch.testing.assert_close(gradient, value, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -96,7 +127,7 @@ def test_without_dropout_two_passes_agree_and_train_as_one(tmp_path, accumulate)
         torch.testing.assert_close(trained[1][name], value, atol=1e-10, rtol=0)
 
 
-def divergence(model, batch):
+def divergence_of(model, batch):
     """Return the divergence of two passes with dropout, per token."""
     labels = batch["labels"]
     inputs = twice({name: value for name, value in batch.items() if name != "labels"})
@@ -105,8 +136,7 @@ def divergence(model, batch):
     )
     with torch.no_grad():
         logits = model.train()(**inputs).logits
-        apart = [RDropLoss.apply(logits, labels, alpha, 0.0) for alpha in (2.0, 0.0)]
-    return (apart[0] - apart[1]) / (labels != -100).sum()
+    return divergence(logits, torch.cat((labels, labels))) / (labels != -100).sum()
 
 
 def test_passes_of_a_model_trained_with_it_agree_more(tmp_path):
@@ -118,7 +148,7 @@ def test_passes_of_a_model_trained_with_it_agree_more(tmp_path):
         trainer.train()
         batch = collator(trainer.train_dataset.to_list())
         torch.manual_seed(1)
-        found.append(sum(divergence(trainer.model, batch) for _ in range(20)))
+        found.append(sum(divergence_of(trainer.model, batch) for _ in range(20)))
     assert found[1] < 0.5 * found[0]
 
 
@@ -136,19 +166,18 @@ def test_the_trainers_loss_is_the_formula_over_all_batches_of_an_update(tmp_path
     model = trainer.model.train()
     parts = [collator(trainer.train_dataset.select(rows)) for rows in (range(5), range(5, 8))]
     tokens = sum((part["labels"] != -100).sum() for part in parts)
-    ours, expected, seen = 0.0, 0.0, []
-    hook = model.register_forward_hook(lambda _, args, outputs: seen.append(outputs))
+    ours, expected, smoothing = 0.0, 0.0, model.config.label_smoothing
     for part in parts:
         kept = dict(part)
+        torch.manual_seed(0)
         loss = trainer.compute_loss(model, part, num_items_in_batch=tokens)
-        outputs = seen[-1]
         assert part.keys() == kept.keys()
         ours += loss
-        smoothing = model.config.label_smoothing
-        expected += as_written(outputs.logits, part["labels"], 3.0, smoothing) / tokens
+        torch.manual_seed(0)
+        logits = model(**twice(part), skip_logits=False).logits
+        expected += as_written(logits, part["labels"], 3.0, smoothing) / tokens
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-    hook.remove()
-    one = as_written(outputs.logits, part["labels"], 0.0, smoothing) / tokens
+    one = as_written(logits, part["labels"], 0.0, smoothing) / tokens
     assert loss > one + 1e-3
     alone = trainer.compute_loss(model, parts[0])
     assert alone > 1.2 * trainer.compute_loss(model, parts[0], num_items_in_batch=tokens)
