@@ -81,6 +81,7 @@ class CompiledLayers:
         values: torch.Tensor,
         mask: torch.Tensor,
         used: int,
+        encodes: bool = False,
     ) -> torch.Tensor:
         """Transform states (R, D), in place, and store their keys and values.
 
@@ -92,6 +93,7 @@ class CompiledLayers:
             values: (L, B, H, N, d_v).
             mask: (B * K, N), (B, N) or (1, N), 0 at the positions that hypotheses see.
             used: the position of the first hypothesis of each sentence.
+            encodes: whether these are an encoder's layers.
         """
         rows, width = states.shape
         number = shape.numel()
@@ -100,7 +102,7 @@ class CompiledLayers:
         if hypotheses is not None:
             assert hypotheses.is_contiguous()
             batch.hypotheses = hypotheses.data_ptr()
-        batch.used, batch.past = used, past.listed(number)
+        batch.used, batch.past, batch.encodes = used, past.listed(number), encodes
         longest = batch.past.longest
         if self.source is not None:
             batch.source = self.source.listed(number)
@@ -132,7 +134,8 @@ class CompiledLayers:
         outputs = max(product.outputs for product in products)
         width = products[0].inputs
         floats = (1, width, outputs, self.heads * d_v, width)
-        sizes = [*(self.rows * count for count in floats), self.threads * self.longest]
+        scores = self.threads * self.longest * library().panel_width()  # more than LANES
+        sizes = [*(self.rows * count for count in floats), scores]
         rounded = torch.empty(self.rows * inputs, dtype=torch.int16, device="cpu")  # or int8
         self.buffers = [rounded, *(torch.empty(size, **FLOATS) for size in sizes)]
         states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
@@ -226,7 +229,7 @@ class CompiledEncoder(nn.Module):
             part = slice(first, first + at_once)
             rows, shape = states[part].flatten(0, 1), states[part].shape[:2]
             real = mask[part].flatten().nonzero()[:, 0]
-            computed = layers.run(rows[real], shape, real, keys, values, unseen[part], 0)
+            computed = layers.run(rows[real], shape, real, keys, values, unseen[part], 0, True)
             rows.zero_().index_copy_(0, real, computed)
         return states
 

@@ -272,6 +272,7 @@ class Batch(ctypes.Structure):
         ("hypotheses", _POINTER),
         ("used", _COUNT),
         *((name, Listed) for name in ("past", "source")),
+        ("encodes", _NUMBER),
     )
 
 

@@ -442,10 +442,18 @@ def _trace_back(
 
     Returns:
         The tokens and the hypotheses that they continued, (B * n, T) each.
+
+    Raises:
+        ValueError: there are no hypotheses.
     """
     sentences, returned, _ = endings.shape
     lengths, parents, tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
     longest = lengths.max()
+    if longest == 0:
+        raise ValueError(
+            "The beam search found no hypotheses, because all scores are NaN or -inf: look for NaN "
+            "in the model's weights, and for tokens that are all banned."
+        )
     sequences = np.full((longest, sentences, returned), FILL)
     hypotheses = sequences.copy()
     hypothesis = parents  # (B, n) the hypothesis of the current step

@@ -204,12 +204,17 @@ class StrictlyLoadedModel(PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if load_config.device_map and "disk" in load_config.device_map.values():
             place_tied_weights_together(model, load_config.device_map)
         return PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, *args
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )
 
     def _upload_modified_files(

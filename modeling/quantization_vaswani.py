@@ -32,12 +32,19 @@ class VaswaniInt8Config(QuantizationConfigMixin):
         quant_method: name of this form, as a config.json states it.
 
     Raises:
-        ValueError: `quant_method` is the name of another form.
+        ValueError: `quant_method` is the name of another form, or `weight_error` no such fraction.
     """
 
     def __init__(self, weight_error: float | None = None, quant_method: str = _METHOD) -> None:
         if quant_method != _METHOD:
             raise ValueError(f"VaswaniInt8Config is for {_METHOD!r}, got {quant_method!r}.")
+        if weight_error is not None and not (
+            isinstance(weight_error, int | float) and weight_error >= 0
+        ):
+            raise ValueError(
+                f"weight_error must be None or at least 0, got {weight_error!r}: leave it out, "
+                "because rounding measures it."
+            )
         self.quant_method: Any = quant_method
         self.weight_error = weight_error
 
@@ -109,8 +116,11 @@ class RoundableModel(PreTrainedModel):
             parameter.data = parameter.data.clone()
         return _relative_change(rounded)
 
-    def restore_from_int8(self, dtype: torch.dtype) -> None:
-        """Give the matrices a floating-point dtype again, and let them be trained."""
+    def restore_from_int8(self, dtype: torch.dtype | str) -> None:
+        """Give the matrices a floating-point dtype again, and let them be trained.
+
+        `save_pretrained` replaces the configuration's dtype by its name, which may come here.
+        """
         restored: dict[nn.Parameter, nn.Parameter] = {}
         self._replace_modules(lambda module: _float_form(module, restored))
         self._set_tied_keys(
@@ -118,7 +128,7 @@ class RoundableModel(PreTrainedModel):
         )
         self.tie_weights()
         self.requires_grad_(True)
-        nn.Module.to(self, dtype)
+        nn.Module.to(self, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
     def _replace_modules(self, replacement: Callable[[nn.Module], nn.Module]) -> None:
         """Replace modules of the model; a module that has two names keeps both."""

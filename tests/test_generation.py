@@ -240,6 +240,14 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
         tiny_model().generate(**call)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_beam_search_without_hypotheses_says_why(tiny_model, dtype):
+    model = tiny_model(dtype=dtype)
+    model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"no hypotheses, .* NaN or -inf: look for NaN"):
+        model.generate(torch.tensor([[3, 4, 1]]), num_beams=3)
+
+
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [

@@ -353,6 +353,7 @@ class TestLoading:
             for name, module in model.named_modules()
             if hasattr(module, "weight_scale")
         }
+        model.save_pretrained(tmp_path / "before")  # makes the configuration's dtype a string
         model = model.dequantize()
         for name, weight in wanted.items():
             assert torch.equal(model.get_submodule(name).weight, weight)
@@ -451,7 +452,7 @@ class TestClients:
             main(["train", "--model", str(saved_int8), *data, *output, "--steps", "1"])
 
     def test_an_adapter_of_the_float_model_answers_alike_and_is_not_trained(
-        self, saved, rounded, tmp_path
+        self, saved, saved_int8, rounded, tmp_path
     ):
         config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=4, init_lora_weights=False)
         adapted = peft.get_peft_model(load(saved), config)
@@ -459,6 +460,9 @@ class TestClients:
         on_int8 = peft.PeftModel.from_pretrained(rounded, str(tmp_path / "adapter"))
         wanted = logits(adapted)
         assert (logits(on_int8) - wanted).abs().mean() < 0.03 * wanted.std()
+        loaded = load(saved_int8)
+        loaded.load_adapter(str(tmp_path / "adapter"))
+        assert torch.equal(logits(loaded), logits(on_int8))
         arguments = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
         with pytest.raises(ValueError, match="do not support training"):
             Seq2SeqTrainer(model=on_int8, args=arguments)
@@ -493,6 +497,9 @@ class TestClients:
             load(tmp_path, quantization_config=VaswaniInt8Config())
         with pytest.raises(ValueError, match="VaswaniInt8Config is for 'vaswani_int8', got 'gptq'"):
             VaswaniInt8Config(quant_method="gptq")
+        for error in ("abc", -5, float("nan")):
+            with pytest.raises(ValueError, match=f"weight_error must be .*, got {error!r}"):
+                VaswaniInt8Config(error)
 
     def test_the_card_says_what_rounding_lost(self, saved, saved_int8, tmp_path):
         text = write_model_card(saved_int8, output=tmp_path).read_text()

@@ -684,6 +684,15 @@ class TestEncoder:
             first = found.last_hidden_state[:1]
             assert torch.equal(without.last_hidden_state, first)
 
+    @pytest.mark.parametrize("length", [1, 7, 16, 33])
+    def test_states_of_a_sentence_do_not_depend_on_its_padding(self, length):
+        model = model_with()
+        source, mask = torch.randint(4, 700, (3, 41)), torch.ones(3, 41).long()
+        mask[1, length:] = 0
+        found, _ = self.encode(model, source, mask)
+        alone, _ = self.encode(model, source[1:2, :length], None)
+        assert torch.equal(found.last_hidden_state[1:2, :length], alone.last_hidden_state)
+
     def test_a_sentence_of_padding_alone_has_states_of_zeros(self):
         model = model_with()
         mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
