@@ -28,6 +28,7 @@ import contextlib
 import datetime
 import gc
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -412,7 +413,10 @@ def _words(setting: tuple[str, ...]) -> str:
 
 
 def missed(folder: Path) -> list[str]:
-    """Return the lines of a table: the median ratios below their aims, in all files of a folder."""
+    """Return the lines of a table: the median ratios below their aims, in all files of a folder.
+
+    Ratios are rounded down, so that none looks like its aim.
+    """
     medians: dict[tuple, dict[int, list[float]]] = {}
     for host, threads, results in (*_files(folder), *_with_best_threads(folder)):
         for row in results["ratios"]:
@@ -420,7 +424,7 @@ def missed(folder: Path) -> list[str]:
                 setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"
                 names = (row["ours"], row["peer"], _search(row), threads, setting, host[0])
                 cells = medians.setdefault((*names, f"{row['aim']:g}"), {})
-                cells.setdefault(row["batch"], []).append(row["median"])
+                cells.setdefault(row["batch"], []).append(math.floor(100 * row["median"]) / 100)
     return _table(["ours", "peer", "search", "threads", "setting", "host", "aim"], medians)
 
 

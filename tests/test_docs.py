@@ -524,20 +524,19 @@ def sentences_per_second(row):
     return statistics.median(row["sentences"] / seconds for seconds in row["seconds"])
 
 
-def test_decoding_speed_and_memory_come_from_the_latest_results_file():
-    page, results = DOCS["results"], results_of_hosts()[-1]
-    assert {"commit", "hardware", "versions", "date", "host"} <= results.keys()
-    assert results["command"] in page.commands()
-    sizes = sorted({row["batch"] for row in results["speed"]})
-    rows = {size: decoding(results, beams=4, batch=size) for size in sizes}
-    assert page.rows("engine | precision | batch") == [
-        [
-            *engine,
-            *(f"{sentences_per_second(rows[size][engine]):.1f}" for size in sizes),
-            f"{rows[sizes[-1]][engine]['bleu']:.2f}",
-        ]
-        for engine in rows[sizes[0]]
-    ]
+def test_decoding_speed_and_memory_come_from_the_latest_results_files():
+    page, (*_, one_thread, results) = DOCS["results"], results_of_hosts()
+    expected = []
+    for threads, found in ((1, one_thread), (2, results)):
+        assert {"commit", "hardware", "versions", "date", "host"} <= found.keys()
+        assert found["threads"] == threads
+        assert found["command"] in page.commands()
+        sizes = sorted({row["batch"] for row in found["speed"]})
+        rows = {size: decoding(found, beams=4, batch=size) for size in sizes}
+        for engine, last in rows[sizes[-1]].items():
+            speeds = (f"{sentences_per_second(rows[size][engine]):.1f}" for size in sizes)
+            expected.append([*engine, str(threads), *speeds, f"{last['bleu']:.2f}"])
+    assert page.rows("engine | precision | threads") == expected
     assert page.rows("engine | precision | weights") == [
         [row["engine"], row["precision"], f"{row['weights_mb']:.0f}", f"{row['peak_mb']:.0f}"]
         for row in results_of("memory")["memory"]
