@@ -558,7 +558,7 @@ class VaswaniForConditionalGeneration(
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
             r_drop: weight of the divergence of two passes in the loss, for a batch whose second
-                half repeats the first (`vaswani.training.RDrop`).
+                half repeats the first. `VaswaniTrainer(r_drop=...)` makes such batches.
             **kwargs: for the attention backend.
         """
         if labels is not None:
