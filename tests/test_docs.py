@@ -354,7 +354,7 @@ def test_scores_come_from_results_files():
 
 
 def test_the_worth_of_ingredients_comes_from_its_results_file():
-    results = results_of("multi30k-packed")
+    results, second_stage = results_of("multi30k-packed"), results_of("multi30k-packed-r-drop")
     assert DOCS["results"].rows("ingredient |") == [
         [
             row["ingredient"],
@@ -365,8 +365,10 @@ def test_the_worth_of_ingredients_comes_from_its_results_file():
             ),
             str(row["bootstrap_p_value"]),
         ]
-        for row in results["ingredients"]
+        for row in results["ingredients"] + second_stage["ingredients"]
     ]
+    p_value = second_stage["published"]["p_value"]
+    assert f"two seeds so far. A t-test against 41.02 gives p = {p_value}," in DOCS["results"].words
     published = results["published"]["p_value"]
     sentence = f"two seeds so far, and a t-test against 41.02 gives p = {published}."
     assert sentence in DOCS["results"].words
@@ -585,17 +587,17 @@ def test_profiles_of_decoding_come_from_their_results_files(name, threads, heade
 def test_bleu_of_int8_comes_from_its_results_file():
     page, results = DOCS["results"], results_of("int8")
     assert results["command"] in page.commands()
-    scores = [model["test"] for model in results["models"]]
-    assert page.rows("seed | float32 | bfloat16") == [
+    scores = {model["model"]: model["test"] for model in results["models"]}
+    assert page.rows("model | float32 | bfloat16") == [
         [
-            str(seed),
-            *(f"{score[name]:.2f}" for name in ("float_bleu", "bfloat16_bleu", "bleu")),
+            name,
+            *(f"{score[form]:.2f}" for form in ("float_bleu", "bfloat16_bleu", "bleu")),
             f"{score['bleu'] - score['float_bleu']:.2f}",
         ]
-        for seed, score in enumerate(scores, 1)
+        for name, score in scores.items()
     ]
     assert f"moves BLEU by {results['mean']:.2f} on average" in page.text
-    assert f"Seed 3 loses {results['largest_loss']:.3f}" in page.text
+    assert f"The largest loss is {results['largest_loss']:.3f}" in page.text
 
 
 # from-fairseq.md
