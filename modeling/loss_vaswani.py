@@ -138,9 +138,9 @@ def _loss_and_gradients(
             if r_drop is None:
                 total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
             else:
-                both = logits.chunk(2)
+                first, second = logits.chunk(2)
                 total += _loss_and_gradient_of_two(
-                    *both, targets[chunk, None], epsilon, r_drop, exact
+                    first, second, targets[chunk, None], epsilon, r_drop, exact
                 )
             hidden_gradient[:, chunk] = (logits @ matrix).unflatten(0, (passes, -1))
             if product is None:
