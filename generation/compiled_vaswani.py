@@ -134,8 +134,8 @@ class CompiledLayers:
         outputs = max(product.outputs for product in products)
         width = products[0].inputs
         floats = (1, width, outputs, self.heads * d_v, width)
-        scores = self.threads * self.longest * library().panel_width()  # more than LANES
-        sizes = [*(self.rows * count for count in floats), scores]
+        lanes = library().panel_width() // 2
+        sizes = [*(self.rows * count for count in floats), self.threads * self.longest * lanes]
         rounded = torch.empty(self.rows * inputs, dtype=torch.int16, device="cpu")  # or int8
         self.buffers = [rounded, *(torch.empty(size, **FLOATS) for size in sizes)]
         states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
@@ -229,7 +229,9 @@ class CompiledEncoder(nn.Module):
             part = slice(first, first + at_once)
             rows, shape = states[part].flatten(0, 1), states[part].shape[:2]
             real = mask[part].flatten().nonzero()[:, 0]
-            computed = layers.run(rows[real], shape, real, keys, values, unseen[part], 0, True)
+            computed = layers.run(
+                rows[real], shape, real, keys, values, unseen[part], used=0, encodes=True
+            )
             rows.zero_().index_copy_(0, real, computed)
         return states
 

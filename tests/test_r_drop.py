@@ -70,6 +70,20 @@ def test_gradients_are_those_of_finite_differences():
     )
 
 
+def test_logits_of_16_bits_are_computed_in_32():
+    logits = 3 * torch.randn(2 * len(LABELS), LABELS.shape[1], VOCAB_SIZE)
+    logits = logits.bfloat16().requires_grad_()
+    identity = torch.eye(VOCAB_SIZE, dtype=torch.bfloat16)  # its products are exact
+    loss = r_drop(logits, identity, None, LABELS, 2.0, 0.1)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    exact = logits.detach().double().requires_grad_()
+    expected = as_written(exact, LABELS, 2.0, 0.1)
+    assert (loss.dtype, gradient.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(loss.double(), expected, atol=0, rtol=1e-6)
+    (expected,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-6, rtol=2**-8)
+
+
 def test_products_of_16_bits_are_summed_in_32():
     inputs = states_of_two_passes(torch.bfloat16)
     loss = r_drop(*inputs, LABELS, 2.0, 0.1)

@@ -155,7 +155,7 @@ struct batch {
     const int64_t *hypotheses;                   // (R,) their numbers among B * K, or NULL for all
     int64_t used;                                // positions of the past that are taken
     struct positions past, source;
-    int32_t encodes; // rows are tokens of an encoder's sentences, which are long and see the same
+    int32_t encodes; // rows are tokens of an encoder, and those of a sentence share a list
 };
 
 INLINE int64_t number_of(const struct batch *batch, int64_t row)

@@ -15,87 +15,39 @@ INLINE void fetch(const void *weights)
         __builtin_prefetch((const char *)weights + AHEAD + line);
 }
 
-// Multiply rows of states by a panel (in / 4, PANEL, 4) of weights: sums (rows, PANEL).
-INLINE void multiply_rows(const int rows, const uint8_t *states, int64_t in, const int8_t *panel,
-                          int32_t *sums)
-{
-    vector left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-        left[row] = right[row] = in_all_lanes(0);
-    for (int64_t first = 0; first < in; first += 4) {
-        const vector *weight = (const vector *)(panel + first * PANEL);
-        fetch(weight);
-        const vector weight_left = weight[0], weight_right = weight[1];
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            int32_t four;
-            memcpy(&four, states + row * in + first, 4);
-            const vector state = in_all_lanes(four);
-            left[row] = dot(left[row], state, weight_left);
-            right[row] = dot(right[row], state, weight_right);
-        }
+// Define a function that multiplies rows of states by a panel (words, PANEL) of weights: sums
+// (rows, PANEL). A word of 4 bytes has 4 values in int8, 2 in bfloat16 and 1 in float32, and
+// `add(sums, state, weight)` adds its products to the sum of each lane.
+#define DEFINE_MULTIPLY_ROWS(name, lanes, add)                                                     \
+    INLINE void name(const int rows, const char *states, int64_t words, const vector *panel,       \
+                     lanes *sums)                                                                  \
+    {                                                                                              \
+        lanes left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];                                             \
+        _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)                              \
+            left[row] = right[row] = (lanes)in_all_lanes(0);                                       \
+        for (int64_t word = 0; word < words; word++) {                                             \
+            fetch(panel + 2 * word);                                                               \
+            const vector weight_left = panel[2 * word], weight_right = panel[2 * word + 1];        \
+            _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)                          \
+            {                                                                                      \
+                int32_t values;                                                                    \
+                memcpy(&values, states + (row * words + word) * 4, 4);                             \
+                const vector state = in_all_lanes(values);                                         \
+                left[row] = add(left[row], state, weight_left);                                    \
+                right[row] = add(right[row], state, weight_right);                                 \
+            }                                                                                      \
+        }                                                                                          \
+        _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)                              \
+        {                                                                                          \
+            sums[2 * row] = left[row];                                                             \
+            sums[2 * row + 1] = right[row];                                                        \
+        }                                                                                          \
     }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        ((vector *)(sums + row * PANEL))[0] = left[row];
-        ((vector *)(sums + row * PANEL))[1] = right[row];
-    }
-}
 
-// Multiply rows of states by a panel (in, PANEL) of float weights: sums (rows, PANEL).
-INLINE void multiply_float_rows(const int rows, const float *states, int64_t in, const float *panel,
-                                float *sums)
-{
-    floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-        left[row] = right[row] = float_in_all_lanes(0);
-    for (int64_t i = 0; i < in; i++) {
-        const floats *weight = (const floats *)(panel + i * PANEL);
-        fetch(weight);
-        const floats weight_left = weight[0], weight_right = weight[1];
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            const floats state = float_in_all_lanes(states[row * in + i]);
-            left[row] = multiply_add(state, weight_left, left[row]);
-            right[row] = multiply_add(state, weight_right, right[row]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        ((floats *)(sums + row * PANEL))[0] = left[row];
-        ((floats *)(sums + row * PANEL))[1] = right[row];
-    }
-}
-
-// Multiply rows of bfloat16 states by a panel (in / 2, PANEL, 2) of weights: sums (rows, PANEL).
-INLINE void multiply_half_rows(const int rows, const uint16_t *states, int64_t in,
-                               const uint16_t *panel, float *sums)
-{
-    floats left[ROWS_AT_ONCE], right[ROWS_AT_ONCE];
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++)
-        left[row] = right[row] = float_in_all_lanes(0);
-    for (int64_t first = 0; first < in; first += 2) {
-        const vector *weight = (const vector *)(panel + first * PANEL);
-        fetch(weight);
-        const vector weight_left = weight[0], weight_right = weight[1];
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            int32_t two;
-            memcpy(&two, states + row * in + first, 4);
-            const vector state = in_all_lanes(two);
-            left[row] = dot_halves(left[row], state, weight_left);
-            right[row] = dot_halves(right[row], state, weight_right);
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        ((floats *)(sums + row * PANEL))[0] = left[row];
-        ((floats *)(sums + row * PANEL))[1] = right[row];
-    }
-}
+#define dot_floats(sums, state, weight) multiply_add((floats)(state), (floats)(weight), sums)
+DEFINE_MULTIPLY_ROWS(multiply_integers, vector, dot)
+DEFINE_MULTIPLY_ROWS(multiply_halves, floats, dot_halves)
+DEFINE_MULTIPLY_ROWS(multiply_floats, floats, dot_floats)
 
 // The number of rows must be known when this is compiled.
 #define FOR_EACH_NUMBER_OF_ROWS(function, rows, ...)                                               \
@@ -182,17 +134,17 @@ void multiply(const struct product *by, const float *states, int64_t rows,
             const int count = rows - first < at_once ? (int)(rows - first) : at_once;
             const float *scales = by->sums ? memory->scales + first : NULL;
             union sums sums;
+            const int64_t words = in * weight_bytes / 4;
+            const char *part = (const char *)(rounds ? memory->states : states) + first * words * 4;
             if (by->sums) {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_rows, count,
-                                        (const uint8_t *)memory->states + first * in, in,
-                                        (const int8_t *)weight, sums.integers)
+                FOR_EACH_NUMBER_OF_ROWS(multiply_integers, count, part, words,
+                                        (const vector *)weight, (vector *)sums.integers)
             } else if (by->halves) {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_half_rows, count,
-                                        (const uint16_t *)memory->states + first * in, in,
-                                        (const uint16_t *)weight, sums.floats)
+                FOR_EACH_NUMBER_OF_ROWS(multiply_halves, count, part, words,
+                                        (const vector *)weight, (floats *)sums.floats)
             } else {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_float_rows, count, states + first * in, in,
-                                        (const float *)weight, sums.floats)
+                FOR_EACH_NUMBER_OF_ROWS(multiply_floats, count, part, words,
+                                        (const vector *)weight, (floats *)sums.floats)
             }
             finish_rows(&finish, count, &sums, scales, output + first * by->out + start);
         }
