@@ -60,10 +60,13 @@ def has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def train(folder: Path, steps: int = _STEPS) -> None:
+def train(folder: Path, steps: int = _STEPS, device: str = "cpu") -> None:
     """Train from scratch into `folder`, or continue from the checkpoint of a killed run.
 
     Writes the float32 model, its tokenizer and training.json.
+
+    Args:
+        device: "cpu" or "cuda".
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = vocabulary(folder)
@@ -74,19 +77,19 @@ def train(folder: Path, steps: int = _STEPS) -> None:
     torch.manual_seed(0)
     config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
     config._attn_implementation = "eager"
-    model = VaswaniForConditionalGeneration(config)
+    model = VaswaniForConditionalGeneration(config).to(device)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("fc2.weight", "out_proj.weight")):
                 weight.mul_(_BRANCH_GAIN)
     exact = [weight.detach().clone() for weight in model.parameters()]
-    if has_bfloat16():
+    if device == "cuda" or has_bfloat16():
         model.bfloat16()
     optimizer = torch.optim.Adam(exact, lr=_PEAK, betas=(0.9, 0.98), eps=1e-9, fused=True)
     checkpoint = folder / "unfinished.pt"
     done, seconds, log = 0, 0.0, []
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
         optimizer.load_state_dict(state["optimizer"])
         _copy(state["weights"], exact)
         done, seconds, log = state["done"], state["seconds"], state["log"]
@@ -105,9 +108,8 @@ def train(folder: Path, steps: int = _STEPS) -> None:
         optimizer.param_groups[0]["lr"] = _PEAK * min(
             step / _WARMUP, left * steps / max(steps - _WARMUP, 1)
         )
-        loss = model(
-            **padded([sources[i] for i in batch], [targets[i] for i in batch]), skip_logits=False
-        ).loss
+        rows = padded([sources[i] for i in batch], [targets[i] for i in batch])
+        loss = model(**_moved(rows, device), skip_logits=False).loss
         loss.backward()
         for weight, rounded in zip(exact, model.parameters(), strict=True):
             weight.grad, rounded.grad = rounded.grad.float(), None
@@ -127,7 +129,7 @@ def train(folder: Path, steps: int = _STEPS) -> None:
         if last:
             break
 
-    model.float()
+    model.float().cpu()
     _copy(exact, model.parameters())
     model.config._attn_implementation = "sdpa"
     model.save_pretrained(folder)
@@ -203,8 +205,13 @@ def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[start : start + size]
 
 
-def load(folder: Path, untrained: bool = False) -> tuple[PreTrainedModel, Text]:
-    """Load the model of a folder. If it is missing, train it, or build an `untrained` one."""
+def load(
+    folder: Path, untrained: bool = False, device: str = "cpu"
+) -> tuple[PreTrainedModel, Text]:
+    """Load the model of a folder, on the CPU.
+
+    If it is missing, train it on `device`, or build an `untrained` one.
+    """
     if (folder / "model.safetensors").exists():
         model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
         tokenizer = VaswaniTokenizer.from_pretrained(folder)
@@ -218,7 +225,7 @@ def load(folder: Path, untrained: bool = False) -> tuple[PreTrainedModel, Text]:
         config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
         return VaswaniForConditionalGeneration(config).eval(), Text(None, VOCAB_SIZE)
     print(f"No trained model in {folder.name}: training it first.", flush=True)
-    train(folder)
+    train(folder, device=device)
     return load(folder)
 
 
@@ -259,6 +266,10 @@ def _numbered(sampler: TokenBatchSampler, first: int, last: int) -> Iterator[tup
                 yield step, batch
 
 
+def _moved(batch: dict[str, torch.Tensor], device: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
 @torch.no_grad()
 def _copy(values: Any, tensors: Any) -> None:
     for value, tensor in zip(values, tensors, strict=True):
@@ -268,7 +279,7 @@ def _copy(values: Any, tensors: Any) -> None:
 @torch.no_grad()
 def _loss(model: PreTrainedModel, sources: list[list[int]], targets: list[list[int]]) -> float:
     model.eval()
-    loss = model(**padded(sources, targets)).loss.item()
+    loss = model(**_moved(padded(sources, targets), model.device)).loss.item()
     model.train()
     return loss
 

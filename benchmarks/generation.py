@@ -532,9 +532,9 @@ def main(argv: list[str] | None = None) -> None:
             print("\n".join(["", title, "", *table]))
         return
     if args.train:
-        train(args.model)
+        train(args.model, device=args.device)
         return
-    model, text = load(args.model, untrained=args.profile is not None)
+    model, text = load(args.model, args.profile is not None, args.device)
     args.forced = text.forced
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

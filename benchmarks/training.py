@@ -469,7 +469,7 @@ def print_operators(precision: str, args: argparse.Namespace, work: Callable) ->
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as recorded:
         work()
-    order = "self_cuda_time_total" if len(activities) > 1 else "self_cpu_time_total"
+    order = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
     table = recorded.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=48)
     print(f"\nours {precision}, {args.tokens[-1]} tokens\n{table}", flush=True)
 

@@ -132,7 +132,7 @@ class VaswaniAttention(PicklableModule):
 def _cast_once(states: torch.Tensor) -> torch.Tensor:
     """Cast states as autocast does, which would cast them again for each linear map."""
     device = states.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if states.is_meta or not torch.is_autocast_enabled(device):
         return states
     is_exact = states.dtype == torch.float64  # autocast leaves float64 as it is
     return states if is_exact else states.to(torch.get_autocast_dtype(device))

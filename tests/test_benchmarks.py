@@ -368,10 +368,10 @@ class InThisProcess:
     """A worker in the process of the test."""
 
     def __init__(self, make, *arguments):
-        self.work = make(*arguments)
+        self.make, self.arguments = make, arguments
 
     def wait(self):
-        pass
+        self.work = self.make(*self.arguments)
 
     def __call__(self, *job):
         return self.work(*job)

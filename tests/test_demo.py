@@ -73,7 +73,7 @@ def test_translations_and_scores_are_those_of_generate(model, beams, alpha, coun
     lines = ["three hundred and forty-two", "nine", "ninety thousand"]
     found = model.translate(lines, beams, alpha, count)
     for line, translations in zip(lines, found, strict=True):
-        inputs = model.tokenizer(line, return_tensors="pt")
+        inputs = model.tokenizer(line, return_tensors="pt").to(model.model.device)
         output = model.model.generate(
             **inputs,
             num_beams=beams,
@@ -113,8 +113,10 @@ def test_scores_are_those_of_the_plain_network(model):
         source = model.tokenizer(pair.source, return_tensors="pt")["input_ids"]
         labels = model.tokenizer(text_target=pair.target, return_tensors="pt")["input_ids"]
         prefix = torch.cat((torch.tensor([[2]]), labels[:, :-1]), dim=1)
+        device = model.model.device
         with torch.no_grad():
-            logits = model.model(input_ids=source, decoder_input_ids=prefix).logits[0]
+            logits = model.model(source.to(device), decoder_input_ids=prefix.to(device)).logits[0]
+        logits = logits.cpu()
         expected = logits.log_softmax(dim=-1).gather(1, labels[0][:, None])[:, 0]
         torch.testing.assert_close(pair.log_probs, expected, atol=1e-5, rtol=1e-5)
         total, length = float(expected.sum()), labels.shape[1]

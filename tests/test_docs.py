@@ -653,7 +653,7 @@ def test_an_old_fairseq_model_is_brought_checked_and_trained_on_as_printed(folde
     assert names["trainer"].state.global_step == 2
     assert AutoTokenizer.from_pretrained("runs/more/target_tokenizer")("aba b")["input_ids"]
     paper = page.text[page.text.index("For the paper's search, pass `") :].split("`")[1]
-    batch = names["tokenizer"](["aba b"], return_tensors="pt")
+    batch = names["tokenizer"](["aba b"], return_tensors="pt").to(names["model"].device)
     assert names["model"].generate(**batch, **settings_of(paper)).shape[1] <= 1 + 4 + 50
 
 
