@@ -18,6 +18,9 @@ on half of the cores, and finishes both sooner.
 trained models are decoded again. For the others, the recipe runs again without the ingredient, or
 with it. A second stage, such as R-Drop, is compared with as many further updates without it.
 
+Where a score counts exact matches, the seeds also vote: the ensemble's output is the one that most
+of them have, or the first seed's of several such.
+
 Three tests of significance are made: a t-test of the seeds against the published score, a paired
 t-test of the seeds for each ingredient, and sacreBLEU's paired bootstrap for the first seed.
 """
@@ -28,7 +31,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -174,6 +178,18 @@ def score_of(recipe: dict[str, Any], outputs: list[str], pairs: list[Pair]) -> f
     metric = TranslationMetric(recipe.get("bleu-tokenize", "13a"))
     references = [pair[1] for pair in pairs]
     return main_score(recipe, metric.compute(predictions=outputs, references=references))
+
+
+def ensemble(recipe: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
+    """Score the majority vote of finished runs on the test set."""
+    outputs = [(run / "test.txt").read_text(encoding="utf-8").splitlines() for run in folders]
+    voted = [most_common(line) for line in zip(*outputs, strict=True)]
+    return {"members": len(folders), "test": score_of(recipe, voted, pairs_of(recipe, "test"))}
+
+
+def most_common(outputs: Sequence[str]) -> str:
+    """Return the output that occurs most often, and the first of several such."""
+    return Counter(outputs).most_common(1)[0][0]
 
 
 def pairs_of(recipe: dict[str, Any], split: str) -> list[Pair]:
@@ -380,6 +396,9 @@ def main(argv: list[str] | None = None) -> None:
         report["published"] = {"score": published, "source": source}
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")
+    if score == "exact_match" and len(recipes) == len(runs) > 1:
+        report["ensemble"] = ensemble(recipe, list(recipes))
+        print(f"ensemble: {score} {report['ensemble']['test']}")
     rows = earlier.get("ingredients", [])
     if args.ingredients is not None:
         rows = Ingredients(recipes, args.at_once, rows).measure(args.ingredients or known)

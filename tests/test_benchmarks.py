@@ -536,6 +536,17 @@ def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
     assert score.bootstrap(first, second, references, "none") > 0.3
 
 
+def test_an_ensemble_has_what_most_seeds_say(tmp_path):
+    outputs = {"1": "a\nb\nc\nx\n", "2": "a\nd\nc\ny\n", "3": "e\nd\nc\nz\n"}
+    for seed, text in outputs.items():
+        (tmp_path / seed).mkdir()
+        (tmp_path / seed / "test.txt").write_text(text)
+    (tmp_path / "test.tsv").write_text("1\ta\n2\tb\n3\tc\n4\tx\n")
+    recipe = {"score": "exact_match", "test": [str(tmp_path / "test.tsv")]}
+    found = score.ensemble(recipe, [tmp_path / seed for seed in outputs])
+    assert found == {"members": 3, "test": 75.0}  # a, d, c, and x of the first seed
+
+
 @pytest.mark.slow
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys
