@@ -184,7 +184,8 @@ def ensemble(recipe: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
     """Score the majority vote of finished runs on the test set."""
     outputs = [(run / "test.txt").read_text(encoding="utf-8").splitlines() for run in folders]
     voted = [most_common(line) for line in zip(*outputs, strict=True)]
-    return {"members": len(folders), "test": score_of(recipe, voted, pairs_of(recipe, "test"))}
+    figure = round(score_of(recipe, voted, pairs_of(recipe, "test")), 2)
+    return {"members": len(folders), "test": figure}
 
 
 def most_common(outputs: Sequence[str]) -> str:

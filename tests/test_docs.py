@@ -346,11 +346,16 @@ def test_scores_come_from_results_files():
             at_once = re.search(r"--at-once (\d+)", results["command"])
             cores = runs[0]["hardware"]["cores"]
             together = f" for all, {at_once[1]} at once on {cores} CPU cores" if at_once else ""
-            assert f"{longest:.0f} min{together or ' on one CPU core'}" in row
+            gpu = runs[0]["hardware"]["gpu"]
+            place = f" on an {gpu}" if gpu else together or " on one CPU core"
+            assert f"{longest:.0f} min{place}" in row
         assert f"`{runs[0]['test']['signature']}`" in page.words
         if errors:
             *_, among_the_best = runs[0]["test"]["nbest_accuracy"]
             assert f"{among_the_best:.2f}% of the words" in page.words
+            assert f"their ensemble **{100 - results['ensemble']['test']:.2f}**" in row
+            p_value = results["published"]["p_value"]
+            assert f"5 seeds against 41.94 gives p = {p_value}." in page.words
 
 
 def test_the_worth_of_ingredients_comes_from_its_results_file():
