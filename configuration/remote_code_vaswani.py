@@ -34,6 +34,7 @@ _TRAVELLING_FILES = (
     "generation/fallback_vaswani.py",
     "generation/incremental_vaswani.py",
     "generation/limits_vaswani.py",
+    "generation/memory_vaswani.py",
     "generation/int8_vaswani.py",
     "generation/kernels_vaswani.py",
     "generation/compiled_vaswani.py",

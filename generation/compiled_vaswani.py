@@ -31,6 +31,7 @@ from .kernels_vaswani import (
     multiply,
 )
 from .linear_vaswani import compiled_product, is_changed
+from .memory_vaswani import empty
 
 _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
 
@@ -136,8 +137,8 @@ class CompiledLayers:
         floats = (1, width, outputs, self.heads * d_v, width)
         lanes = library().panel_width() // 2
         sizes = [*(self.rows * count for count in floats), self.threads * self.longest * lanes]
-        rounded = torch.empty(self.rows * inputs, dtype=torch.int16, device="cpu")  # or int8
-        self.buffers = [rounded, *(torch.empty(size, **FLOATS) for size in sizes)]
+        rounded = empty((self.rows * inputs,), torch.int16)  # or int8
+        self.buffers = [rounded, *(empty((size,)) for size in sizes)]
         states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
         self.memory = Memory((states, scales), *addresses)
 
@@ -161,7 +162,7 @@ class CompiledLinear:
         """Multiply states (R, in): (R, out) in float32, until the next call."""
         rows = len(states)
         if len(self.outputs) < rows:
-            self.outputs = torch.empty(rows, self.product.outputs, **FLOATS)
+            self.outputs = empty((rows, self.product.outputs))
         return multiply(states.float(), self.product, self.outputs[:rows])
 
 

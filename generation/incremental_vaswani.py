@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from .compiled_vaswani import CompiledLayers, CompiledLinear
 from .kernels_vaswani import COMPUTED, compute
 from .linear_vaswani import prepare
+from .memory_vaswani import empty
 
 _FIRST_ROOM = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
 _SPARE_ROOM = 4  # times as much as is needed, on a CPU
@@ -231,7 +232,7 @@ class IncrementalDecoder:
             nothing = padding.all(dim=3, keepdim=True)
         for layer in self.decoder.layers:
             keys, values = (
-                states.to(self.no_mask.dtype).contiguous()
+                empty(states.shape, self.no_mask.dtype, states.device).copy_(states)
                 for states in _keys_and_values(layer.encoder_attn, source, self._prepared)
             )  # (B, H, S, d_k or d_v)
             self.source.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
@@ -463,7 +464,7 @@ class IncrementalDecoder:
         """Copy a cache, with room for more positions."""
         *shape, _, width = cache.shape
         # Positions that are not taken stay without values, because nothing reads them.
-        grown = cache.new_empty((*shape, capacity, width))
+        grown = empty((*shape, capacity, width), cache.dtype, cache.device)
         grown[:, :, :, : self.used] = cache[:, :, :, : self.used]
         return grown
 

@@ -7,14 +7,6 @@
 #include "instructions.h"
 #include "tiles.h"
 
-// Fetch weights that are used soon. Without this, a CPU waits for memory at each new page.
-INLINE void fetch(const void *weights)
-{
-    enum { AHEAD = 2048, LINE = 64 }; // bytes
-    for (int line = 0; line < 4 * PANEL; line += LINE)
-        __builtin_prefetch((const char *)weights + AHEAD + line);
-}
-
 // Define a function that multiplies rows of states by a panel (words, PANEL) of weights: sums
 // (rows, PANEL). A word of 4 bytes has 4 values in int8, 2 in bfloat16 and 1 in float32, and
 // `add(sums, state, weight)` adds its products to the sum of each lane.

@@ -53,8 +53,11 @@ static void end_tiles(void) { _tile_release(); }
         _tile_dpbusd(sums, states, weight)
 
 // Multiply one or two tiles of states, with rows of `row_bytes`, by a panel: sums of each tile.
-INLINE void multiply_tiles(const int tiles, const int halves, const char *first, const char *second,
-                           int64_t row_bytes, const char *panel, union sums sums[2])
+//
+// The first product with a panel fetches the weights. Later ones find them in the cache.
+INLINE void multiply_tiles(const int tiles, const int halves, const int fetches, const char *first,
+                           const char *second, int64_t row_bytes, const char *panel,
+                           union sums sums[2])
 {
     enum { ROW = 4 * PANEL }; // bytes of a row of the panel, or of the sums
     _tile_zero(0);
@@ -62,6 +65,8 @@ INLINE void multiply_tiles(const int tiles, const int halves, const char *first,
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < row_bytes; i += TILE_BYTES) {
+        for (int64_t row = i; fetches && row < i + TILE_BYTES; row += 4)
+            fetch(panel + row * PANEL);
         _tile_loadd(6, (panel + i * PANEL), ROW);
         _tile_loadd(7, (panel + i * PANEL + TILE_BYTES), ROW);
         _tile_loadd(4, (first + i), row_bytes);
@@ -93,11 +98,11 @@ INLINE void multiply_rows_in_tiles(const int halves, const int tile, const struc
         const int64_t second = first + 2 * tile <= rows ? first + tile : rows - tile;
         const int tiles = first < second ? 2 : 1;
         const int64_t starts[2] = {tiles == 2 ? first : second, second};
+        const char *left = states + first * row_bytes, *right = states + second * row_bytes;
         if (tiles == 2)
-            multiply_tiles(2, halves, states + first * row_bytes, states + second * row_bytes,
-                           row_bytes, panel, sums);
+            multiply_tiles(2, halves, first == 0, left, right, row_bytes, panel, sums);
         else
-            multiply_tiles(1, halves, states + second * row_bytes, NULL, row_bytes, panel, sums);
+            multiply_tiles(1, halves, first == 0, right, NULL, row_bytes, panel, sums);
         for (int i = 0; i < tiles; i++)
             finish_rows(finish, tile, &sums[i], halves ? NULL : by->scales + starts[i],
                         output + starts[i] * finish->out);
