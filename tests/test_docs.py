@@ -532,9 +532,14 @@ def sentences_per_second(row):
 
 
 def test_decoding_speed_and_memory_come_from_the_latest_results_files():
-    page, (*_, one_thread, results) = DOCS["results"], results_of_hosts()
-    expected = []
-    for threads, found in ((1, one_thread), (2, results)):
+    page, expected = DOCS["results"], []
+    # Files of special settings lack the paper's search.
+    latest = {
+        results.get("threads"): results
+        for results in results_of_hosts()
+        if any(row["engine"] == "ours" for row in results["speed"])
+    }
+    for threads, found in ((1, latest[1]), (2, latest[2])):
         assert {"commit", "hardware", "versions", "date", "host"} <= found.keys()
         assert found["threads"] == threads
         assert found["command"] in page.commands()
