@@ -33,7 +33,10 @@ def empty(
     try:
         block = _unused[capacity].pop()
     except IndexError:
-        block = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            block = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:  # torch needs fewer addresses, or says how many bytes are missing
+            return torch.empty(shape, dtype=dtype, device=device)
     view = memoryview(block)  # lives as long as the tensor's storage
     weakref.finalize(view, _keep, block).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=count).view(shape)

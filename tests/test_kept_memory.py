@@ -1,5 +1,6 @@
 """Large tensors of a search use the memory of earlier ones, which the system may take back."""
 
+import errno
 import threading
 
 import pytest
@@ -71,6 +72,15 @@ def test_the_kept_memory_has_a_limit(monkeypatch):
     tensors = [empty((LARGE,)) for _ in range(3)]
     tensors.clear()
     assert kept() == 2**22
+
+
+def test_a_block_that_the_system_refuses_is_left_to_torch(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(memory_vaswani.mmap, "mmap", refuse)
+    assert empty((LARGE,)).shape == (LARGE,)
+    assert kept() == 0
 
 
 def test_where_the_system_cannot_take_memory_back_none_is_kept(monkeypatch):
