@@ -534,7 +534,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.train:
         train(args.model, device=args.device)
         return
-    model, text = load(args.model, args.profile is not None, args.device)
+    model, text = load(args.model, untrained=args.profile is not None, device=args.device)
     args.forced = text.forced
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

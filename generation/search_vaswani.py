@@ -188,8 +188,9 @@ def greedy_search(
 def _portions(sentences: int, logits_each: int, device: torch.device) -> list[slice]:
     """Divide sentences into portions, whose logits are computed and used in turn.
 
-    The allocator of the C library returns large blocks of memory to the system, which then has to
-    clear them again in each step. Portions are smaller, and fit the last cache of most CPUs.
+    Without the compiled kernels, the allocator of the C library returns large blocks of memory to
+    the system, which then has to clear them again in each step. Portions are smaller, and fit the
+    last cache of most CPUs.
     """
     if device.type != "cpu":
         return [slice(0, sentences)]
