@@ -10,22 +10,26 @@ cache, L layers, H heads, D = d_model.
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from .int8_vaswani import Int8Embedding
 from .kernels_vaswani import (
     COMPUTED,
     CORES,
     FLOATS,
     Batch,
+    Embedding,
     Layer,
     Memory,
     Norm,
     Positions,
     Product,
+    Rounded,
     compute,
     library,
     multiply,
@@ -44,7 +48,7 @@ class CompiledLayers:
         self.threads = torch.get_num_threads()
         self.memory, self.rows, self.longest = Memory(), 0, 0
         self.buffers: list[torch.Tensor] = []
-        self.source: Positions | None = None
+        self.past, self.source = Positions(), Positions()
         self.place_of_past: tuple = ()  # addresses and strides of keys and values
 
     @classmethod
@@ -52,10 +56,22 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
+        # Reading all weights empties the caches of a CPU, so they are compared after all else.
+        checks: list[Callable[[], bool]] = []
+        prepared = cls._filled(layers, heads, checks)
+        return prepared if all(check() for check in checks) else cls._filled(layers, heads, None)
+
+    @classmethod
+    def _filled(
+        cls, layers: Any, heads: int, checks: list[Callable[[], bool]] | None
+    ) -> "CompiledLayers | None":
+        """Prepare layers as `prepare` does, but leave the comparison of weights to `checks`."""
         structures = (Layer * len(layers))()
         kept: list[Any] = []
         for structure, layer in zip(structures, layers, strict=True):
-            if not _fill(structure, layer, kept) or not _fits(structure, layer, layers[0], heads):
+            if not _fill(structure, layer, kept, checks):
+                return None
+            if not _fits(structure, layer, layers[0], heads):
                 return None
         return cls(structures, kept, heads)
 
@@ -66,7 +82,7 @@ class CompiledLayers:
             source: keys and values.
             mask: (B, S), 0 at the tokens that are seen.
         """
-        self.source = Positions.seen(mask)
+        self.source.see(mask.contiguous())
         for layer, (keys, values) in zip(self.layers, source, strict=True):
             by_sentence = len(mask), self.heads
             layer.source.point_to(
@@ -82,6 +98,7 @@ class CompiledLayers:
         values: torch.Tensor,
         mask: torch.Tensor,
         used: int,
+        end: int | None = None,
         encodes: bool = False,
     ) -> torch.Tensor:
         """Transform states (R, D), in place, and store their keys and values.
@@ -92,22 +109,22 @@ class CompiledLayers:
             hypotheses: (R,) their numbers among B * K; None means all.
             keys: (L, B, H, N, d_k).
             values: (L, B, H, N, d_v).
-            mask: (B * K, N), (B, N) or (1, N), 0 at the positions that hypotheses see.
+            mask: (B, K, N), (B, N) or (1, N), 0 at the positions that hypotheses see.
             used: the position of the first hypothesis of each sentence.
+            end: the end of the positions that may be seen; None means N.
             encodes: whether these are an encoder's layers.
         """
         rows, width = states.shape
         number = shape.numel()
-        past = Positions.seen(mask)
+        self.past.see(mask, end)
         batch = Batch(rows, shape[1], width, self.heads, keys.shape[4], values.shape[4])
         if hypotheses is not None:
             assert hypotheses.is_contiguous()
             batch.hypotheses = hypotheses.data_ptr()
-        batch.used, batch.past, batch.encodes = used, past.listed(number), encodes
-        longest = batch.past.longest
-        if self.source is not None:
+        batch.used, batch.past, batch.encodes = used, self.past.listed(number), encodes
+        if self.source.lists:
             batch.source = self.source.listed(number)
-            longest = max(longest, batch.source.longest)
+        longest = max(self.past.longest, self.source.longest)
         place = keys.data_ptr(), keys.stride(), values.data_ptr(), values.stride()
         if place != self.place_of_past:
             self.place_of_past = place
@@ -149,6 +166,8 @@ class CompiledLinear:
     def __init__(self, product: Product, kept: Any) -> None:
         self.product, self.kept = product, kept
         self.outputs = torch.empty(0, **FLOATS)
+        self.rounded: tuple[torch.Tensor, ...] = ()
+        self.memory = Rounded()
 
     @classmethod
     def prepare(cls, linear: Any) -> "CompiledLinear | None":
@@ -163,7 +182,51 @@ class CompiledLinear:
         rows = len(states)
         if len(self.outputs) < rows:
             self.outputs = empty((rows, self.product.outputs))
-        return multiply(states.float(), self.product, self.outputs[:rows])
+            self.rounded = empty((rows, self.product.inputs), torch.int16), empty((rows,))
+            self.memory = Rounded(*(part.data_ptr() for part in self.rounded))
+        return multiply(states.float(), self.product, self.outputs[:rows], self.memory)
+
+
+class CompiledEmbedding:
+    """An embedding in float32 or int8, for tokens at one position (3.4, 3.5)."""
+
+    def __init__(self, structure: Embedding, kept: Any) -> None:
+        self.structure, self.kept = structure, kept
+
+    @classmethod
+    def prepare(cls, embedding: Any, factor: float) -> "CompiledEmbedding | None":
+        """Prepare an embedding, whose entries are multiplied by a factor (3.4).
+
+        Return None if the kernels do not support it.
+        """
+        if type(embedding) not in (nn.Embedding, Int8Embedding) or not _can_compile(embedding):
+            return None
+        weight, scale = embedding.weight.detach(), getattr(embedding, "weight_scale", None)
+        if is_changed(embedding) or not weight.is_contiguous():
+            return None
+        if scale is None and not compute(weight):
+            return None
+        if scale is not None and not compute(scale := scale.detach()):
+            return None
+        scales = None if scale is None else scale.data_ptr()
+        return cls(Embedding(*weight.shape, weight.data_ptr(), scales, factor), (weight, scale))
+
+    def __call__(
+        self, tokens: torch.Tensor, rows: torch.Tensor | None, position: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Embed the tokens (B, K) of some rows (R,): (R, D); None if a token has no entry.
+
+        Args:
+            tokens: (B, K).
+            rows: (R,) numbers among B * K; None means all.
+            position: (D,) the encoding of their position.
+        """
+        tokens = tokens.contiguous()
+        states = position.new_empty(tokens.numel() if rows is None else len(rows), len(position))
+        chosen = None if rows is None else rows.data_ptr()
+        places = tokens.data_ptr(), chosen, len(states), position.data_ptr(), states.data_ptr()
+        found = library().embed_tokens(ctypes.byref(self.structure), *places)
+        return states if found else None
 
 
 class CompiledEncoder(nn.Module):
@@ -244,7 +307,9 @@ def _can_compile(linear: Any) -> bool:
     return on_cpu and not torch.is_autocast_enabled("cpu") and library() is not None
 
 
-def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
+def _fill(
+    structure: Layer, layer: Any, kept: list[Any], checks: list[Callable[[], bool]] | None
+) -> bool:
     """Describe a layer for the kernels. Return False if they do not support it."""
     past, source = layer.self_attn, getattr(layer, "encoder_attn", None)
     if (
@@ -279,7 +344,7 @@ def _fill(structure: Layer, layer: Any, kept: list[Any]) -> bool:
         kept.append((weight, bias))  # the model may get other tensors during the call
         setattr(structure, name, Norm(weight.data_ptr(), bias.data_ptr(), norm.eps))
     for name, linears in products.items():
-        prepared = compiled_product(*linears, relu=name == "fc1")
+        prepared = compiled_product(*linears, relu=name == "fc1", checks=checks)
         if prepared is None:
             return False
         product, parts = prepared
@@ -306,4 +371,4 @@ def _fits(structure: Layer, layer: Any, first: Any, heads: int) -> bool:
     return sizes == expected and all(norm.normalized_shape == (width,) for norm in norms)
 
 
-__all__ = ["CompiledEncoder", "CompiledLayers", "CompiledLinear"]
+__all__ = ["CompiledEmbedding", "CompiledEncoder", "CompiledLayers", "CompiledLinear"]

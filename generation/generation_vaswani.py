@@ -436,7 +436,11 @@ class VaswaniGenerationMixin(GenerationMixin):
             and not self.training
             and all(map(_hooks_are_passive, (network, self.lm_head, *decoder.modules())))
             # Weights that are divided among processes are DTensors, which have a mesh.
-            and not any(hasattr(weight, "device_mesh") for weight in network.parameters())
+            and not any(
+                hasattr(weight, "device_mesh")
+                for module in network.modules()
+                for weight in module._parameters.values()
+            )
         )
 
     def _is_as_written(self, module: torch.nn.Module) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .compiled_vaswani import CompiledLayers, CompiledLinear
-from .kernels_vaswani import COMPUTED, compute
+from .compiled_vaswani import CompiledEmbedding, CompiledLayers, CompiledLinear
+from .kernels_vaswani import COMPUTED, compute, descend
 from .linear_vaswani import prepare
 from .memory_vaswani import empty
 
@@ -215,6 +215,7 @@ class IncrementalDecoder:
         self.keys, self.values = torch.empty(0), torch.empty(0)
         self.attention: _Attention | None = None
         self.compiled: CompiledLayers | None = None
+        self.embedding: CompiledEmbedding | None = None
         self.used = 0  # positions of the N that are taken
         self.room = 0  # positions that are taken before dead ends are dropped
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
@@ -272,6 +273,9 @@ class IncrementalDecoder:
         if self.can_compile:
             self.compiled = CompiledLayers.prepare(self.decoder.layers, heads)
             self._show_source()
+            if self.padding is None and self.decoder.dtype == torch.float32:
+                embedding, factor = self.decoder.embed_tokens, self.decoder.embed_scale
+                self.embedding = CompiledEmbedding.prepare(embedding, factor)
 
     def _show_source(self) -> None:
         """Tell the compiled layers where the keys and values of the source are."""
@@ -344,6 +348,10 @@ class IncrementalDecoder:
                 end *= 2  # sinusoids have no last position, so compute some in advance
             self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)
         position: Any = self.position
+        if self.embedding is not None:
+            states = self.embedding(tokens, rows, self.positions[position])
+            if states is not None:
+                return states
         if self.padding is not None:  # a number for each row
             position = (position - self.padding.sum(dim=1))[:, None].expand_as(tokens).flatten()
             position = position if rows is None else position[rows]
@@ -419,11 +427,10 @@ class IncrementalDecoder:
         if rows is not None:  # a hypothesis that cannot win may still be computed later
             self.keys[:, :, :, self.used : end] = 0
             self.values[:, :, :, self.used : end] = 0
-        if self.past is None:
-            mask = self.no_mask.new_zeros(1, end)
-        else:
-            mask = self.past.flatten(0, 1)[:, :end]
-        states = self.compiled.run(states, shape, rows, self.keys, self.values, mask, self.used)
+        mask = self.no_mask.new_zeros(1, end) if self.past is None else self.past
+        states = self.compiled.run(
+            states, shape, rows, self.keys, self.values, mask, self.used, end
+        )
         self.used = end
         return states
 
@@ -436,6 +443,9 @@ class IncrementalDecoder:
             if self.padding is not None:
                 self.past[:, :, : self.used].masked_fill_(self.padding[:, None], -torch.inf)
         elif parents is not None:
+            if self.used + beams <= self.room and self.can_compile and compute(self.past):
+                self.past = descend(self.past, parents, self.used)
+                return
             self.past = self.past.gather(1, parents[:, :, None].expand_as(self.past))
         self._make_room(beams)
         assert self.past is not None

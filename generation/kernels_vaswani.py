@@ -46,6 +46,7 @@ _WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # users choose how OpenM
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
+_INTEGERS: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
 COMPUTED = (torch.float32, torch.bfloat16)  # dtypes of models whose states the kernels compute
 # Types in the C files. The kernels name them by letters.
 _POINTER, _COUNT, _FLOAT, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
@@ -59,11 +60,14 @@ KERNELS = {
     "pack_rows": "pnnpni",
     "take_fingerprint": "pnpi",
     "has_fingerprint": "pnpi",
+    "embed_tokens": "pppnpp",
+    "descend": "ppnnnnp",
     "list_positions": "pnnnpp",
     "run_layers": "pipppi",
     "log_sums_and_maxima": "pnnnppi",
     "best_tokens": "pnnpi",
     "best_candidates": "pnnppppnnnfpppi",
+    "advance_beam": "pppp",
 }
 
 logger = logging.get_logger(__name__)
@@ -230,6 +234,16 @@ class Rounded(ctypes.Structure):
     """Memory for rounded rows of states (R, in), and for the scale of each row (R,)."""
 
     _fields_ = (("states", _POINTER), ("scales", _POINTER))
+
+
+class Embedding(ctypes.Structure):
+    """An embedding, and the factor of its entries (3.4)."""
+
+    _fields_ = (
+        *((name, _COUNT) for name in ("entries", "width")),
+        *((name, _POINTER) for name in ("table", "scales")),
+        ("factor", _FLOAT),
+    )
 
 
 class Norm(ctypes.Structure):
@@ -410,20 +424,26 @@ def _parts(weight: torch.Tensor) -> int:
 
 
 def multiply(
-    states: torch.Tensor, product: Product, output: torch.Tensor | None = None
+    states: torch.Tensor,
+    product: Product,
+    output: torch.Tensor | None = None,
+    memory: Rounded | None = None,
 ) -> torch.Tensor:
-    """Multiply states (R, in) by a weight, and add a bias: (R, out), in `output` if it is given."""
+    """Multiply states (R, in) by a weight, and add a bias: (R, out), in `output` if it is given.
+
+    Memory for rounded states, `rows` or more of them, is made if it is not given.
+    """
     states = states.contiguous()
     rows, inputs = states.shape
     assert states.dtype == torch.float32
     assert inputs == product.inputs
     if output is None:
         output = states.new_empty(rows, product.outputs)
-    rounded = states.new_empty(rows, inputs, dtype=torch.int16)  # or half as many bytes
-    scales = states.new_empty(rows)
+    if memory is None:
+        buffers = states.new_empty(rows, inputs, dtype=torch.int16), states.new_empty(rows)
+        memory = Rounded(*map(_data, buffers))
     library().multiply_states(
-        *(ctypes.byref(product), states.data_ptr(), rows),
-        ctypes.byref(Rounded(rounded.data_ptr(), scales.data_ptr())),
+        *(ctypes.byref(product), states.data_ptr(), rows, ctypes.byref(memory)),
         *(output.data_ptr(), torch.get_num_threads()),
     )
     return output
@@ -435,29 +455,47 @@ def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(library().same_bytes(_data(left), _data(right), *sizes))
 
 
-class Positions(NamedTuple):
-    """Lists of positions in a cache."""
+def descend(mask: torch.Tensor, parents: torch.Tensor, used: int) -> torch.Tensor:
+    """Let each hypothesis see what its parent (B, K) saw, and itself: a mask (B, K, N).
 
-    places: torch.Tensor  # (lists, N), of which the first `counts` count
-    counts: torch.Tensor  # (lists,)
+    Args:
+        mask: (B, K, N), 0 at the positions that hypotheses see.
+        parents: (B, K).
+        used: the position of the first hypothesis of each sentence.
+    """
+    own = torch.empty_like(mask)
+    library().descend(_data(mask), _data(parents), *mask.shape, used, _data(own))
+    return own
 
-    @classmethod
-    def seen(cls, mask: torch.Tensor) -> "Positions":
-        """List the positions at which a mask (lists, N) is 0; its rows may lie apart."""
-        mask = mask if mask.stride(1) == 1 else mask.contiguous()
-        lists, positions = mask.shape
-        places = mask.new_empty(lists, positions, dtype=torch.int32)
-        counts = mask.new_empty(lists, dtype=torch.int32)
+
+class Positions:
+    """Lists of positions in a cache. Their memory is used again for the next lists."""
+
+    def __init__(self) -> None:
+        self.lists = self.longest = 0
+        # The lists, one after the other, and how many positions of each count.
+        self.places, self.counts = torch.empty(0, **_INTEGERS), torch.empty(0, **_INTEGERS)
+
+    def see(self, mask: torch.Tensor, end: int | None = None) -> None:
+        """List the positions at which a mask (lists, N) is 0, before `end` if it is given.
+
+        The lists may have more dimensions than one.
+        """
+        positions = mask.shape[-1]
+        self.lists, self.longest = mask.numel() // positions, positions if end is None else end
+        if self.lists * self.longest > len(self.places):
+            self.places = torch.empty(2 * self.lists * self.longest, **_INTEGERS)
+        if self.lists > len(self.counts):
+            self.counts = torch.empty(self.lists, **_INTEGERS)
         library().list_positions(
-            *(mask.data_ptr(), lists, positions, mask.stride(0)),
-            *(places.data_ptr(), counts.data_ptr()),
+            *(_data(mask), self.lists, self.longest, positions),
+            *(self.places.data_ptr(), self.counts.data_ptr()),
         )
-        return cls(places, counts)
 
     def listed(self, hypotheses: int) -> Listed:
-        """Return the structure, for B * K hypotheses. It is valid as long as these lists are."""
+        """Return the structure, for B * K hypotheses. It is valid until the next lists."""
         addresses = self.places.data_ptr(), self.counts.data_ptr()
-        return Listed(*addresses, self.places.shape[1], hypotheses // len(self.counts))
+        return Listed(*addresses, self.longest, hypotheses // self.lists)
 
 
 def _data(values: torch.Tensor) -> int:
@@ -521,12 +559,105 @@ def best_candidates(
     return scores, hypotheses, tokens
 
 
+class Candidates(ctypes.Structure):
+    """Continuations of hypotheses (B, C)."""
+
+    _fields_ = (*((name, _POINTER) for name in ("scores", "parents", "tokens")), ("count", _COUNT))
+
+
+class Rules(ctypes.Structure):
+    """Rules of a step of a beam search."""
+
+    _fields_ = (
+        ("ends", _POINTER),
+        *((name, _COUNT) for name in ("ends_count", "length")),
+        ("penalty", _FLOAT),
+        *((name, _NUMBER) for name in ("to_beat", "stops_when_full")),
+        ("ruled_out", _FLOAT),
+    )
+
+
+class Beam(ctypes.Structure):
+    """The state of a beam search."""
+
+    _fields_ = (
+        *((name, _COUNT) for name in ("sentences", "hypotheses")),
+        *((name, _POINTER) for name in ("limits", "penalties", "finished", "endings", "done")),
+    )
+
+
+class Chosen(ctypes.Structure):
+    """The hypotheses (B, K) that a step chooses."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("running", "parents", "tokens", "open_rows")),
+        *((name, _COUNT) for name in ("rows", "done")),
+    )
+
+
+def advance_beam(
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    tokens: torch.Tensor,
+    limits: torch.Tensor,
+    penalties: torch.Tensor | None,
+    finished: torch.Tensor,
+    endings: torch.Tensor,
+    done: torch.Tensor,
+    ends: Sequence[int],
+    length: int,
+    penalty: float,
+    to_beat: int,
+    stops_when_full: bool,
+    ruled_out: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Choose the open hypotheses of a beam search; update the finished ones, and what is done.
+
+    Args:
+        scores: (B, C) log-probabilities of the candidates, best first.
+        parents: (B, C) the hypothesis that each candidate continues.
+        tokens: (B, C) the token that each candidate adds.
+        limits: (B,) how many tokens each sentence may have.
+        penalties: (B,) divisors of the scores that open hypotheses can still reach; None means
+            `penalty`.
+        finished: (B, K) penalised scores of the finished hypotheses, best first.
+        endings: (B, K, 3) length, parent and last token of each finished hypothesis.
+        done: (B,) whether the search of a sentence is over.
+        ends: tokens that end a sentence.
+        length: tokens of the hypotheses after this step.
+        penalty: the divisor of the scores of finished hypotheses of this length.
+        to_beat: the place of the finished hypothesis that open ones must beat.
+        stops_when_full: whether a sentence is done with K finished hypotheses.
+        ruled_out: is added to the score of a candidate that ends.
+
+    Returns:
+        Log-probabilities of the open hypotheses, best first; their parents; their last tokens:
+        (B, K) each. Those that can still win (R,), among B * K. How many sentences are done.
+    """
+    sentences, beams = finished.shape
+    running = torch.empty_like(finished)
+    own_parents, own_tokens = (parents.new_empty(sentences, beams) for _ in range(2))
+    open_rows = parents.new_empty(sentences * beams)
+    chosen = Chosen(*map(_data, (running, own_parents, own_tokens, open_rows)))
+    end_tokens = (_COUNT * len(ends))(*ends)
+    places = ctypes.addressof(end_tokens), len(ends), length
+    states = None if penalties is None else _data(penalties), *map(_data, (finished, endings, done))
+    library().advance_beam(
+        ctypes.byref(Candidates(*map(_data, (scores, parents, tokens)), scores.shape[1])),
+        ctypes.byref(Rules(*places, penalty, to_beat, stops_when_full, ruled_out)),
+        ctypes.byref(Beam(sentences, beams, _data(limits), *states)),
+        ctypes.byref(chosen),
+    )
+    return running, own_parents, own_tokens, open_rows[: chosen.rows], chosen.done
+
+
 __all__ = [
     "COMPUTED",
     "CORES",
     "FLOATS",
     "KERNELS",
     "Batch",
+    "Embedding",
     "Layer",
     "Listed",
     "Memory",
@@ -535,10 +666,12 @@ __all__ = [
     "Positions",
     "Product",
     "Rounded",
+    "advance_beam",
     "best_candidates",
     "best_tokens",
     "can_pack",
     "compute",
+    "descend",
     "library",
     "log_sums_and_maxima",
     "multiply",

@@ -240,6 +240,7 @@ def _pack(
     layers: tuple[Any, ...],
     scale: torch.Tensor | None = None,
     *settings: int,
+    checks: list[Callable[[], bool]] | None = None,
 ) -> Any:
     """Return the weights of layers in a layout; pack them again if any value has changed.
 
@@ -248,12 +249,15 @@ def _pack(
         layers: layers that read the same states.
         scale: (out,) of int8 weights.
         settings: further arguments of `layout`, which this machine determines.
+        checks: gets a function that tells whether no value has changed, which is not known then.
     """
     weights = [layer.weight.detach() for layer in layers]
     packed_of_first = _packed_of.setdefault(layers[0], {})
     key = layout, len(layers)
     packed = packed_of_first.get(key)
-    if packed is not None and not packed.holds(weights, scale):
+    if packed is not None and checks is not None:
+        checks.append(functools.partial(packed.holds, weights, scale))
+    elif packed is not None and not packed.holds(weights, scale):
         packed = None
         packed_of_first.clear()  # free the old copies before the new ones are made
     if packed is None:
@@ -261,12 +265,16 @@ def _pack(
     return packed
 
 
-def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, Any] | None:
+def compiled_product(
+    *linears: nn.Linear, relu: bool = False, checks: list[Callable[[], bool]] | None = None
+) -> tuple[Product, Any] | None:
     """Prepare layers for the compiled kernels. Return None if they do not support the layers.
 
     Args:
         linears: layers that read the same states.
         relu: whether ReLU is applied to their outputs.
+        checks: gets a function that tells whether packed weights have their present values; None
+            means that this function finds out, and packs weights again.
 
     Returns:
         The product, and what must be kept for as long as it is used.
@@ -283,11 +291,11 @@ def compiled_product(*linears: nn.Linear, relu: bool = False) -> tuple[Product, 
         largest = compiled_rounding(weights[0].shape[1])
         if largest is None:
             return None
-        panels = _pack(Panels.pack, layers, _joined_scale(layers), largest)
+        panels = _pack(Panels.pack, layers, _joined_scale(layers), largest, checks=checks)
         return panels.product(bias, largest, relu), (panels, bias)
     if not all(can_pack(weight) for weight in weights) or len({w.dtype for w in weights}) > 1:
         return None
-    panels = _pack(Panels.pack, layers)
+    panels = _pack(Panels.pack, layers, checks=checks)
     return panels.product(bias, relu=relu), (panels, bias)
 
 

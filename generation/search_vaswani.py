@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .continuations_vaswani import best_continuations
-from .kernels_vaswani import best_tokens, compute
+from .kernels_vaswani import advance_beam, best_tokens, compute
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
 _RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
@@ -90,6 +90,11 @@ class SearchSettings:
     def exact(self) -> bool:
         """Whether the search ends only when no open hypothesis can win."""
         return self.early_stopping == "never"
+
+    @property
+    def to_beat(self) -> int:
+        """The place of the finished hypothesis that an open one must beat, among the best K."""
+        return (self.num_return_sequences if self.exact else self.num_beams) - 1
 
     def penalty(self, length: Any) -> Any:
         """Return the divisor of a hypothesis' log-probability; `length` may be a tensor."""
@@ -175,7 +180,7 @@ def greedy_search(
         tokens = tokens.masked_fill(done, FILL)
         columns.append(prompt.new_full((len(prompt),), FILL).index_copy(0, rows, tokens))
         done = done | settings.ends(tokens, limits, length)
-        if (kept := _sentences_to_keep(done)) is not None:
+        if (kept := _sentences_to_keep(done, int(done.sum()))) is not None:
             if not len(kept):
                 break
             decoder.keep(kept)
@@ -233,35 +238,84 @@ class _Beam:
     Args:
         rows: (B,) numbers of the sentences in the batch that the search began with.
         limits: (B,) how many tokens each sentence may have.
+        penalties: (B,) divisors of the best scores that open hypotheses can still reach. None means
+            the penalty of their present length.
         running: (B, K) log-probabilities of the open hypotheses, best first.
         finished: (B, K) penalised scores of the best finished hypotheses. A missing one has -inf,
             because with a negative penalty any finite score might win.
         endings: (B, K, 3) length, parent and last token of each finished hypothesis.
         done: (B,) whether the search of a sentence is over.
+        leaving: how many sentences are done.
     """
 
     rows: torch.Tensor
     limits: torch.Tensor
+    penalties: torch.Tensor | None
     running: torch.Tensor
     finished: torch.Tensor
     endings: torch.Tensor
     done: torch.Tensor
+    leaving: int = 0
 
     @classmethod
-    def start(cls, limits: torch.Tensor, beams: int, states: torch.Tensor) -> "_Beam":
+    def start(cls, limits: torch.Tensor, settings: SearchSettings, states: torch.Tensor) -> "_Beam":
         """Begin with one hypothesis for each sentence: the prompt."""
-        rows = torch.arange(len(limits), device=limits.device)
+        rows, beams = torch.arange(len(limits), device=limits.device), settings.num_beams
         exact = torch.promote_types(states.dtype, torch.float32)
+        longest_wins = settings.exact and settings.length_penalty > 0
         return cls(
             rows,
-            limits,
+            limits.contiguous(),
+            penalties=settings.penalty(limits.to(exact)) if longest_wins else None,
             running=states.new_zeros(len(rows), 1, dtype=exact),
             finished=states.new_full((len(rows), beams), -torch.inf, dtype=exact),
             endings=rows.new_zeros(len(rows), beams, 3),
             done=torch.zeros_like(rows, dtype=torch.bool),
         )
 
-    def add_endings(
+    def advance(
+        self, candidates: _Candidates, length: int, settings: SearchSettings
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Choose the open hypotheses, keep the best finished ones, and mark sentences as done.
+
+        Args:
+            candidates: continuations of the open hypotheses.
+            length: tokens of the hypotheses after this step.
+            settings: settings of the search.
+
+        Returns:
+            The parents and last tokens (B, K) of the open hypotheses. In an exact search, also the
+            numbers (R,) among B * K of those that can still win; else None.
+        """
+        if compute(candidates.scores, self.finished):
+            self.running, parents, tokens, open_rows, self.leaving = advance_beam(
+                *(candidates.scores, candidates.parents, candidates.tokens),
+                *(self.limits, self.penalties, self.finished, self.endings, self.done),
+                ends=settings.eos_token_ids,
+                length=length,
+                penalty=settings.penalty(length),
+                to_beat=settings.to_beat,
+                stops_when_full=settings.early_stopping is True,
+                ruled_out=_RULED_OUT,
+            )
+            return parents, tokens, open_rows if settings.exact else None
+        ends = settings.ends(candidates.tokens, self.limits[:, None], length)
+        self.running, chosen = (candidates.scores + ends * _RULED_OUT).topk(settings.num_beams)
+        parents, tokens = (
+            part.gather(1, chosen) for part in (candidates.parents, candidates.tokens)
+        )
+        self._add_endings(candidates, ends, length, settings)
+        penalty = settings.penalty(length) if self.penalties is None else self.penalties[:, None]
+        can_win = self.running / penalty > self.finished[:, settings.to_beat, None]
+        self.done = self.done | ~can_win[:, 0] | (length >= self.limits)
+        if settings.early_stopping is True:
+            self.done = self.done | (self.endings[:, :, 0] > 0).all(dim=1)
+        self.leaving = int(self.done.sum())
+        if not settings.exact:
+            return parents, tokens, None
+        return parents, tokens, (can_win & ~self.done[:, None]).flatten().nonzero()[:, 0]
+
+    def _add_endings(
         self, candidates: _Candidates, ends: torch.Tensor, length: int, settings: SearchSettings
     ) -> None:
         """Add the candidates that end, and keep the best K finished hypotheses of each sentence.
@@ -277,23 +331,12 @@ class _Beam:
         endings = torch.cat((self.endings, torch.stack(new, dim=2)), dim=1)
         self.endings = endings.gather(1, chosen[:, :, None].expand(-1, -1, 3))
 
-    def stop(self, length: int, settings: SearchSettings) -> torch.Tensor:
-        """Mark finished sentences as done, and tell which open hypotheses can still win (B, K)."""
-        longest = torch.full_like(self.limits, length)
-        if settings.exact and settings.length_penalty > 0:
-            longest = self.limits
-        penalty = settings.penalty(longest.to(self.running.dtype))
-        to_beat = self.finished[:, settings.num_return_sequences - 1 if settings.exact else -1]
-        can_win = self.running / penalty[:, None] > to_beat[:, None]
-        self.done = self.done | ~can_win[:, 0] | (length >= self.limits)
-        if settings.early_stopping is True:
-            self.done = self.done | (self.endings[:, :, 0] > 0).all(dim=1)
-        return can_win
-
     def keep(self, sentences: torch.Tensor) -> None:
         """Drop all sentences but these, given by their numbers (B',)."""
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name)[sentences])
+        for name, state in vars(self).items():
+            if isinstance(state, torch.Tensor):
+                setattr(self, name, state[sentences])
+        self.leaving = 0
 
 
 @torch.inference_mode()
@@ -319,28 +362,25 @@ def beam_search(
         first.
     """
     states = decoder.read(prompt)  # (B, W)
-    beam = _Beam.start(limits, settings.num_beams, states)
+    beam = _Beam.start(limits, settings, states)
     result_scores, result_endings = beam.finished.clone(), beam.endings.clone()
     steps = []
     open_rows = None  # (R,) hypotheses that have states; None means all
     for length in itertools.count(1):
         candidates = _candidates(decoder, states, beam, length, settings, rules, open_rows)
-        ends = settings.ends(candidates.tokens, beam.limits[:, None], length)
-        beam.running, chosen = (candidates.scores + ends * _RULED_OUT).topk(settings.num_beams)
-        parents = candidates.parents.gather(1, chosen)
-        tokens = candidates.tokens.gather(1, chosen)
+        parents, tokens, open_rows = beam.advance(candidates, length, settings)
         steps.append((beam.rows, parents, tokens))
-        beam.add_endings(candidates, ends, length, settings)
-        can_win = beam.stop(length, settings)
-        if (kept := _sentences_to_keep(beam.done)) is not None:
+        if (kept := _sentences_to_keep(beam.done, beam.leaving)) is not None:
             result_scores[beam.rows], result_endings[beam.rows] = beam.finished, beam.endings
             if not len(kept):
                 break
             decoder.keep(kept)
             beam.keep(kept)
-            parents, tokens, can_win = parents[kept], tokens[kept], can_win[kept]
-        # An exact search drops hypotheses that cannot win, because their descendants cannot win.
-        open_rows = _open_rows(can_win & ~beam.done[:, None]) if settings.exact else None
+            if open_rows is not None:
+                open_rows = _rows_of_kept(open_rows, kept, tokens.shape)
+            parents, tokens = parents[kept], tokens[kept]
+        if open_rows is not None and 8 * len(open_rows) > 7 * tokens.numel():
+            open_rows = None  # computing all of them takes as long
         states = decoder.step(tokens, parents, open_rows)
     returned = settings.num_return_sequences
     sequences, indices = _trace_back(steps, result_endings[:, :returned])
@@ -411,13 +451,12 @@ def _force(
     candidates.tokens = candidates.tokens.masked_fill(marked, token)
 
 
-def _sentences_to_keep(done: torch.Tensor) -> torch.Tensor | None:
+def _sentences_to_keep(done: torch.Tensor, leaving: int) -> torch.Tensor | None:
     """List the sentences that are not done, in their new order; None to keep all for now.
 
     Dropping sentences moves others in the cache, so wait until an eighth of them is done. The last
     sentences take the places of those that are dropped, so that few are moved.
     """
-    leaving = int(done.sum())
     if leaving == 0 or 8 * leaving < len(done):
         return None
     places = torch.arange(len(done) - leaving, device=done.device)
@@ -425,10 +464,11 @@ def _sentences_to_keep(done: torch.Tensor) -> torch.Tensor | None:
     return places.masked_scatter(done[: len(places)], last)
 
 
-def _open_rows(can_win: torch.Tensor) -> torch.Tensor | None:
-    """List the hypotheses (R,) that can win; None, for all, if more than 7/8 of them can win."""
-    rows = can_win.flatten().nonzero()[:, 0]
-    return rows if 8 * len(rows) <= 7 * can_win.numel() else None
+def _rows_of_kept(rows: torch.Tensor, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Number rows (R,) of hypotheses (B, K) anew, when only some sentences are kept (B',)."""
+    chosen = torch.zeros(shape, dtype=torch.bool, device=rows.device)
+    chosen.view(-1)[rows] = True
+    return chosen[kept].flatten().nonzero()[:, 0]
 
 
 def _trace_back(

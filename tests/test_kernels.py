@@ -13,20 +13,22 @@ import torch
 from huggingface_hub import constants
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from vaswani.generation import kernels_vaswani
-from vaswani.generation.compiled_vaswani import CompiledEncoder, CompiledLayers
-from vaswani.generation.int8_vaswani import round_weight
+from vaswani.generation import kernels_vaswani, search_vaswani
+from vaswani.generation.compiled_vaswani import CompiledEmbedding, CompiledEncoder, CompiledLayers
+from vaswani.generation.int8_vaswani import Int8Embedding, round_weight
 from vaswani.generation.kernels_vaswani import (
     Panels,
     Positions,
     best_candidates,
     best_tokens,
     compute,
+    descend,
     library,
     log_sums_and_maxima,
     multiply,
     same_bytes,
 )
+from vaswani.generation.search_vaswani import SearchSettings
 
 from vaswani import (
     VaswaniConfig,
@@ -336,11 +338,113 @@ class TestChoice:
     def test_positions_are_those_where_a_mask_is_zero(self):
         mask = torch.full((3, 9), -torch.inf)
         mask[0, 2] = mask[0, 8] = mask[2, 0] = 0
-        places, counts = Positions.seen(mask[:, ::1])
-        assert counts.tolist() == [2, 0, 1]
-        assert places[0, :2].tolist() == [2, 8]
-        assert places[2, 0] == 0
-        assert Positions.seen(mask[:, 1:])[0][0, :2].tolist() == [1, 7]
+        positions = Positions()
+        positions.see(mask)
+        assert positions.counts.tolist() == [2, 0, 1]
+        assert positions.places[:2].tolist() == [2, 8]
+        assert positions.places[2 * 9] == 0
+        positions.see(mask, end=8)
+        assert positions.counts.tolist() == [1, 0, 1]
+        assert positions.places[2 * 8] == 0
+        listed = positions.listed(hypotheses=12)
+        assert (listed.longest, listed.hypotheses_per_list) == (8, 4)
+
+
+@compiled
+class TestBeam:
+    """A step of the beam search, against torch's operators."""
+
+    @pytest.mark.parametrize("early_stopping", ["never", False, True])
+    @pytest.mark.parametrize("penalty", [(0.6, "gnmt"), (1.0, None), (-1.0, None), (0.0, None)])
+    @pytest.mark.parametrize("returned", [1, 3])
+    def test_steps_equal_those_of_torch(self, early_stopping, penalty, returned, monkeypatch):
+        settings = SearchSettings(3, returned, *penalty, early_stopping, eos_token_ids=(2, 5))
+        limits = torch.tensor([4, 9, 1, 6, 30])
+        beams = [search_vaswani._Beam.start(limits, settings, torch.empty(0)) for _ in range(2)]
+        for length in range(1, 12):
+            shape = len(beams[0].rows), 9
+            candidates = search_vaswani._Candidates(
+                torch.randn(shape).sub(length).sort(descending=True).values,
+                torch.randint(0, 3, shape),
+                torch.randint(0, 9, shape),
+            )
+            monkeypatch.undo()
+            found = beams[0].advance(candidates, length, settings)
+            monkeypatch.setattr(search_vaswani, "compute", lambda *tensors: False)
+            expected = beams[1].advance(candidates, length, settings)
+            assert (found[2] is None) == (early_stopping != "never")
+            for name in ("done", "finished", "leaving"):
+                torch.testing.assert_close(*(getattr(beam, name) for beam in beams), rtol=0, atol=0)
+            # Scores that are ruled out are all equal, and nothing reads endings without a score.
+            goes_on = beams[0].running > -1e8
+            for ours, theirs in zip(
+                (*found[:2], beams[0].running), (*expected[:2], beams[1].running), strict=True
+            ):
+                assert torch.equal(ours[goes_on], theirs[goes_on])
+            has_ended = beams[0].finished > -torch.inf
+            assert torch.equal(beams[0].endings[has_ended], beams[1].endings[has_ended])
+            assert torch.equal(beams[0].endings[..., 0] > 0, has_ended)
+            if found[2] is not None:
+                assert torch.equal(found[2], expected[2])
+            kept = (~beams[0].done).nonzero()[:, 0]
+            assert beams[0].leaving == shape[0] - len(kept)
+            if length % 3 == 0:  # between, some sentences are done and still there
+                for beam in beams:
+                    beam.keep(kept)
+        assert len(beams[0].rows) < len(limits)
+
+    def test_scores_that_are_not_numbers_finish_nothing(self):
+        settings = SearchSettings(2, early_stopping="never", eos_token_ids=(0,))
+        beam = search_vaswani._Beam.start(torch.tensor([3]), settings, torch.empty(0))
+        zeros = torch.zeros(1, 4, dtype=torch.long)
+        for value in (torch.nan, -torch.inf):
+            candidates = search_vaswani._Candidates(torch.full((1, 4), value), zeros, zeros)
+            _, _, rows = beam.advance(candidates, 1, settings)
+            assert len(rows) == 0
+            assert (beam.endings == 0).all()
+            assert (beam.running == -torch.inf).all()
+            assert beam.done.all()
+
+    def test_hypotheses_see_what_their_parents_saw_and_themselves(self):
+        mask = torch.where(torch.rand(2, 3, 10) > 0.5, 0, -torch.inf)
+        mask[:, :, 6:] = -torch.inf
+        parents = torch.tensor([[2, 0, 0], [1, 1, 2]])
+        expected = torch.stack([row[parent] for row, parent in zip(mask, parents, strict=True)])
+        expected[:, [0, 1, 2], [6, 7, 8]] = 0
+        assert torch.equal(descend(mask, parents, 6), expected)
+
+
+@compiled
+class TestEmbedding:
+    """Embeddings of one position."""
+
+    @pytest.mark.parametrize("kind", ["float32", "int8"])
+    @pytest.mark.parametrize("rows", [None, [5, 0, 2]])
+    def test_they_are_those_of_torch(self, kind, rows):
+        embedding = torch.nn.Embedding(50, 24)
+        if kind == "int8":
+            embedding = Int8Embedding(embedding, {})
+        tokens, position = torch.randint(0, 50, (2, 3)), torch.randn(24)
+        rows = None if rows is None else torch.tensor(rows)
+        with torch.inference_mode():
+            states = CompiledEmbedding.prepare(embedding, 4.9)(tokens, rows, position)
+            chosen = tokens.flatten() if rows is None else tokens.flatten()[rows]
+            expected = embedding(chosen) * 4.9 + position
+        torch.testing.assert_close(states, expected, rtol=1e-6, atol=1e-6)
+
+    def test_a_token_without_an_entry_is_left_to_torch(self):
+        embedding = CompiledEmbedding.prepare(torch.nn.Embedding(50, 24), 1.0)
+        for token in (50, -1):
+            assert embedding(torch.tensor([[3, token]]), None, torch.zeros(24)) is None
+
+    def test_other_embeddings_are_left_to_torch(self):
+        class Other(torch.nn.Embedding):
+            pass
+
+        hooked = torch.nn.Embedding(4, 8)
+        hooked.register_forward_hook(lambda *_: None)
+        for embedding in (Other(4, 8), hooked, torch.nn.Embedding(4, 8, dtype=torch.bfloat16)):
+            assert CompiledEmbedding.prepare(embedding, 1.0) is None
 
 
 class TestCrowdedCores:

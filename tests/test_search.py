@@ -640,7 +640,8 @@ def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, m
     ],
 )
 def test_the_last_sentences_take_the_places_of_those_that_leave(done, kept):
-    found = search_vaswani._sentences_to_keep(torch.tensor([mark == "1" for mark in done]))
+    marks = torch.tensor([mark == "1" for mark in done])
+    found = search_vaswani._sentences_to_keep(marks, int(marks.sum()))
     assert (found if found is None else found.tolist()) == kept
 
 

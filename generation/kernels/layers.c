@@ -9,20 +9,6 @@
 #include "instructions.h"
 #include "products.h"
 
-// List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.
-EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, int64_t stride,
-                           int32_t *places, int32_t *counts)
-{
-    for (int64_t list = 0; list < lists; list++) {
-        int32_t count = 0;
-        for (int64_t i = 0; i < positions; i++) {
-            places[list * positions + count] = (int32_t)i;
-            count += mask[list * stride + i] == 0;
-        }
-        counts[list] = count;
-    }
-}
-
 struct norm {
     const float *weight, *bias; // (D,)
     float epsilon;

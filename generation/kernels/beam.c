@@ -1,0 +1,111 @@
+// The choice of hypotheses in a step of a beam search (section 6.1).
+//
+// Shapes: B sentences, K hypotheses of each, C candidates of a sentence.
+
+#include "instructions.h"
+
+#include <math.h>
+
+// Continuations of hypotheses: (B, C) each, best first.
+struct candidates {
+    const float *scores;
+    const int64_t *parents, *tokens;
+    int64_t count; // C
+};
+
+struct rules {
+    const int64_t *ends; // tokens that end a sentence
+    int64_t ends_count, length; // of the hypotheses after this step
+    float penalty;              // of this length
+    int32_t to_beat;            // the place of the finished hypothesis that open ones must beat
+    int32_t stops_when_full;    // stop at K finished hypotheses
+    float ruled_out;            // is added to the score of a hypothesis that must not be chosen
+};
+
+struct ending {
+    int64_t length, parent, token;
+};
+
+struct beam {
+    int64_t sentences, hypotheses; // B, K
+    const int64_t *limits;         // (B,)
+    const float *penalties;        // (B,) of the limits, if open hypotheses are judged by those
+    float *finished;               // (B, K) penalised scores, best first
+    struct ending *endings;        // (B, K)
+    char *done;                    // (B,)
+};
+
+struct chosen {
+    float *running;            // (B, K) best first
+    int64_t *parents, *tokens; // (B, K)
+    int64_t *open_rows;        // (R,) those that can still win, among B * K
+    int64_t rows, done;        // R, and the number of sentences that are done
+};
+
+// Find the place of a score in a list (K,), best first, and make room for it. Equal scores keep their
+// order. Without a place, the result is K.
+INLINE int64_t make_room(float score, float *scores, void *list, size_t size, int64_t count)
+{
+    if (!(score > scores[count - 1]))
+        return count;
+    int64_t place = count - 1;
+    while (place > 0 && scores[place - 1] < score)
+        place--;
+    char *first = (char *)list + (size_t)place * size;
+    const size_t moved = (size_t)(count - 1 - place);
+    memmove(scores + place + 1, scores + place, moved * sizeof(float));
+    memmove(first + size, first, moved * size);
+    scores[place] = score;
+    return place;
+}
+
+// Choose K candidates that go on, keep the best K finished hypotheses, and mark sentences that are done.
+//
+// A finished hypothesis must be among the best K candidates of its step, as in transformers.
+EXPORT void advance_beam(const struct candidates *candidates, const struct rules *rules,
+                         const struct beam *beam, struct chosen *chosen)
+{
+    chosen->rows = chosen->done = 0;
+    const int64_t beams = beam->hypotheses, length = rules->length;
+    for (int64_t sentence = 0; sentence < beam->sentences; sentence++) {
+        const int64_t first = sentence * candidates->count, own = sentence * beams;
+        const float *scores = candidates->scores + first;
+        const int64_t *parents = candidates->parents + first, *tokens = candidates->tokens + first;
+        float *running = chosen->running + own, *finished = beam->finished + own;
+        struct ending *endings = beam->endings + own;
+        const int at_limit = length >= beam->limits[sentence];
+        int64_t going_on[beams];
+        for (int64_t k = 0; k < beams; k++) {
+            running[k] = -INFINITY;
+            going_on[k] = k;
+        }
+        for (int64_t i = 0; i < candidates->count; i++) {
+            int ends = at_limit;
+            for (int64_t end = 0; end < rules->ends_count; end++)
+                ends |= tokens[i] == rules->ends[end];
+            int64_t place = make_room(ends ? scores[i] + rules->ruled_out : scores[i], running,
+                                      going_on, sizeof(*going_on), beams);
+            if (place < beams)
+                going_on[place] = i;
+            if (!ends || i >= beams || beam->done[sentence])
+                continue;
+            place = make_room(scores[i] / rules->penalty, finished, endings, sizeof(*endings), beams);
+            if (place < beams)
+                endings[place] = (struct ending){length, parents[i], tokens[i]};
+        }
+        const float penalty = beam->penalties ? beam->penalties[sentence] : rules->penalty;
+        int full = 1;
+        for (int64_t k = 0; k < beams; k++) {
+            chosen->parents[own + k] = parents[going_on[k]];
+            chosen->tokens[own + k] = tokens[going_on[k]];
+            full &= endings[k].length > 0;
+        }
+        const float to_beat = finished[rules->to_beat];
+        if (!(running[0] / penalty > to_beat) || at_limit || (rules->stops_when_full && full))
+            beam->done[sentence] = 1;
+        chosen->done += beam->done[sentence];
+        for (int64_t k = 0; k < beams && !beam->done[sentence]; k++)
+            if (running[k] / penalty > to_beat)
+                chosen->open_rows[chosen->rows++] = own + k;
+    }
+}

@@ -1,0 +1,66 @@
+// What a step of decoding reads: embedded tokens, and the past of each hypothesis.
+//
+// Shapes: R rows of states, B sentences, K hypotheses of each, D = d_model, N positions of a cache.
+
+#include "instructions.h"
+
+struct embedding {
+    int64_t entries, width; // of the vocabulary, and D
+    const void *table;      // (entries, D) float, or int8 with scales
+    const float *scales;    // (entries,) or NULL
+    float factor;           // sqrt(D) (3.4)
+};
+
+// Embed the tokens (B * K,) of some hypotheses (R,), or of all, at one position: states (R, D).
+//
+// Return 0 if a token is not in the vocabulary.
+EXPORT int embed_tokens(const struct embedding *by, const int64_t *tokens,
+                        const int64_t *hypotheses, int64_t rows, const float *position,
+                        float *states)
+{
+    const int64_t width = by->width;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t token = tokens[hypotheses ? hypotheses[row] : row];
+        float *output = states + row * width;
+        if (token < 0 || token >= by->entries)
+            return 0;
+        if (by->scales) {
+            const int8_t *entry = (const int8_t *)by->table + token * width;
+            for (int64_t i = 0; i < width; i++)
+                output[i] = entry[i] * by->scales[token] * by->factor + position[i];
+        } else {
+            const float *entry = (const float *)by->table + token * width;
+            for (int64_t i = 0; i < width; i++)
+                output[i] = entry[i] * by->factor + position[i];
+        }
+    }
+    return 1;
+}
+
+// Let each hypothesis see what its parent (B, K) saw, and itself at position `used` + k.
+//
+// before, after: masks (B, K, N), 0 at the positions that a hypothesis sees.
+EXPORT void descend(const float *before, const int64_t *parents, int64_t sentences, int64_t beams,
+                    int64_t positions, int64_t used, float *after)
+{
+    for (int64_t hypothesis = 0; hypothesis < sentences * beams; hypothesis++) {
+        const int64_t k = hypothesis % beams, parent = hypothesis - k + parents[hypothesis];
+        float *own = after + hypothesis * positions;
+        memcpy(own, before + parent * positions, (size_t)positions * sizeof(float));
+        own[used + k] = 0;
+    }
+}
+
+// List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.
+EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, int64_t stride,
+                           int32_t *places, int32_t *counts)
+{
+    for (int64_t list = 0; list < lists; list++) {
+        int32_t count = 0;
+        for (int64_t i = 0; i < positions; i++) {
+            places[list * positions + count] = (int32_t)i;
+            count += mask[list * stride + i] == 0;
+        }
+        counts[list] = count;
+    }
+}
