@@ -67,6 +67,7 @@ KERNELS = {
     "log_sums_and_maxima": "pnnnppi",
     "best_tokens": "pnnpi",
     "best_candidates": "pnnppppnnnfpppi",
+    "end_sentences": "ppnnpnpp",
     "advance_beam": "pppp",
 }
 
@@ -559,6 +560,27 @@ def best_candidates(
     return scores, hypotheses, tokens
 
 
+def end_sentences(
+    tokens: torch.Tensor, limits: torch.Tensor, done: torch.Tensor, ends: Sequence[int], length: int
+) -> tuple[torch.Tensor, int]:
+    """Mark sentences that are done (B,), or that end with these tokens, and count them.
+
+    Args:
+        tokens: (B,) the last token of each sentence.
+        limits: (B,) how many tokens each sentence may have.
+        done: (B,) sentences that were done before.
+        ends: tokens that end a sentence.
+        length: tokens that each sentence has.
+    """
+    now = torch.empty_like(done)
+    end_tokens = (_COUNT * len(ends))(*ends)
+    count = library().end_sentences(
+        *(_data(tokens), _data(limits), len(tokens), length),
+        *(ctypes.addressof(end_tokens), len(ends), _data(done), _data(now)),
+    )
+    return now, count
+
+
 class Candidates(ctypes.Structure):
     """Continuations of hypotheses (B, C)."""
 
@@ -672,6 +694,7 @@ __all__ = [
     "can_pack",
     "compute",
     "descend",
+    "end_sentences",
     "library",
     "log_sums_and_maxima",
     "multiply",

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .continuations_vaswani import best_continuations
-from .kernels_vaswani import advance_beam, best_tokens, compute
+from .kernels_vaswani import advance_beam, best_tokens, compute, end_sentences
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
 _RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
@@ -161,8 +161,9 @@ def greedy_search(
         Tokens after the prompt (B, T), filled up with -1.
     """
     rows = torch.arange(len(prompt), device=prompt.device)  # sentences that are still searched
+    limits = limits.contiguous()
     done = torch.zeros_like(rows, dtype=torch.bool)
-    columns = []
+    steps = []
     states = decoder.read(prompt)
     for length in itertools.count(1):
         chosen = []
@@ -170,24 +171,31 @@ def greedy_search(
             logits = decoder.logits(states[part])
             if (banned := rules.banned(length, logits)) is not None:
                 logits[:, banned] = -torch.inf
+            compiled = compute(logits)
             if sample:
                 chosen.append(_sampled(logits, rules.warpers))
             else:
-                chosen.append(best_tokens(logits) if compute(logits) else logits.argmax(dim=-1))
-        tokens = torch.cat(chosen)  # (B,)
+                chosen.append(best_tokens(logits) if compiled else logits.argmax(dim=-1))
+        tokens = torch.cat(chosen) if chosen[1:] else chosen[0]  # (B,)
         if rules.forced_last is not None:
             tokens = tokens.masked_fill(limits == length, rules.forced_last)
-        tokens = tokens.masked_fill(done, FILL)
-        columns.append(prompt.new_full((len(prompt),), FILL).index_copy(0, rows, tokens))
-        done = done | settings.ends(tokens, limits, length)
-        if (kept := _sentences_to_keep(done, int(done.sum()))) is not None:
+        steps.append((rows, tokens, done))
+        if compiled:
+            done, leaving = end_sentences(tokens, limits, done, settings.eos_token_ids, length)
+        else:
+            done = done | settings.ends(tokens, limits, length)
+            leaving = int(done.sum())
+        if (kept := _sentences_to_keep(done, leaving)) is not None:
             if not len(kept):
                 break
             decoder.keep(kept)
             rows, done, limits, tokens = rows[kept], done[kept], limits[kept], tokens[kept]
-        # Finished sentences that are still in the batch have FILL, and read token 0 instead.
-        states = decoder.step(tokens.clamp(min=0)[:, None])
-    return torch.stack(columns, dim=1)
+        # Sentences that are done, and still in the batch, read tokens that are not returned.
+        states = decoder.step(tokens[:, None])
+    result = prompt.new_full((len(steps), len(prompt)), FILL)
+    for column, (rows, tokens, done) in zip(result, steps, strict=True):
+        column[rows] = tokens.masked_fill(done, FILL)
+    return result.t().contiguous()
 
 
 def _portions(sentences: int, logits_each: int, device: torch.device) -> list[slice]:

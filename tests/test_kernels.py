@@ -23,6 +23,7 @@ from vaswani.generation.kernels_vaswani import (
     best_tokens,
     compute,
     descend,
+    end_sentences,
     library,
     log_sums_and_maxima,
     multiply,
@@ -404,6 +405,15 @@ class TestBeam:
             assert (beam.endings == 0).all()
             assert (beam.running == -torch.inf).all()
             assert beam.done.all()
+
+    def test_sentences_end_at_end_tokens_and_at_limits(self):
+        tokens, limits = torch.tensor([2, 7, 5, 8, 8]), torch.tensor([9, 9, 9, 3, 4])
+        before = torch.tensor([False, False, False, False, True])
+        done, count = end_sentences(tokens, limits, before, (2, 5), 3)
+        assert done.tolist() == [True, False, True, True, True]
+        assert count == 4
+        assert before.sum() == 1
+        assert end_sentences(tokens, limits, before, (), 1)[1] == 1
 
     def test_hypotheses_see_what_their_parents_saw_and_themselves(self):
         mask = torch.where(torch.rand(2, 3, 10) > 0.5, 0, -torch.inf)

@@ -1,4 +1,4 @@
-// The choice of hypotheses in a step of a beam search (section 6.1).
+// What follows the choice of tokens in a step of a search (section 6.1).
 //
 // Shapes: B sentences, K hypotheses of each, C candidates of a sentence.
 
@@ -59,6 +59,27 @@ INLINE int64_t make_room(float score, float *scores, void *list, size_t size, in
     return place;
 }
 
+INLINE int is_end(int64_t token, const int64_t *ends, int64_t ends_count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < ends_count; i++)
+        found |= token == ends[i];
+    return found;
+}
+
+// Mark sentences (B,) that end with these tokens, number `length` of each. Return how many are done.
+EXPORT int end_sentences(const int64_t *tokens, const int64_t *limits, int64_t sentences,
+                         int64_t length, const int64_t *ends, int64_t ends_count,
+                         const char *done_before, char *done)
+{
+    int count = 0;
+    for (int64_t i = 0; i < sentences; i++) {
+        done[i] = done_before[i] || length >= limits[i] || is_end(tokens[i], ends, ends_count);
+        count += done[i];
+    }
+    return count;
+}
+
 // Choose K candidates that go on, keep the best K finished hypotheses, and mark sentences that are done.
 //
 // A finished hypothesis must be among the best K candidates of its step, as in transformers.
@@ -80,9 +101,7 @@ EXPORT void advance_beam(const struct candidates *candidates, const struct rules
             going_on[k] = k;
         }
         for (int64_t i = 0; i < candidates->count; i++) {
-            int ends = at_limit;
-            for (int64_t end = 0; end < rules->ends_count; end++)
-                ends |= tokens[i] == rules->ends[end];
+            const int ends = at_limit || is_end(tokens[i], rules->ends, rules->ends_count);
             int64_t place = make_room(ends ? scores[i] + rules->ruled_out : scores[i], running,
                                       going_on, sizeof(*going_on), beams);
             if (place < beams)
