@@ -116,6 +116,23 @@ class RoundableModel(PreTrainedModel):
             parameter.data = parameter.data.clone()
         return _relative_change(rounded)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does. Float weights are saved as such.
+
+        A float model may have the configuration of an int8 model, for example from `from_config`.
+        """
+        settings = vars(self.config)
+        claim = settings.get("quantization_config")
+        stated = claim if isinstance(claim, dict) else getattr(claim, "__dict__", {})
+        if stated.get("quant_method") != _METHOD or any(map(_has_int8, self.modules())):
+            super().save_pretrained(*args, **kwargs)
+            return
+        del settings["quantization_config"]
+        try:
+            super().save_pretrained(*args, **kwargs)
+        finally:
+            settings["quantization_config"] = claim
+
     def restore_from_int8(self, dtype: torch.dtype | str) -> None:
         """Give the matrices a floating-point dtype again, and let them be trained.
 
@@ -165,6 +182,10 @@ def refuse_int8(model: Any, action: str) -> None:
             f"{action} needs float weights, but this model has int8 weights: use the model that "
             "they were rounded from, or what model.dequantize() returns."
         )
+
+
+def _has_int8(module: nn.Module) -> bool:
+    return isinstance(module, Int8Linear | Int8Embedding)
 
 
 def _float_form(module: nn.Module, restored: dict[nn.Parameter, nn.Parameter]) -> nn.Module:

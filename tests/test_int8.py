@@ -426,6 +426,14 @@ class TestClients:
         ):
             assert torch.equal(translations(copied), expected)
 
+    def test_a_float_model_of_an_int8_configuration_is_saved_as_it_is(self, rounded, tmp_path):
+        model = AutoModelForSeq2SeqLM.from_config(rounded.config)
+        assert type(model.lm_head) is torch.nn.Linear
+        model.save_pretrained(tmp_path)
+        assert model.config.quantization_config is not None
+        assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+        assert torch.equal(logits(load(tmp_path)), logits(model.eval()))
+
     def test_a_state_dict_goes_from_model_to_model(self, saved_int8, rounded):
         other = load(saved_int8)
         other.model.decoder.layers[0].fc1.weight.data.neg_()
