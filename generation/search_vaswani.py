@@ -298,7 +298,11 @@ class _Beam:
         if compute(candidates.scores, self.finished):
             self.running, parents, tokens, open_rows, self.leaving = advance_beam(
                 *(candidates.scores, candidates.parents, candidates.tokens),
-                *(self.limits, self.penalties, self.finished, self.endings, self.done),
+                limits=self.limits,
+                penalties=self.penalties,
+                finished=self.finished,
+                endings=self.endings,
+                done=self.done,
                 ends=settings.eos_token_ids,
                 length=length,
                 penalty=settings.penalty(length),
