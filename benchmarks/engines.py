@@ -214,7 +214,7 @@ class Workshop:
             return self._ctranslate2(precision)
         model = self._torch_model(name, precision)
         if name == "MarianMT":
-            return TorchEngine(name, precision, model)
+            return TorchEngine(name, precision, model, {"early_stopping": True})
         search = {"early_stopping": True, "length_penalty": 1.0, "length_penalty_type": "hf"}
         return TorchEngine(name, precision, model, None if name == OURS else search, limited=True)
 

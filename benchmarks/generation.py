@@ -52,7 +52,7 @@ from engines import (
 from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, preloaded, write
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
-from vaswani.generation.kernels_vaswani import KERNELS, library
+from vaswani.generation.library_vaswani import KERNELS, library
 from vaswani.training.circumstances import circumstances
 from worker import Worker, synchronize
 

@@ -18,24 +18,11 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .int8_vaswani import Int8Embedding
-from .kernels_vaswani import (
-    COMPUTED,
-    CORES,
-    FLOATS,
-    Batch,
-    Embedding,
-    Layer,
-    Memory,
-    Norm,
-    Positions,
-    Product,
-    Rounded,
-    compute,
-    library,
-    multiply,
-)
+from .library_vaswani import COMPUTED, CORES, FLOATS, compute, is_as_stored, library
 from .linear_vaswani import compiled_product, is_changed
 from .memory_vaswani import empty
+from .products_vaswani import Product, Rounded, multiply
+from .structures_vaswani import Batch, Embedding, Layer, Memory, Norm, Positions
 
 _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
 
@@ -56,10 +43,13 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
-        # Reading all weights empties the caches of a CPU, so they are compared after all else.
+        # Reading the weights empties the caches of a CPU, so all of them are compared at the end.
         checks: list[Callable[[], bool]] = []
         prepared = cls._filled(layers, heads, checks)
-        return prepared if all(check() for check in checks) else cls._filled(layers, heads, None)
+        if all(check() for check in checks):
+            return prepared
+        del prepared, checks  # they keep the old copies
+        return cls._filled(layers, heads, None)
 
     @classmethod
     def _filled(
@@ -202,11 +192,9 @@ class CompiledEmbedding:
         if type(embedding) not in (nn.Embedding, Int8Embedding) or not _can_compile(embedding):
             return None
         weight, scale = embedding.weight.detach(), getattr(embedding, "weight_scale", None)
-        if is_changed(embedding) or not weight.is_contiguous():
-            return None
-        if scale is None and not compute(weight):
-            return None
-        if scale is not None and not compute(scale := scale.detach()):
+        scale = None if scale is None else scale.detach()
+        in_floats = weight if scale is None else scale
+        if is_changed(embedding) or not compute(in_floats) or not is_as_stored(weight):
             return None
         scales = None if scale is None else scale.data_ptr()
         return cls(Embedding(*weight.shape, weight.data_ptr(), scales, factor), (weight, scale))
@@ -288,7 +276,7 @@ class CompiledEncoder(nn.Module):
             for d in (attention.d_k, attention.d_v)
         )
         mask = states.new_ones(sentences, tokens) if mask is None else mask
-        unseen = (mask == 0).to(states.dtype)
+        unseen = (mask == 0).to(states.dtype).contiguous()
         for first in range(0, sentences, at_once):
             part = slice(first, first + at_once)
             rows, shape = states[part].flatten(0, 1), states[part].shape[:2]

@@ -8,7 +8,8 @@ sentence, V entries of the target vocabulary.
 
 import torch
 
-from .kernels_vaswani import best_candidates, compute, log_sums_and_maxima
+from .choice_vaswani import best_candidates, log_sums_and_maxima
+from .library_vaswani import compute
 
 _BLOCK = 512  # entries of the vocabulary that share one maximum
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core

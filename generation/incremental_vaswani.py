@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from .compiled_vaswani import CompiledEmbedding, CompiledLayers, CompiledLinear
-from .kernels_vaswani import COMPUTED, compute, descend
+from .library_vaswani import COMPUTED, compute
 from .linear_vaswani import prepare
 from .memory_vaswani import empty
+from .structures_vaswani import descend
 
 _FIRST_ROOM = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
 _SPARE_ROOM = 4  # times as much as is needed, on a CPU
@@ -219,6 +220,7 @@ class IncrementalDecoder:
         self.used = 0  # positions of the N that are taken
         self.room = 0  # positions that are taken before dead ends are dropped
         self.past: torch.Tensor | None = None  # (B, K, N), 0 at a hypothesis' past, else -inf
+        self.earlier_past: torch.Tensor | None = None  # memory for the next `past`
         self.position = 0  # position of the next token in the sentence, padding included
 
     def _prepared(self, linear: nn.Linear) -> Callable:
@@ -444,7 +446,11 @@ class IncrementalDecoder:
                 self.past[:, :, : self.used].masked_fill_(self.padding[:, None], -torch.inf)
         elif parents is not None:
             if self.used + beams <= self.room and self.can_compile and compute(self.past):
-                self.past = descend(self.past, parents, self.used)
+                free = self.earlier_past
+                if free is None or free.shape != self.past.shape:
+                    free = torch.empty_like(self.past)
+                self.earlier_past = self.past
+                self.past = descend(self.past, parents, self.used, free)
                 return
             self.past = self.past.gather(1, parents[:, :, None].expand_as(self.past))
         self._make_room(beams)

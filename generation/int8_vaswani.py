@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .kernels_vaswani import FLOATS, Panels, library
-from .kernels_vaswani import multiply as multiply_panels
+from .library_vaswani import FLOATS, library
+from .products_vaswani import Panels
+from .products_vaswani import multiply as multiply_panels
 
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
-from .kernels_vaswani import Panels, Product, can_pack, library, same_bytes
+from .library_vaswani import library
+from .products_vaswani import Panels, Product, can_pack, same_bytes
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
@@ -249,7 +250,7 @@ def _pack(
         layers: layers that read the same states.
         scale: (out,) of int8 weights.
         settings: further arguments of `layout`, which this machine determines.
-        checks: gets a function that tells whether no value has changed, which is not known then.
+        checks: gets a function that compares the values. None means that they are compared now.
     """
     weights = [layer.weight.detach() for layer in layers]
     packed_of_first = _packed_of.setdefault(layers[0], {})
@@ -273,8 +274,8 @@ def compiled_product(
     Args:
         linears: layers that read the same states.
         relu: whether ReLU is applied to their outputs.
-        checks: gets a function that tells whether packed weights have their present values; None
-            means that this function finds out, and packs weights again.
+        checks: gets a function that tells whether the packed weights still have the values of the
+            layers. None means that they are compared now, and packed again if they have not.
 
     Returns:
         The product, and what must be kept for as long as it is used.

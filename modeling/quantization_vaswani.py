@@ -122,16 +122,18 @@ class RoundableModel(PreTrainedModel):
         A float model may have the configuration of an int8 model, for example from `from_config`.
         """
         settings = vars(self.config)
-        claim = settings.get("quantization_config")
-        stated = claim if isinstance(claim, dict) else getattr(claim, "__dict__", {})
-        if stated.get("quant_method") != _METHOD or any(map(_has_int8, self.modules())):
+        form = settings.get("quantization_config")
+        method = (form if isinstance(form, dict) else vars(form) if form else {}).get(
+            "quant_method"
+        )
+        if method != _METHOD or any(map(_has_int8, self.modules())):
             super().save_pretrained(*args, **kwargs)
             return
         del settings["quantization_config"]
         try:
             super().save_pretrained(*args, **kwargs)
         finally:
-            settings["quantization_config"] = claim
+            settings["quantization_config"] = form
 
     def restore_from_int8(self, dtype: torch.dtype | str) -> None:
         """Give the matrices a floating-point dtype again, and let them be trained.

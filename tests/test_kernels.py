@@ -13,23 +13,19 @@ import torch
 from huggingface_hub import constants
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from vaswani.generation import kernels_vaswani, search_vaswani
-from vaswani.generation.compiled_vaswani import CompiledEmbedding, CompiledEncoder, CompiledLayers
-from vaswani.generation.int8_vaswani import Int8Embedding, round_weight
-from vaswani.generation.kernels_vaswani import (
-    Panels,
-    Positions,
+from vaswani.generation import beam_vaswani, library_vaswani
+from vaswani.generation.choice_vaswani import (
     best_candidates,
     best_tokens,
-    compute,
-    descend,
     end_sentences,
-    library,
     log_sums_and_maxima,
-    multiply,
-    same_bytes,
 )
-from vaswani.generation.search_vaswani import SearchSettings
+from vaswani.generation.compiled_vaswani import CompiledEmbedding, CompiledEncoder, CompiledLayers
+from vaswani.generation.int8_vaswani import Int8Embedding, round_weight
+from vaswani.generation.library_vaswani import compute, library
+from vaswani.generation.products_vaswani import Panels, multiply, same_bytes
+from vaswani.generation.rules_vaswani import SearchSettings
+from vaswani.generation.structures_vaswani import Positions, descend
 
 from vaswani import (
     VaswaniConfig,
@@ -361,17 +357,17 @@ class TestBeam:
     def test_steps_equal_those_of_torch(self, early_stopping, penalty, returned, monkeypatch):
         settings = SearchSettings(3, returned, *penalty, early_stopping, eos_token_ids=(2, 5))
         limits = torch.tensor([4, 9, 1, 6, 30])
-        beams = [search_vaswani._Beam.start(limits, settings, torch.empty(0)) for _ in range(2)]
+        beams = [beam_vaswani.Beam.start(limits, settings, torch.empty(0)) for _ in range(2)]
         for length in range(1, 12):
             shape = len(beams[0].rows), 9
-            candidates = search_vaswani._Candidates(
+            candidates = beam_vaswani.Candidates(
                 torch.randn(shape).sub(length).sort(descending=True).values,
                 torch.randint(0, 3, shape),
                 torch.randint(0, 9, shape),
             )
             monkeypatch.undo()
             found = beams[0].advance(candidates, length, settings)
-            monkeypatch.setattr(search_vaswani, "compute", lambda *tensors: False)
+            monkeypatch.setattr(beam_vaswani, "compute", lambda *tensors: False)
             expected = beams[1].advance(candidates, length, settings)
             assert (found[2] is None) == (early_stopping != "never")
             for name in ("done", "finished", "leaving"):
@@ -396,10 +392,10 @@ class TestBeam:
 
     def test_scores_that_are_not_numbers_finish_nothing(self):
         settings = SearchSettings(2, early_stopping="never", eos_token_ids=(0,))
-        beam = search_vaswani._Beam.start(torch.tensor([3]), settings, torch.empty(0))
+        beam = beam_vaswani.Beam.start(torch.tensor([3]), settings, torch.empty(0))
         zeros = torch.zeros(1, 4, dtype=torch.long)
         for value in (torch.nan, -torch.inf):
-            candidates = search_vaswani._Candidates(torch.full((1, 4), value), zeros, zeros)
+            candidates = beam_vaswani.Candidates(torch.full((1, 4), value), zeros, zeros)
             _, _, rows = beam.advance(candidates, 1, settings)
             assert len(rows) == 0
             assert (beam.endings == 0).all()
@@ -421,7 +417,9 @@ class TestBeam:
         parents = torch.tensor([[2, 0, 0], [1, 1, 2]])
         expected = torch.stack([row[parent] for row, parent in zip(mask, parents, strict=True)])
         expected[:, [0, 1, 2], [6, 7, 8]] = 0
-        assert torch.equal(descend(mask, parents, 6), expected)
+        output = torch.empty_like(mask)
+        assert descend(mask, parents, 6, output) is output
+        assert torch.equal(output, expected)
 
 
 @compiled
@@ -465,12 +463,12 @@ class TestCrowdedCores:
         """Return a function that lets time pass, in which threads wait for a core."""
         calls, seen = [], SimpleNamespace(time=100.0, waited=50.0)
         library = SimpleNamespace(let_threads_sleep=calls.append)
-        monkeypatch.setattr(kernels_vaswani, "library", lambda: library)
-        monkeypatch.setattr(kernels_vaswani, "time", SimpleNamespace(monotonic=lambda: seen.time))
-        monkeypatch.setattr(kernels_vaswani, "_seconds_of_waiting", lambda: seen.waited)
+        monkeypatch.setattr(library_vaswani, "library", lambda: library)
+        monkeypatch.setattr(library_vaswani, "time", SimpleNamespace(monotonic=lambda: seen.time))
+        monkeypatch.setattr(library_vaswani, "_seconds_of_waiting", lambda: seen.waited)
         for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
             monkeypatch.delenv(name, raising=False)
-        watch = kernels_vaswani._Cores()
+        watch = library_vaswani._Cores()
 
         def pass_time(seconds, waited, threads=2):
             seen.time += seconds
@@ -507,7 +505,7 @@ class TestCrowdedCores:
     @compiled
     def test_each_step_looks(self, monkeypatch):
         looks = []
-        monkeypatch.setattr(kernels_vaswani.CORES, "look", looks.append)
+        monkeypatch.setattr(library_vaswani.CORES, "look", looks.append)
         translate(model_with())
         assert len(looks) > 2
         assert set(looks) == {torch.get_num_threads()}
@@ -517,7 +515,8 @@ class TestCrowdedCores:
         """In a process of its own, because its threads sleep until it ends."""
         program = """
 import statistics, time, torch
-from vaswani.generation.kernels_vaswani import Panels, library, multiply
+from vaswani.generation.products_vaswani import Panels, multiply
+from vaswani.generation.library_vaswani import library
 torch.set_num_threads(2)
 panels, states = Panels.pack([torch.randn(70, 64)]), torch.randn(9, 64)
 product = panels.product(None)
@@ -618,7 +617,7 @@ def runs(monkeypatch):
 
 
 def without_kernels(monkeypatch):
-    for name in ("compiled", "continuations", "search"):
+    for name in ("beam", "compiled", "continuations", "incremental", "search"):
         monkeypatch.setattr(f"vaswani.generation.{name}_vaswani.compute", lambda *tensors: False)
     for name in ("compiled", "int8", "linear"):
         monkeypatch.setattr(f"vaswani.generation.{name}_vaswani.library", lambda: None)
@@ -665,6 +664,47 @@ class TestDecoder:
         expected, expected_scores = translate(model, **ends, **call)
         assert torch.equal(sequences, expected)
         torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            {"num_beams": 1},
+            {"num_beams": 1, "do_sample": True, "top_k": 0},
+            {"num_beams": 1, "forced_eos_token_id": 7},
+            {"num_beams": 4},
+            {"num_beams": 4, "forced_eos_token_id": 7},
+            {"num_beams": 3, "early_stopping": True, "length_penalty_type": "hf"},
+            {"num_beams": 3, "early_stopping": False},
+        ],
+        ids=str,
+    )
+    def test_sentences_that_end_wait_for_others_as_in_torch(self, call, monkeypatch, runs):
+        """A sentence leaves the batch when an eighth of all have ended."""
+        model = model_with()
+        inputs = {"input_ids": torch.randint(4, 700, (25, 6)), "attention_mask": torch.ones(25, 6)}
+        usual = translate(model, **inputs, num_beams=1)[0]
+        ends = usual[:, 2:].flatten().unique()[::4].tolist()
+        call = {**call, **inputs, "eos_token_id": ends}
+
+        def answer():
+            torch.manual_seed(3)
+            return translate(model, **call)
+
+        sequences, scores = answer()
+        assert len(runs) > 4
+        lengths = (sequences != 0).sum(dim=1).unique()
+        assert len(lengths) > 2, "sentences have to end in different steps"
+        without_kernels(monkeypatch)
+        expected, expected_scores = answer()
+        assert torch.equal(sequences, expected)
+        torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-5)
+
+    def test_inputs_may_lie_in_memory_in_any_order(self):
+        model = model_with()
+        expected, _ = translate(model)
+        ids, mask = ((tensor.t().contiguous().t()) for tensor in (SOURCE * MASK, MASK))
+        assert not mask.is_contiguous()
+        assert torch.equal(translate(model, input_ids=ids, attention_mask=mask)[0], expected)
 
     @pytest.mark.parametrize("changes", [{}, {"norm_position": "pre"}], ids=str)
     def test_bfloat16_is_nearer_to_float32_than_torch(self, changes, monkeypatch, runs):
@@ -956,7 +996,7 @@ class TestCompilation:
         assert "%zmm" not in code
 
     @compiled
-    @pytest.mark.skipif("amx_int8" not in kernels_vaswani._cpu(), reason="this CPU has no AMX")
+    @pytest.mark.skipif("amx_int8" not in library_vaswani._cpu(), reason="this CPU has no AMX")
     def test_tiles_can_be_turned_off(self, home, monkeypatch):
         for name in ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA"):
             monkeypatch.delenv(name, raising=False)

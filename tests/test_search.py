@@ -645,6 +645,16 @@ def test_the_last_sentences_take_the_places_of_those_that_leave(done, kept):
     assert (found if found is None else found.tolist()) == kept
 
 
+def test_rows_are_numbered_again_when_sentences_leave():
+    rows = torch.tensor([0, 2, 3, 7, 10, 11])  # of 4 sentences with 3 hypotheses each
+    kept = torch.tensor([0, 3])
+    found = search_vaswani._rows_after_leaving(rows, kept, torch.Size((4, 3)))
+    assert found.tolist() == [0, 2, 4, 5]
+    kept = torch.tensor([2, 1])
+    found = search_vaswani._rows_after_leaving(rows, kept, torch.Size((4, 3)))
+    assert found.tolist() == [1, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @torch.inference_mode()
 def test_the_cache_of_a_model_in_16_bits_is_in_float32_on_a_cpu(tiny_model, source, dtype):

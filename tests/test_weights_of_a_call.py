@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim.swa_utils import AveragedModel
 from transformers import LogitsProcessorList
-from vaswani.generation import linear_vaswani
+from vaswani.generation import linear_vaswani, products_vaswani
 from vaswani.generation.linear_vaswani import PreparedLinear, prepare, prepared_copy
 from vaswani.modeling.quantization_vaswani import VaswaniInt8Quantizer
 
@@ -264,6 +264,16 @@ WAYS = {
     "a view of negative values": lambda m: setattr(
         layer_of(m).fc2, "weight", parameter(torch._neg_view(layer_of(m).fc2.weight.data))
     ),
+    "embeddings in a view of negative values": lambda m: setattr(
+        m.model.decoder.embed_tokens,
+        "weight",
+        parameter(torch._neg_view(m.model.decoder.embed_tokens.weight.data)),
+    ),
+    "other embeddings of the decoder": lambda m: setattr(
+        m.model.decoder.embed_tokens,
+        "weight",
+        parameter(m.model.decoder.embed_tokens.weight.data.flip(0)),
+    ),
     "a new layer": replace_layer,
     "exchanged layers": lambda m: setattr(
         m.model.decoder, "layers", nn.ModuleList(reversed(m.model.decoder.layers))
@@ -342,6 +352,27 @@ def test_a_call_after_a_change_answers_from_the_new_weights(way, dtype):
     after = answer(model)
     assert not equal(after, before)
     assert equal(after, answer(copy.deepcopy(model)))
+
+
+@packs
+def test_old_copies_of_weights_are_freed_before_new_ones_are_made(monkeypatch):
+    if products_vaswani.library() is None:
+        pytest.skip("this machine compiles no kernels")
+    model, alive = build(), []
+    answer(model)
+    layer = layer_of(model).fc1
+    (packed,) = linear_vaswani._packed_of[layer].values()
+    old = weakref.ref(packed.panels)
+    del packed
+    fingerprint = products_vaswani._fingerprint
+    monkeypatch.setattr(
+        products_vaswani,
+        "_fingerprint",
+        lambda weight: alive.append(old() is not None) or fingerprint(weight),
+    )
+    layer.weight.data.neg_()
+    answer(model)
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("dtype", FORMS)

@@ -1,4 +1,4 @@
-// What a step of decoding reads: embedded tokens, and the past of each hypothesis.
+// Embeddings of tokens, and the past of each hypothesis: the inputs of a step of decoding.
 //
 // Shapes: R rows of states, B sentences, K hypotheses of each, D = d_model, N positions of a cache.
 

@@ -1,4 +1,4 @@
-// What follows the choice of tokens in a step of a search (section 6.1).
+// Ends of sentences, and the choice of hypotheses, in a step of a search (section 6.1).
 //
 // Shapes: B sentences, K hypotheses of each, C candidates of a sentence.
 
@@ -80,51 +80,63 @@ EXPORT int end_sentences(const int64_t *tokens, const int64_t *limits, int64_t s
     return count;
 }
 
-// Choose K candidates that go on, keep the best K finished hypotheses, and mark sentences that are done.
+// Choose the K best candidates of a sentence that go on, and keep its K best finished hypotheses.
 //
 // A finished hypothesis must be among the best K candidates of its step, as in transformers.
+static void choose(const struct candidates *candidates, const struct rules *rules,
+                   const struct beam *beam, int64_t sentence, struct chosen *chosen)
+{
+    const int64_t beams = beam->hypotheses, own = sentence * beams;
+    const int64_t first = sentence * candidates->count;
+    const float *scores = candidates->scores + first;
+    const int64_t *parents = candidates->parents + first, *tokens = candidates->tokens + first;
+    float *running = chosen->running + own;
+    struct ending *endings = beam->endings + own;
+    const int at_limit = rules->length >= beam->limits[sentence];
+    int64_t going_on[beams]; // numbers of candidates
+    for (int64_t k = 0; k < beams; k++) {
+        running[k] = -INFINITY;
+        going_on[k] = k;
+    }
+    for (int64_t i = 0; i < candidates->count; i++) {
+        const int ends = at_limit || is_end(tokens[i], rules->ends, rules->ends_count);
+        int64_t place = make_room(ends ? scores[i] + rules->ruled_out : scores[i], running,
+                                  going_on, sizeof(*going_on), beams);
+        if (place < beams)
+            going_on[place] = i;
+        if (!ends || i >= beams || beam->done[sentence])
+            continue;
+        place = make_room(scores[i] / rules->penalty, beam->finished + own, endings,
+                          sizeof(*endings), beams);
+        if (place < beams)
+            endings[place] = (struct ending){rules->length, parents[i], tokens[i]};
+    }
+    for (int64_t k = 0; k < beams; k++) {
+        chosen->parents[own + k] = parents[going_on[k]];
+        chosen->tokens[own + k] = tokens[going_on[k]];
+    }
+}
+
+// Choose the hypotheses that go on, keep the best finished ones, and mark sentences that are done.
 EXPORT void advance_beam(const struct candidates *candidates, const struct rules *rules,
                          const struct beam *beam, struct chosen *chosen)
 {
+    const int64_t beams = beam->hypotheses;
     chosen->rows = chosen->done = 0;
-    const int64_t beams = beam->hypotheses, length = rules->length;
     for (int64_t sentence = 0; sentence < beam->sentences; sentence++) {
-        const int64_t first = sentence * candidates->count, own = sentence * beams;
-        const float *scores = candidates->scores + first;
-        const int64_t *parents = candidates->parents + first, *tokens = candidates->tokens + first;
-        float *running = chosen->running + own, *finished = beam->finished + own;
-        struct ending *endings = beam->endings + own;
-        const int at_limit = length >= beam->limits[sentence];
-        int64_t going_on[beams];
-        for (int64_t k = 0; k < beams; k++) {
-            running[k] = -INFINITY;
-            going_on[k] = k;
-        }
-        for (int64_t i = 0; i < candidates->count; i++) {
-            const int ends = at_limit || is_end(tokens[i], rules->ends, rules->ends_count);
-            int64_t place = make_room(ends ? scores[i] + rules->ruled_out : scores[i], running,
-                                      going_on, sizeof(*going_on), beams);
-            if (place < beams)
-                going_on[place] = i;
-            if (!ends || i >= beams || beam->done[sentence])
-                continue;
-            place = make_room(scores[i] / rules->penalty, finished, endings, sizeof(*endings), beams);
-            if (place < beams)
-                endings[place] = (struct ending){length, parents[i], tokens[i]};
-        }
+        choose(candidates, rules, beam, sentence, chosen);
+        const float *running = chosen->running + sentence * beams;
+        const float to_beat = beam->finished[sentence * beams + rules->to_beat];
         const float penalty = beam->penalties ? beam->penalties[sentence] : rules->penalty;
-        int full = 1;
-        for (int64_t k = 0; k < beams; k++) {
-            chosen->parents[own + k] = parents[going_on[k]];
-            chosen->tokens[own + k] = tokens[going_on[k]];
-            full &= endings[k].length > 0;
-        }
-        const float to_beat = finished[rules->to_beat];
-        if (!(running[0] / penalty > to_beat) || at_limit || (rules->stops_when_full && full))
+        int is_full = 1;
+        for (int64_t k = 0; k < beams; k++)
+            is_full &= beam->endings[sentence * beams + k].length > 0;
+        if (!(running[0] / penalty > to_beat) || rules->length >= beam->limits[sentence] ||
+            (rules->stops_when_full && is_full))
             beam->done[sentence] = 1;
         chosen->done += beam->done[sentence];
         for (int64_t k = 0; k < beams && !beam->done[sentence]; k++)
             if (running[k] / penalty > to_beat)
-                chosen->open_rows[chosen->rows++] = own + k;
+                chosen->open_rows[chosen->rows++] = sentence * beams + k;
     }
 }

@@ -1,0 +1,209 @@
+"""The hypotheses of a beam search: which go on, which have ended, and which tokens they have.
+
+Shapes: B sentences still searched, K hypotheses of each (the beam), T tokens, C candidates of a
+step, n sentences returned for each.
+"""
+
+import ctypes
+import dataclasses
+
+import numpy as np
+import torch
+
+from .choice_vaswani import BeamState, CandidateList, Chosen, StepRules
+from .library_vaswani import address, compute, library
+from .rules_vaswani import SearchSettings
+
+FILL = -1  # fills results after the last token; no token and no hypothesis has this number
+RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
+
+
+@dataclasses.dataclass
+class Candidates:
+    """The C best continuations of each sentence, over all its hypotheses, best first.
+
+    Args:
+        scores: (B, C) log-probabilities.
+        parents: (B, C) the hypothesis that each candidate continues.
+        tokens: (B, C) the token that each candidate adds.
+    """
+
+    scores: torch.Tensor
+    parents: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclasses.dataclass
+class Beam:
+    """The state of a beam search.
+
+    Args:
+        rows: (B,) numbers of the sentences in the batch that the search began with.
+        limits: (B,) how many tokens each sentence may have.
+        penalties: (B,) divisors of the best scores that open hypotheses can still reach. None means
+            the penalty of their present length.
+        running: (B, K) log-probabilities of the open hypotheses, best first.
+        finished: (B, K) penalised scores of the best finished hypotheses. A missing one has -inf,
+            because with a negative penalty any finite score might win.
+        endings: (B, K, 3) length, parent and last token of each finished hypothesis.
+        done: (B,) whether the search of a sentence is over.
+        leaving: how many sentences are done.
+    """
+
+    rows: torch.Tensor
+    limits: torch.Tensor
+    penalties: torch.Tensor | None
+    running: torch.Tensor
+    finished: torch.Tensor
+    endings: torch.Tensor
+    done: torch.Tensor
+    leaving: int = 0
+
+    @classmethod
+    def start(cls, limits: torch.Tensor, settings: SearchSettings, states: torch.Tensor) -> "Beam":
+        """Begin with one hypothesis for each sentence: the prompt."""
+        rows, beams = torch.arange(len(limits), device=limits.device), settings.num_beams
+        exact = torch.promote_types(states.dtype, torch.float32)
+        longest_wins = settings.exact and settings.length_penalty > 0
+        return cls(
+            rows,
+            limits.contiguous(),
+            penalties=settings.penalty(limits.to(exact)) if longest_wins else None,
+            running=states.new_zeros(len(rows), 1, dtype=exact),
+            finished=states.new_full((len(rows), beams), -torch.inf, dtype=exact),
+            endings=rows.new_zeros(len(rows), beams, 3),
+            done=torch.zeros_like(rows, dtype=torch.bool),
+        )
+
+    def advance(
+        self, candidates: Candidates, length: int, settings: SearchSettings
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Choose the open hypotheses, keep the best finished ones, and mark sentences as done.
+
+        Args:
+            candidates: continuations of the open hypotheses.
+            length: tokens of the hypotheses after this step.
+            settings: settings of the search.
+
+        Returns:
+            The parents and last tokens (B, K) of the open hypotheses. In an exact search, also the
+            numbers (R,) among B * K of those that can still win, because the descendants of others
+            cannot win; else None.
+        """
+        if compute(candidates.scores, self.finished):
+            return self._advance_compiled(candidates, length, settings)
+        ends = settings.ends(candidates.tokens, self.limits[:, None], length)
+        self.running, chosen = (candidates.scores + ends * RULED_OUT).topk(settings.num_beams)
+        parents, tokens = (
+            part.gather(1, chosen) for part in (candidates.parents, candidates.tokens)
+        )
+        self._add_endings(candidates, ends, length, settings)
+        penalty = settings.penalty(length) if self.penalties is None else self.penalties[:, None]
+        can_win = self.running / penalty > self.finished[:, settings.to_beat, None]
+        self.done = self.done | ~can_win[:, 0] | (length >= self.limits)
+        if settings.early_stopping is True:
+            self.done = self.done | (self.endings[:, :, 0] > 0).all(dim=1)
+        self.leaving = int(self.done.sum())
+        if not settings.exact:
+            return parents, tokens, None
+        return parents, tokens, (can_win & ~self.done[:, None]).flatten().nonzero()[:, 0]
+
+    def _advance_compiled(
+        self, candidates: Candidates, length: int, settings: SearchSettings
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Do as `advance` does, in one kernel, which writes to `finished`, `endings` and `done`."""
+        sentences, beams = self.finished.shape
+        self.running = torch.empty_like(self.finished)
+        parents, tokens = (self.rows.new_empty(sentences, beams) for _ in range(2))
+        open_rows = self.rows.new_empty(sentences * beams)
+        end_tokens = settings.end_array
+        rules = StepRules(
+            *(ctypes.addressof(end_tokens), len(end_tokens), length, settings.penalty(length)),
+            *(settings.to_beat, settings.early_stopping is True, RULED_OUT),
+        )
+        penalties = None if self.penalties is None else address(self.penalties)
+        state = BeamState(
+            *(sentences, beams, address(self.limits), penalties),
+            *map(address, (self.finished, self.endings, self.done)),
+        )
+        best = map(address, (candidates.scores, candidates.parents, candidates.tokens))
+        found = Chosen(*map(address, (self.running, parents, tokens, open_rows)))
+        library().advance_beam(
+            ctypes.byref(CandidateList(*best, candidates.scores.shape[1])),
+            *map(ctypes.byref, (rules, state, found)),
+        )
+        self.leaving = found.done
+        return parents, tokens, open_rows[: found.rows] if settings.exact else None
+
+    def _add_endings(
+        self, candidates: Candidates, ends: torch.Tensor, length: int, settings: SearchSettings
+    ) -> None:
+        """Add the candidates that end, and keep the best K finished hypotheses of each sentence.
+
+        A candidate must be among the best K of its step, as in transformers.
+        """
+        best = slice(0, settings.num_beams)
+        eligible = ends[:, best] & ~self.done[:, None]
+        scores = candidates.scores[:, best] / settings.penalty(length)
+        scores = scores.masked_fill(~eligible, -torch.inf)
+        self.finished, chosen = torch.cat((self.finished, scores), dim=1).topk(settings.num_beams)
+        new = (eligible * length, candidates.parents[:, best], candidates.tokens[:, best])
+        endings = torch.cat((self.endings, torch.stack(new, dim=2)), dim=1)
+        self.endings = endings.gather(1, chosen[:, :, None].expand(-1, -1, 3))
+
+    def keep(self, sentences: torch.Tensor) -> None:
+        """Drop all sentences but these, given by their numbers (B',)."""
+        for name, state in vars(self).items():
+            if isinstance(state, torch.Tensor):
+                setattr(self, name, state[sentences])
+        self.leaving = 0
+
+
+def trace_back(
+    steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], endings: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Follow the parents from `endings` (B, n, 3) to the first token.
+
+    Args:
+        steps: for each step its sentences (B,), and the parents and tokens of their hypotheses,
+            (B, K) each.
+        endings: (B, n, 3) length, parent and last token.
+
+    Returns:
+        The tokens and the hypotheses that they continued, (B * n, T) each.
+
+    Raises:
+        ValueError: there are no hypotheses.
+    """
+    sentences, returned, _ = endings.shape
+    lengths, parents, tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
+    longest = lengths.max()
+    if longest == 0:
+        raise ValueError(
+            "The beam search found no hypotheses, because all scores are NaN or -inf: look for NaN "
+            "in the model's weights, and for tokens that are all banned."
+        )
+    sequences = np.full((longest, sentences, returned), FILL)
+    hypotheses = sequences.copy()
+    hypothesis = parents  # (B, n) the hypothesis of the current step
+    for step in range(longest - 1, -1, -1):
+        rows, open_parents, open_tokens = (part.cpu().numpy() for part in steps[step])
+        all_parents = np.zeros((sentences, open_parents.shape[1]), dtype=int)
+        all_tokens = np.zeros_like(all_parents)
+        all_parents[rows], all_tokens[rows] = open_parents, open_tokens
+        ends_here, reached = lengths == step + 1, lengths >= step + 1
+        token = np.where(ends_here, tokens, np.take_along_axis(all_tokens, hypothesis, 1))
+        parent = np.where(ends_here, parents, np.take_along_axis(all_parents, hypothesis, 1))
+        sequences[step] = np.where(reached, token, FILL)
+        hypotheses[step] = np.where(reached, parent, FILL)
+        hypothesis = np.where(reached, parent, hypothesis)
+    first_of_sentence = np.arange(sentences)[:, None] * steps[0][1].shape[1]
+    hypotheses = np.where(hypotheses == FILL, FILL, hypotheses + first_of_sentence)
+
+    def of_hypotheses(table: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(table.reshape(longest, -1).T.copy()).to(endings.device)
+
+    return of_hypotheses(sequences), of_hypotheses(hypotheses)
+
+
+__all__ = ["FILL", "RULED_OUT", "Beam", "Candidates", "trace_back"]

@@ -1,0 +1,241 @@
+"""Compiled kernels of decoding on CPUs: compilation, loading, and when they can compute.
+
+A step of the search has few rows of states, so torch spends most of a step between its operators.
+The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles
+them for this CPU the first time that a model decodes, in a second or two, and the Hugging Face
+cache keeps the result. Where that is impossible, `library()` is None, and torch's operators compute
+the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+from transformers.utils import logging
+
+_FOLDER = Path(__file__).with_name("kernels")
+_FLAGS = [
+    "-pthread",
+    *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    # GCC may reorder sums to vectorise them.
+    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
+]
+_TIMEOUT = 60  # seconds of the compiler
+_WINDOW = 0.2  # seconds between two looks at how crowded the cores are
+_CROWDED_WINDOWS = 3  # in a row, after which the cores count as crowded
+_CROWDED_SHARE = 0.25  # of a window, for which threads of this process wait for a core
+_WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # users choose how OpenMP waits
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
+COMPUTED = (torch.float32, torch.bfloat16)  # dtypes of models whose states the kernels compute
+# Types in the C files. The kernels name them by letters.
+POINTER, COUNT, FLOAT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
+_TYPES: dict[str, Any] = {"p": POINTER, "n": COUNT, "f": FLOAT, "i": NUMBER}
+# The kernels and the types of their arguments.
+KERNELS = {
+    "let_threads_sleep": "i",
+    "panel_width": "",
+    "multiply_states": "ppnppi",
+    "same_bytes": "ppni",
+    "pack_rows": "pnnpni",
+    "take_fingerprint": "pnpi",
+    "has_fingerprint": "pnpi",
+    "embed_tokens": "pppnpp",
+    "descend": "ppnnnnp",
+    "list_positions": "pnnnpp",
+    "run_layers": "pipppi",
+    "log_sums_and_maxima": "pnnnppi",
+    "best_tokens": "pnnpi",
+    "best_candidates": "pnnppppnnnfpppi",
+    "end_sentences": "ppnnpnpp",
+    "advance_beam": "pppp",
+}
+
+logger = logging.get_logger(__name__)
+
+
+@functools.cache
+def library() -> Any:
+    """Compile and load the kernels. Return None if they are turned off or cannot run here."""
+    if os.environ.get("VASWANI_KERNELS") == "0" or not _FOLDER.is_dir():
+        return None  # remote code has no C files
+    # On Linux, GCC's OpenMP is the one of torch, so that both share their threads.
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or " aes" not in _cpu():
+        return None  # the kernels need AVX2 and AES
+    flags = [*_FLAGS, *_forbidden_instructions()]
+    files = sorted(_FOLDER.glob("*.[ch]"))
+    text = b"".join(file.read_bytes() for file in files) + " ".join([*flags, _cpu()]).encode()
+    name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    cached = Path(constants.HF_HOME) / "vaswani" / name
+    if _is_safe(cached):
+        with contextlib.suppress(OSError):  # such as a file for a newer C library
+            return _load(cached)
+    if not shutil.which("gcc"):
+        return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="vaswani-") as scratch:
+            compiled = Path(scratch) / name
+            sources = [str(file) for file in files if file.suffix == ".c"]
+            command = ["gcc", *flags, "-o", str(compiled), *sources, "-lm"]
+            options: dict[str, Any] = {"capture_output": True, "errors": "replace"}
+            subprocess.run(command, check=True, timeout=_TIMEOUT, **options)
+            _keep(compiled, cached)
+            # Programs in a folder for temporary files may be forbidden.
+            return _load(cached if _is_safe(cached) else compiled)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.warning_once(f"Decoding is slower without the compiled kernels: {reason}")
+        return None
+
+
+def _load(file: Path) -> Any:
+    kernels = ctypes.CDLL(str(file))
+    for name, kinds in KERNELS.items():
+        getattr(kernels, name).argtypes = [_TYPES[kind] for kind in kinds]
+    return kernels
+
+
+def _is_safe(file: Path) -> bool:
+    """Tell whether a file exists that only this user or root can have written."""
+    try:
+        states = file.stat(), file.parent.stat()
+    except OSError:
+        return False
+    return all(state.st_uid in (0, os.geteuid()) and not state.st_mode & 0o022 for state in states)
+
+
+def _keep(compiled: Path, cached: Path) -> None:
+    """Copy the compiled kernels into the cache, unless it cannot be written."""
+    with contextlib.suppress(OSError):
+        cached.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+            copied = Path(scratch) / cached.name
+            shutil.copyfile(compiled, copied)
+            copied.chmod(0o755)
+            copied.replace(cached)  # another process may do the same
+
+
+def _forbidden_instructions() -> list[str]:
+    """Return flags against instructions of this CPU that torch or oneDNN is told not to use."""
+    limits = [
+        os.environ.get(name, "").lower() for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+    ]
+    if "avx2" in (os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), *limits):
+        # Older compilers do not know AVX-VNNI, and older CPUs do not have it.
+        return ["-mno-avx512f", *(["-mno-avxvnni"] if " avx_vnni" in _cpu() else [])]
+    below_amx = any("avx512" in limit and "amx" not in limit for limit in limits)
+    below_bfloat16 = bool({"avx512_core", "avx512_core_vnni"} & set(limits))
+    without_bfloat16 = below_bfloat16 and " avx512_bf16" in _cpu()  # older compilers do not know it
+    return [
+        *(["-DNO_TILES"] if below_amx else []),
+        *(["-mno-avx512bf16"] if without_bfloat16 else []),
+    ]
+
+
+def _cpu() -> str:
+    """Describe the instructions of this CPU, because a home folder may serve several machines."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    wanted = ("model name", "flags")
+    return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in wanted)
+
+
+class _Cores:
+    """Watches whether other programs want the cores, and then lets waiting threads sleep.
+
+    A thread of OpenMP spins for milliseconds while it waits. That is fast on free cores. On crowded
+    cores, it takes the core that the thread it waits for needs. Threads that have been told to
+    sleep do so until the process ends. GOMP_SPINCOUNT and OMP_WAIT_POLICY turn the watch off.
+    """
+
+    def __init__(self) -> None:
+        self.crowded_windows, self.time, self.waited = 0, -math.inf, 0.0
+        self.lock = threading.Lock()
+
+    def look(self, threads: int) -> None:
+        """Look at the cores, at most every `_WINDOW` seconds, for kernels in `threads` threads."""
+        if time.monotonic() - self.time < _WINDOW or not self.lock.acquire(blocking=False):
+            return
+        try:
+            now, waited = time.monotonic(), _seconds_of_waiting()
+            passed, new = now - self.time, waited - self.waited
+            self.time, self.waited = now, waited
+            # A pause tells nothing about the cores, because no kernel ran.
+            known = passed < 10 * _WINDOW
+            crowded = known and new > _CROWDED_SHARE * passed
+            self.crowded_windows = self.crowded_windows + 1 if crowded else 0
+            if self.crowded_windows == _CROWDED_WINDOWS:
+                self.time = math.inf  # this was the last look
+                if threads > 1 and not _WAIT_SETTINGS & os.environ.keys():
+                    library().let_threads_sleep(threads)
+        finally:
+            self.lock.release()
+
+
+def _seconds_of_waiting() -> float:
+    """Return how long the threads of this process were ready to run, but had no core."""
+    waited = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        # A thread may end meanwhile, and some Linux kernels do not count.
+        with contextlib.suppress(OSError, IndexError):
+            waited += int(file.read_text(encoding="ascii").split()[1])
+    return waited / 1e9
+
+
+CORES = _Cores()
+
+
+def is_as_stored(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has the values in its memory, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def compute(*tensors: torch.Tensor) -> bool:
+    """Tell whether the kernels can compute with these tensors: plain ones of float32 on a CPU."""
+    return (
+        all(
+            tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and is_as_stored(tensor)
+            for tensor in tensors
+        )
+        and not torch.is_autocast_enabled("cpu")
+        and library() is not None
+    )
+
+
+def address(values: torch.Tensor) -> int:
+    """Return the address of a contiguous tensor."""
+    assert values.is_contiguous()
+    return values.data_ptr()
+
+
+__all__ = [
+    "COMPUTED",
+    "CORES",
+    "COUNT",
+    "FLOAT",
+    "FLOATS",
+    "KERNELS",
+    "NUMBER",
+    "POINTER",
+    "address",
+    "compute",
+    "is_as_stored",
+    "library",
+]

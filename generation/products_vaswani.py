@@ -1,0 +1,181 @@
+"""Products of states by packed weights, in compiled kernels.
+
+Weights are copied to panels, from which the kernels multiply. A fingerprint tells whether a weight
+has changed since.
+
+Shapes: R rows of states; a layer maps `in` features to `out`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, library
+
+_BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
+_PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
+
+
+class Product(ctypes.Structure):
+    """A linear layer, or several that read the same states."""
+
+    _fields_ = (
+        *((name, COUNT) for name in ("inputs", "outputs")),
+        *((name, POINTER) for name in ("panels", "sums", "scale", "bias")),
+        *((name, NUMBER) for name in ("largest", "relu", "halves")),
+    )
+
+
+class Rounded(ctypes.Structure):
+    """Memory for rounded rows of states (R, in), and for the scale of each row (R,)."""
+
+    _fields_ = (("states", POINTER), ("scales", POINTER))
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Tell whether the kernels multiply by a weight (out, in) in floating point."""
+    is_half = weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    return is_half or weight.dtype == torch.float32
+
+
+class Panels(NamedTuple):
+    """A weight (out, in) in the layout of the kernels, in int8, bfloat16 or float32."""
+
+    inputs: int
+    dtype: torch.dtype
+    panels: torch.Tensor  # (out / width, in / k, width) words of 32 bits, with k values each
+    # For int8 weights, with zeros up to a whole panel:
+    sums: torch.Tensor | None  # of each output's weights
+    scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
+    outputs: int
+    weight_scale: torch.Tensor | None  # (out,) as it was given
+    fingerprints: list[torch.Tensor]  # of each weight as it was given
+
+    @classmethod
+    def pack(
+        cls, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None, largest: int = 1
+    ) -> "Panels":
+        """Pack the weights (out, in) of layers that read the same states.
+
+        Args:
+            weights: of float32, of bfloat16 with an even number of inputs, or of int8 with a
+                multiple of 4 inputs.
+            scale: (out,) of all int8 weights, in float32.
+            largest: states will be rounded to -largest ... largest, for weights in int8.
+        """
+        width = library().panel_width()
+        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+        size = inputs * weights[0].itemsize
+        assert all(weight.shape[1] == inputs for weight in weights)
+        assert size % _BYTES_OF_WORD == 0
+        assert scale is None or scale.shape == (outputs,)
+        missing = -outputs % width
+        shape = (outputs + missing) // width, size // _BYTES_OF_WORD, width
+        panels = torch.empty(shape, dtype=torch.int32, device="cpu")
+        if missing:
+            panels[-1] = 0
+        weights = [_plain(weight) for weight in weights]
+        # Another thread may change a weight meanwhile: a fingerprint taken later would hide that.
+        fingerprints = [_fingerprint(weight) for weight in weights]
+        first = 0
+        for weight in weights:
+            place = shape[1], panels.data_ptr(), first
+            library().pack_rows(weight.data_ptr(), len(weight), *place, torch.get_num_threads())
+            first += len(weight)
+        sums = relative = None
+        if scale is not None:
+            # Sum the panels and not the weights, which another thread may have changed meanwhile.
+            by_input = panels.view(torch.int8).view(*shape, _BYTES_OF_WORD)
+            sums = by_input.sum(dim=(1, 3), dtype=torch.int32).view(-1)
+            scale = scale.clone()
+            relative = F.pad(scale * torch.tensor(1 / largest, **FLOATS), (0, missing))
+        dtype = weights[0].dtype
+        return cls(inputs, dtype, panels, sums, relative, outputs, scale, fingerprints)
+
+    def holds(self, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> bool:
+        """Tell whether `pack` got weights of the same fingerprints, and the same scale."""
+        if sum(map(len, weights)) != self.outputs or any(
+            weight.dtype != self.dtype or weight.shape[1:] != (self.inputs,) for weight in weights
+        ):
+            return False
+        if scale is not None and self.weight_scale is not None:
+            same_shape = scale.shape == self.weight_scale.shape
+            if not same_shape or not same_bytes(scale.contiguous(), self.weight_scale):
+                return False
+        elif scale is not self.weight_scale:  # both are None in a float weight
+            return False
+        return all(map(_has_fingerprint, map(_plain, weights), self.fingerprints))
+
+    def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
+        """Return a product, which is valid as long as these panels and the bias are.
+
+        Args:
+            bias: (out,) in float32.
+            largest: states are rounded to -largest ... largest, for weights in int8.
+            relu: whether ReLU is applied.
+        """
+        parts = self.panels, self.sums, self.scale, bias
+        addresses = (None if part is None else part.data_ptr() for part in parts)
+        halves = self.dtype == torch.bfloat16
+        return Product(self.inputs, self.outputs, *addresses, largest, relu, halves)
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.contiguous().resolve_neg()
+
+
+def _fingerprint(weight: torch.Tensor) -> torch.Tensor:
+    """Return digests of a weight. Other bytes almost surely have other digests."""
+    digests = torch.empty(_parts(weight), _DIGEST, dtype=torch.uint8, device="cpu")
+    places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
+    library().take_fingerprint(*places, torch.get_num_threads())
+    return digests
+
+
+def _has_fingerprint(weight: torch.Tensor, digests: torch.Tensor) -> bool:
+    places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
+    return _parts(weight) == len(digests) and bool(
+        library().has_fingerprint(*places, torch.get_num_threads())
+    )
+
+
+def _parts(weight: torch.Tensor) -> int:
+    return -(-weight.nbytes // _PART)
+
+
+def multiply(
+    states: torch.Tensor,
+    product: Product,
+    output: torch.Tensor | None = None,
+    memory: Rounded | None = None,
+) -> torch.Tensor:
+    """Multiply states (R, in) by a weight, and add a bias: (R, out), in `output` if it is given.
+
+    Memory for R rounded rows is made if it is not given.
+    """
+    states = states.contiguous()
+    rows, inputs = states.shape
+    assert states.dtype == torch.float32
+    assert inputs == product.inputs
+    if output is None:
+        output = states.new_empty(rows, product.outputs)
+    if memory is None:
+        buffers = states.new_empty(rows, inputs, dtype=torch.int16), states.new_empty(rows)
+        memory = Rounded(*map(address, buffers))
+    library().multiply_states(
+        *(ctypes.byref(product), states.data_ptr(), rows, ctypes.byref(memory)),
+        *(output.data_ptr(), torch.get_num_threads()),
+    )
+    return output
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Tell whether two contiguous tensors of one size have the same bytes."""
+    sizes = left.nbytes, torch.get_num_threads()
+    return bool(library().same_bytes(address(left), address(right), *sizes))
+
+
+__all__ = ["Panels", "Product", "Rounded", "can_pack", "multiply", "same_bytes"]
