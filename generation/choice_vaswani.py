@@ -5,6 +5,7 @@ V entries of the vocabulary.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -130,4 +131,13 @@ class Chosen(ctypes.Structure):
     )
 
 
-__all__ = ["advance_beam", "best_candidates", "best_tokens", "end_sentences", "log_sums_and_maxima"]
+__all__ = [
+    "BeamState",
+    "CandidateList",
+    "Chosen",
+    "StepRules",
+    "best_candidates",
+    "best_tokens",
+    "end_sentences",
+    "log_sums_and_maxima",
+]

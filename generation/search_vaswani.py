@@ -268,7 +268,7 @@ def _sentences_to_keep(done: torch.Tensor, leaving: int) -> torch.Tensor | None:
 
 
 def _rows_after_leaving(rows: torch.Tensor, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the numbers that rows (R,) of hypotheses (B, K) have among the kept sentences (B',)."""
+    """Number rows (R,) of hypotheses (B, K) among those of the kept sentences (B',)."""
     chosen = torch.zeros(shape, dtype=torch.bool, device=rows.device)
     chosen.view(-1)[rows] = True
     return chosen[kept].flatten().nonzero()[:, 0]

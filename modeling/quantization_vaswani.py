@@ -123,10 +123,9 @@ class RoundableModel(PreTrainedModel):
         """
         settings = vars(self.config)
         form = settings.get("quantization_config")
-        method = (form if isinstance(form, dict) else vars(form) if form else {}).get(
-            "quant_method"
-        )
-        if method != _METHOD or any(map(_has_int8, self.modules())):
+        stated = vars(form) if isinstance(form, VaswaniInt8Config) else form or {}
+        is_int8 = any(map(_has_int8, self.modules()))
+        if is_int8 or not isinstance(stated, dict) or stated.get("quant_method") != _METHOD:
             super().save_pretrained(*args, **kwargs)
             return
         del settings["quantization_config"]

@@ -405,11 +405,12 @@ class TestBeam:
     def test_sentences_end_at_end_tokens_and_at_limits(self):
         tokens, limits = torch.tensor([2, 7, 5, 8, 8]), torch.tensor([9, 9, 9, 3, 4])
         before = torch.tensor([False, False, False, False, True])
-        done, count = end_sentences(tokens, limits, before, (2, 5), 3)
+        ends = SearchSettings(eos_token_ids=(2, 5))
+        done, count = end_sentences(tokens, limits, before, ends.end_array, 3)
         assert done.tolist() == [True, False, True, True, True]
         assert count == 4
         assert before.sum() == 1
-        assert end_sentences(tokens, limits, before, (), 1)[1] == 1
+        assert end_sentences(tokens, limits, before, SearchSettings().end_array, 1)[1] == 1
 
     def test_hypotheses_see_what_their_parents_saw_and_themselves(self):
         mask = torch.where(torch.rand(2, 3, 10) > 0.5, 0, -torch.inf)
@@ -437,8 +438,7 @@ class TestEmbedding:
         with torch.inference_mode():
             states = CompiledEmbedding.prepare(embedding, 4.9)(tokens, rows, position)
             chosen = tokens.flatten() if rows is None else tokens.flatten()[rows]
-            expected = embedding(chosen) * 4.9 + position
-        torch.testing.assert_close(states, expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(states, embedding(chosen) * 4.9 + position)
 
     def test_a_token_without_an_entry_is_left_to_torch(self):
         embedding = CompiledEmbedding.prepare(torch.nn.Embedding(50, 24), 1.0)
@@ -669,7 +669,7 @@ class TestDecoder:
         "call",
         [
             {"num_beams": 1},
-            {"num_beams": 1, "do_sample": True, "top_k": 0},
+            {"num_beams": 1, "do_sample": True, "top_k": 3},
             {"num_beams": 1, "forced_eos_token_id": 7},
             {"num_beams": 4},
             {"num_beams": 4, "forced_eos_token_id": 7},

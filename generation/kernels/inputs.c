@@ -13,7 +13,8 @@ struct embedding {
 
 // Embed the tokens (B * K,) of some hypotheses (R,), or of all, at one position: states (R, D).
 //
-// Return 0 if a token is not in the vocabulary.
+// The states are those of torch, to the last bit. Return 0 if a token is not in the vocabulary.
+__attribute__((optimize("no-associative-math")))
 EXPORT int embed_tokens(const struct embedding *by, const int64_t *tokens,
                         const int64_t *hypotheses, int64_t rows, const float *position,
                         float *states)
