@@ -578,6 +578,7 @@ def test_ratios_and_missed_aims_of_decoding_come_from_the_files_of_all_hosts(mon
     [
         ("decoding-profile", 2, "operator |", "A step calls {} and {} operators and kernels"),
         ("decoding-profile-one-thread", 1, "operator, one thread |", "has {} and {} calls a step"),
+        ("decoding-profile-greedy", 1, "operator, greedy |", "has {} and {} calls a step"),
     ],
 )
 def test_profiles_of_decoding_come_from_their_results_files(name, threads, header, calls):
