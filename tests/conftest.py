@@ -158,3 +158,15 @@ def _transformers_verbosity():
     before = transformers.utils.logging.get_verbosity()
     yield
     transformers.utils.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def with_threads():
+    before = torch.get_num_threads()
+
+    def compute_with(threads, function):
+        torch.set_num_threads(threads)
+        return function()
+
+    yield compute_with
+    torch.set_num_threads(before)
