@@ -10,7 +10,9 @@ import torch
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
-from ..generation.search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
+from ..generation.beam_vaswani import FILL
+from ..generation.rules_vaswani import SearchSettings, TokenRules
+from ..generation.search_vaswani import beam_search, greedy_search
 
 Array = np.ndarray[Any, Any]
 

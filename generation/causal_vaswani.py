@@ -9,7 +9,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 
 from .generation_vaswani import VaswaniGenerationMixin
 from .incremental_vaswani import IncrementalDecoder
-from .search_vaswani import TokenRules
+from .rules_vaswani import TokenRules
 from .settings_vaswani import check_tokens
 
 

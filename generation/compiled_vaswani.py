@@ -55,7 +55,10 @@ class CompiledLayers:
     def _filled(
         cls, layers: Any, heads: int, checks: list[Callable[[], bool]] | None
     ) -> "CompiledLayers | None":
-        """Prepare layers as `prepare` does, but leave the comparison of weights to `checks`."""
+        """Prepare layers as `prepare` does, but leave the comparison of weights to `checks`.
+
+        None compares them at once.
+        """
         structures = (Layer * len(layers))()
         kept: list[Any] = []
         for structure, layer in zip(structures, layers, strict=True):

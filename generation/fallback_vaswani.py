@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from .search_vaswani import FILL
-from .search_vaswani import length_penalty as length_penalty_of
+from .beam_vaswani import FILL
+from .rules_vaswani import length_penalty as length_penalty_of
 
 
 class TargetSide:

@@ -35,6 +35,7 @@ from transformers.generation import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
+from .beam_vaswani import FILL
 from .compiled_vaswani import CompiledEncoder
 from .fallback_vaswani import TargetSide, fallback_beam_search
 from .incremental_vaswani import IncrementalDecoder
@@ -46,7 +47,8 @@ from .limits_vaswani import (
     length_rule,
 )
 from .linear_vaswani import prepared_copy
-from .search_vaswani import FILL, SearchSettings, TokenRules, beam_search, greedy_search
+from .rules_vaswani import SearchSettings, TokenRules
+from .search_vaswani import beam_search, greedy_search
 from .settings_vaswani import VaswaniGenerationConfig, check_search, check_tokens, first_setting
 
 if TYPE_CHECKING:

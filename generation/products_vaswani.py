@@ -78,7 +78,7 @@ class Panels(NamedTuple):
         if missing:
             panels[-1] = 0
         weights = [_plain(weight) for weight in weights]
-        # Another thread may change a weight meanwhile: a fingerprint taken later would hide that.
+        # Fingerprints come first: if another thread then changes a weight, the next call sees it.
         fingerprints = [_fingerprint(weight) for weight in weights]
         first = 0
         for weight in weights:

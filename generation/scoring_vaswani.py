@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from .batches_vaswani import batches_by_length
 from .limits_vaswani import check_position_limit
-from .search_vaswani import length_penalty as length_penalty_of
+from .rules_vaswani import length_penalty as length_penalty_of
 from .settings_vaswani import first_setting
 
 _LOGITS_AT_ONCE = 2**24  # logits in memory at a time: 64 MiB in float32

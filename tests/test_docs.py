@@ -595,6 +595,19 @@ def test_profiles_of_decoding_come_from_their_results_files(name, threads, heade
     assert calls.format(single, many) in DOCS["results"].words
 
 
+def test_the_gain_of_batches_over_single_sentences_comes_from_the_files_of_all_hosts():
+    gains = []
+    for results in results_of_hosts():
+        single, many = (
+            decoding(results, beams=4, batch=size).get(("ours", "int8")) for size in (1, 32)
+        )
+        if single and many:
+            gains.append(sentences_per_second(many) / sentences_per_second(single))
+    assert len(gains) > 2
+    expected = f"batches of 32 are {min(gains):.1f} to {max(gains):.1f} times as fast as single"
+    assert expected in DOCS["deploy"].words
+
+
 def test_bleu_of_int8_comes_from_its_results_file():
     page, results = DOCS["results"], results_of("int8")
     assert results["command"] in page.commands()

@@ -28,7 +28,6 @@ from vaswani import (
 )
 
 compiled = pytest.mark.skipif(library() is None, reason="this machine compiles no kernels")
-BLOCK = 16
 
 
 @pytest.fixture(autouse=True)

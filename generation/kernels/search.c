@@ -14,12 +14,13 @@ struct candidates {
 };
 
 struct rules {
-    const int64_t *ends; // tokens that end a sentence
-    int64_t ends_count, length; // of the hypotheses after this step
-    float penalty;              // of this length
-    int32_t to_beat;            // the place of the finished hypothesis that open ones must beat
-    int32_t stops_when_full;    // stop at K finished hypotheses
-    float ruled_out;            // is added to the score of a hypothesis that must not be chosen
+    const int64_t *ends;     // (ends_count,) tokens that end a sentence
+    int64_t ends_count;
+    int64_t length;          // tokens of the hypotheses after this step
+    float penalty;           // of this length
+    int32_t to_beat;         // the place of the finished hypothesis that open ones must beat
+    int32_t stops_when_full; // stop at K finished hypotheses
+    float ruled_out;         // is added to the score of a candidate that ends
 };
 
 struct ending {
