@@ -308,11 +308,9 @@ def test_a_twin_that_computes_something_else_ends_the_run(model, tmp_path, monke
 def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_path, monkeypatch):
     small = VaswaniConfig.preset
 
-    def preset(name, vocab_size):
+    def preset(name, **settings):
         sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-        sizes |= {"encoder_layers": 1, "decoder_layers": 1}
-        # Dropout would draw different numbers after a restart.
-        return small(name, vocab_size=vocab_size, dropout=0.0, **sizes)
+        return small(name, **settings, **sizes, encoder_layers=1, decoder_layers=1)
 
     monkeypatch.setattr(base_model.VaswaniConfig, "preset", preset)
     for name, value in {"VOCAB_SIZE": 330, "_EVERY": 2, "_TOKENS": 64}.items():
