@@ -13,11 +13,8 @@ INLINE float scalar_product(const float *left, const float *right, int64_t count
     floats even = float_in_all_lanes(0), odd = even;
     int64_t i = 0;
     for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        floats parts[4];
-        memcpy(parts, left + i, 2 * sizeof(floats));
-        memcpy(parts + 2, right + i, 2 * sizeof(floats));
-        even = multiply_add(parts[0], parts[2], even);
-        odd = multiply_add(parts[1], parts[3], odd);
+        even = multiply_add(read_floats(left + i), read_floats(right + i), even);
+        odd = multiply_add(read_floats(left + i + LANES), read_floats(right + i + LANES), odd);
     }
     float sum = sum_of_lanes(even + odd);
     for (; i < count; i++)
@@ -32,16 +29,20 @@ INLINE void weighted_sum(const float *weights, const float *values, const int32_
     enum { AT_ONCE = 4 };
     int64_t first = 0;
     for (; first + AT_ONCE * LANES <= width; first += AT_ONCE * LANES) {
-        floats sums[AT_ONCE], parts[AT_ONCE];
+        floats sums[AT_ONCE];
+#pragma GCC unroll 4
         for (int part = 0; part < AT_ONCE; part++)
             sums[part] = float_in_all_lanes(0);
         for (int32_t i = 0; i < count; i++) {
-            memcpy(parts, values + places[i] * width + first, sizeof(parts));
+            const float *value = values + places[i] * width + first;
             const floats weight = float_in_all_lanes(weights[i]);
+#pragma GCC unroll 4
             for (int part = 0; part < AT_ONCE; part++)
-                sums[part] = multiply_add(weight, parts[part], sums[part]);
+                sums[part] = multiply_add(weight, read_floats(value + part * LANES), sums[part]);
         }
-        memcpy(output + first, sums, sizeof(sums));
+#pragma GCC unroll 4
+        for (int part = 0; part < AT_ONCE; part++)
+            memcpy(output + first + part * LANES, &sums[part], sizeof(floats));
     }
     for (; first < width; first++) {
         float sum = 0;

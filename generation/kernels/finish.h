@@ -37,7 +37,8 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
                         const float *scales, float *output)
 {
     for (int row = 0; row < rows; row++) {
-        float products[PANEL];
+        float last[PANEL]; // a panel that is filled up has fewer outputs
+        float *place = by->width == PANEL ? output + row * by->out : last;
         for (int i = 0; i < PANEL; i++) {
             const int at = row * PANEL + i;
             // The explicit operation keeps the order in which torch rounds.
@@ -45,11 +46,9 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
                 scales ? __builtin_fmaf((float)(sums->integers[at] - by->zeros[i]) * by->scale[i],
                                         scales[row], by->bias[i])
                        : sums->floats[at] + by->bias[i];
-            products[i] = product < by->least ? by->least : product;
+            place[i] = product < by->least ? by->least : product;
         }
-        if (by->width == PANEL)
-            memcpy(output + row * by->out, products, sizeof(products));
-        else
-            memcpy(output + row * by->out, products, (size_t)by->width * sizeof(float));
+        if (place == last)
+            memcpy(output + row * by->out, last, (size_t)by->width * sizeof(float));
     }
 }

@@ -68,6 +68,22 @@ INLINE floats dot_halves(floats sum, vector states, vector weight)
 
 enum { LANES = sizeof(vector) / 4, PANEL = 2 * LANES };
 
+// One vector at a time: GCC copies several through memory, and then waits for it.
+INLINE floats read_floats(const float *values)
+{
+    floats lanes;
+    memcpy(&lanes, values, sizeof(lanes));
+    return lanes;
+}
+
+// Read two vectors from memory once. GCC would read them again for each use, which takes longer than
+// the products on some CPUs.
+#if defined(__AVX512F__)
+#define IN_REGISTERS(left, right) __asm__("" : "+v"(left), "+v"(right))
+#else
+#define IN_REGISTERS(left, right) __asm__("" : "+x"(left), "+x"(right))
+#endif
+
 // Fetch a row of a panel of weights that is used soon. Without this, a CPU waits for memory at each new page.
 INLINE void fetch(const void *weights)
 {
@@ -99,12 +115,10 @@ INLINE float exponential(float x)
 // The largest value, and at least -3e38.
 INLINE float maximum(const float *values, int64_t count)
 {
-    floats part, parts = float_in_all_lanes(-3e38f);
+    floats parts = float_in_all_lanes(-3e38f);
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        memcpy(&part, values + i, sizeof(part));
-        parts = larger(part, parts);
-    }
+    for (; i + LANES <= count; i += LANES)
+        parts = larger(read_floats(values + i), parts);
     float lanes[LANES], highest = -3e38f;
     memcpy(lanes, &parts, sizeof(parts));
     for (int lane = 0; lane < LANES; lane++)

@@ -19,7 +19,8 @@
             left[row] = right[row] = (lanes)in_all_lanes(0);                                       \
         for (int64_t word = 0; word < words; word++) {                                             \
             fetch(panel + 2 * word);                                                               \
-            const vector weight_left = panel[2 * word], weight_right = panel[2 * word + 1];        \
+            vector weight_left = panel[2 * word], weight_right = panel[2 * word + 1];              \
+            IN_REGISTERS(weight_left, weight_right);                                               \
             _Pragma("GCC unroll 12") for (int row = 0; row < rows; row++)                          \
             {                                                                                      \
                 int32_t values;                                                                    \
@@ -57,6 +58,23 @@ DEFINE_MULTIPLY_ROWS(multiply_floats, floats, dot_floats)
     case 11: function(11 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
     case 12: function(12 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
     }
+
+// Multiply rows of rounded states by a panel. A function of its own has all registers for its loop.
+static __attribute__((noinline)) void multiply_rows(const struct product *by, int rows,
+                                                    const char *states, int64_t words,
+                                                    const vector *panel, union sums *sums)
+{
+    if (by->sums) {
+        FOR_EACH_NUMBER_OF_ROWS(multiply_integers, rows, states, words, panel,
+                                (vector *)sums->integers)
+    } else if (by->halves) {
+        FOR_EACH_NUMBER_OF_ROWS(multiply_halves, rows, states, words, panel,
+                                (floats *)sums->floats)
+    } else {
+        FOR_EACH_NUMBER_OF_ROWS(multiply_floats, rows, states, words, panel,
+                                (floats *)sums->floats)
+    }
+}
 
 // Round a row of states to integers from -largest to largest, and add `zero`. Returns their scale,
 // which is NaN if a state is NaN or infinite.
@@ -128,16 +146,7 @@ void multiply(const struct product *by, const float *states, int64_t rows,
             union sums sums;
             const int64_t words = in * weight_bytes / 4;
             const char *part = (const char *)(rounds ? memory->states : states) + first * words * 4;
-            if (by->sums) {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_integers, count, part, words,
-                                        (const vector *)weight, (vector *)sums.integers)
-            } else if (by->halves) {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_halves, count, part, words,
-                                        (const vector *)weight, (floats *)sums.floats)
-            } else {
-                FOR_EACH_NUMBER_OF_ROWS(multiply_floats, count, part, words,
-                                        (const vector *)weight, (floats *)sums.floats)
-            }
+            multiply_rows(by, count, part, words, (const vector *)weight, &sums);
             finish_rows(&finish, count, &sums, scales, output + first * by->out + start);
         }
     }
