@@ -635,6 +635,16 @@ def test_bleu_of_int8_comes_from_its_results_file():
     assert f"The largest loss is {results['largest_loss']:.3f}" in page.text
 
 
+def test_bleu_of_states_of_7_bits_comes_from_its_results_file():
+    page, results = DOCS["results"], results_of("int8-avx2")
+    assert results["command"] in page.commands()
+    assert results["hardware"]["flags"] == ["avx2"]
+    (model,) = results["models"]
+    before, after = model["test"]["float_bleu"], model["test"]["bleu"]
+    found = f"by {after - before:.2f}, from {before:.2f} to {after:.2f}"
+    assert found in page.words
+
+
 # from-fairseq.md
 
 # The codes "a b" split "aba b" into "ab@@ a b".
