@@ -4,9 +4,9 @@ The model has the paper's base size and 37,000 tokens. It is trained on Multi30k
 most, so its translations end, and some training pairs are joined, so long translations end too.
 Decoding speed depends on sizes and lengths, and hardly on quality.
 
-The training fits two slow cores, which make 450 updates in that time: random sentences without
-padding, no dropout, and a learning rate that follows the clock. On a CPU with bfloat16
-instructions, the model is bfloat16, with float32 weights in the optimizer alone.
+The training fits two slow cores, which make about 430 updates in that time. Batches are random
+sentences without padding, the model has no dropout, and the learning rate follows the clock. On a
+CPU with bfloat16 instructions, the model is bfloat16, with float32 weights in the optimizer alone.
 """
 
 import gzip
@@ -100,7 +100,7 @@ def train(folder: Path, steps: int = _STEPS, device: str = "cpu") -> None:
         [(len(source), len(target)) for source, target in zip(sources, targets, strict=True)],
         _TOKENS,
     )
-    started, losses = time.monotonic() - seconds, []
+    started, losses, step = time.monotonic() - seconds, [], done
     model.train()
     for step, batch in _numbered(sampler, done + 1, steps):
         progress = min(max(step / steps, (time.monotonic() - started) / _SECONDS), 1.0)
@@ -131,9 +131,9 @@ def train(folder: Path, steps: int = _STEPS, device: str = "cpu") -> None:
 
     model.float().cpu()
     _copy(exact, model.parameters())
-    model.save_pretrained(folder)
     report = {**circumstances(), "steps": step, "minutes": round(seconds / 60, 1), "log": log}
     (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    model.save_pretrained(folder)
     checkpoint.unlink(missing_ok=True)
 
 

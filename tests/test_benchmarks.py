@@ -326,6 +326,9 @@ def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_pa
             raise KeyboardInterrupt
         copied(*args)
 
+    def failing(*args, **kwargs):
+        raise OSError("the disk is full")
+
     monkeypatch.setattr(base_model, "_copy", killed)
     with pytest.raises(KeyboardInterrupt):
         base_model.train(tmp_path / "cut", steps=6)
@@ -333,12 +336,21 @@ def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_pa
     monkeypatch.setattr(base_model, "_copy", copied)
     base_model.train(tmp_path / "cut", steps=6)
     assert not (tmp_path / "cut" / "unfinished.pt").exists()
-    whole, cut = (
+
+    save = VaswaniForConditionalGeneration.save_pretrained
+    monkeypatch.setattr(VaswaniForConditionalGeneration, "save_pretrained", failing)
+    with pytest.raises(OSError, match="full"):
+        base_model.train(tmp_path / "full", steps=6)
+    monkeypatch.setattr(VaswaniForConditionalGeneration, "save_pretrained", save)
+    base_model.train(tmp_path / "full", steps=6)
+    assert json.loads((tmp_path / "full" / "training.json").read_text())["steps"] == 6
+    whole, *others = (
         VaswaniForConditionalGeneration.from_pretrained(tmp_path / name).state_dict()
-        for name in ("whole", "cut")
+        for name in ("whole", "cut", "full")
     )
-    for name, tensor in whole.items():
-        torch.testing.assert_close(cut[name], tensor, rtol=0, atol=0)
+    for other in others:
+        for name, tensor in whole.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=0)
 
 
 def test_help_is_the_manual():

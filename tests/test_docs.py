@@ -595,18 +595,26 @@ def test_profiles_of_decoding_come_from_their_results_files(name, threads, heade
     assert calls.format(single, many) in DOCS["results"].words
 
 
-def test_products_take_most_of_the_time_with_avx2_alone():
+def shares_of_layers_and_output(results):
+    """Their shares of the time in int8, of single sentences and of batches of 32."""
+    kernels = ("vaswani::run_layers", "vaswani::multiply_states")
+    single, many = (
+        sum(map(row["shares"].get, kernels))
+        for row in results["profile"]
+        if row["precision"] == "int8"
+    )
+    return f"{single:.0%} and {many:.0%}"
+
+
+def test_the_time_of_layers_and_output_with_avx2_alone_comes_from_the_profiles():
     results = results_of("decoding-profile-avx2")
     assert results["hardware"]["flags"] == ["avx2"]
     assert results["threads"] == 1
     assert results["command"] in DOCS["results"].commands()
-    products = ("vaswani::run_layers", "vaswani::multiply_states")
-    single, many = (
-        sum(map(row["shares"].get, products))
-        for row in results["profile"]
-        if row["precision"] == "int8"
-    )
-    assert f"take {single:.0%} and {many:.0%} of the time in int8" in DOCS["results"].words
+    words = DOCS["results"].words
+    assert f"take {shares_of_layers_and_output(results)} of the time in int8" in words
+    xeon = shares_of_layers_and_output(results_of("decoding-profile-one-thread"))
+    assert f"The Xeon's shares are {xeon}." in words
 
 
 def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_files():
@@ -641,7 +649,7 @@ def test_bleu_of_states_of_7_bits_comes_from_its_results_file():
     assert results["hardware"]["flags"] == ["avx2"]
     (model,) = results["models"]
     before, after = model["test"]["float_bleu"], model["test"]["bleu"]
-    found = f"by {after - before:.2f}, from {before:.2f} to {after:.2f}"
+    found = f"by {after - before:.3f}, from {before:.3f} to {after:.3f}"
     assert found in page.words
 
 

@@ -37,8 +37,8 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
                         const float *scales, float *output)
 {
     for (int row = 0; row < rows; row++) {
-        float last[PANEL]; // a panel that is filled up has fewer outputs
-        float *place = by->width == PANEL ? output + row * by->out : last;
+        float filled_up[PANEL]; // the last panel may have fewer outputs
+        float *place = by->width == PANEL ? output + row * by->out : filled_up;
         for (int i = 0; i < PANEL; i++) {
             const int at = row * PANEL + i;
             // The explicit operation keeps the order in which torch rounds.
@@ -48,7 +48,7 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
                        : sums->floats[at] + by->bias[i];
             place[i] = product < by->least ? by->least : product;
         }
-        if (place == last)
-            memcpy(output + row * by->out, last, (size_t)by->width * sizeof(float));
+        if (place == filled_up)
+            memcpy(output + row * by->out, filled_up, (size_t)by->width * sizeof(float));
     }
 }

@@ -68,7 +68,8 @@ INLINE floats dot_halves(floats sum, vector states, vector weight)
 
 enum { LANES = sizeof(vector) / 4, PANEL = 2 * LANES };
 
-// One vector at a time: GCC copies several through memory, and then waits for it.
+// Read one vector. GCC copies arrays of vectors through the stack, and reading them there waits for
+// the copy.
 INLINE floats read_floats(const float *values)
 {
     floats lanes;
