@@ -4,9 +4,9 @@ The model has the paper's base size and 37,000 tokens. It is trained on Multi30k
 most, so its translations end, and some training pairs are joined, so long translations end too.
 Decoding speed depends on sizes and lengths, and hardly on quality.
 
-The training fits two slow cores, which make about 430 updates in that time. Batches are random
-sentences without padding, the model has no dropout, and the learning rate follows the clock. On a
-CPU with bfloat16 instructions, the model is bfloat16, with float32 weights in the optimizer alone.
+The training fits two slow cores: batches are random sentences without padding, the model has no
+dropout, and the learning rate follows the clock. On a CPU with bfloat16 instructions, the model is
+bfloat16, with float32 weights in the optimizer alone.
 """
 
 import gzip

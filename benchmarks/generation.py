@@ -14,8 +14,7 @@ every toolkit. Inputs and outputs are token ids, so tokenizers are not timed.
 Search rules. "ours, the peer's rule" is CTranslate2's rule: rank by score / length, and stop when
 the number of finished hypotheses equals the number of beams. "ours" is the model's own rule: length
 penalty ((5 + |Y|) / 6)^0.6, a search until no open hypothesis can win, and at most source length +
-50 tokens for each sentence. MarianMT has the defaults of transformers: score / length,
-early_stopping=False.
+50 tokens for each sentence. MarianMT follows CTranslate2's rule too.
 
 A ratio is the peer's time divided by ours in the same round. Tables print its least, median and
 largest value over the rounds. `--allocators` and `--instructions` repeat everything with another

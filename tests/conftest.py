@@ -26,9 +26,9 @@ SIZES = {
 }
 
 
-# In oneDNN, which CTranslate2 chooses on AMD CPUs, sums of its int8 products overflow without VNNI.
-CPU = Path("/proc/cpuinfo")
-if CPU.exists() and "vnni" not in CPU.read_text():
+# On AMD CPUs, CTranslate2 chooses oneDNN, with which its int8 scores are wrong without VNNI.
+_CPU = Path("/proc/cpuinfo")
+if _CPU.exists() and "vnni" not in _CPU.read_text():
     os.environ.setdefault("CT2_USE_MKL", "1")
 
 # For models this small, waking a second thread takes longer than the computation.

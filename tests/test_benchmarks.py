@@ -337,11 +337,10 @@ def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_pa
     base_model.train(tmp_path / "cut", steps=6)
     assert not (tmp_path / "cut" / "unfinished.pt").exists()
 
-    save = VaswaniForConditionalGeneration.save_pretrained
-    monkeypatch.setattr(VaswaniForConditionalGeneration, "save_pretrained", failing)
-    with pytest.raises(OSError, match="full"):
-        base_model.train(tmp_path / "full", steps=6)
-    monkeypatch.setattr(VaswaniForConditionalGeneration, "save_pretrained", save)
+    with monkeypatch.context() as patch:
+        patch.setattr(VaswaniForConditionalGeneration, "save_pretrained", failing)
+        with pytest.raises(OSError, match="full"):
+            base_model.train(tmp_path / "full", steps=6)
     base_model.train(tmp_path / "full", steps=6)
     assert json.loads((tmp_path / "full" / "training.json").read_text())["steps"] == 6
     whole, *others = (

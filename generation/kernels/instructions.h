@@ -79,11 +79,7 @@ INLINE floats read_floats(const float *values)
 
 // Read two vectors from memory once. GCC would read them again for each use, which takes longer than
 // the products on some CPUs.
-#if defined(__AVX512F__)
 #define IN_REGISTERS(left, right) __asm__("" : "+v"(left), "+v"(right))
-#else
-#define IN_REGISTERS(left, right) __asm__("" : "+x"(left), "+x"(right))
-#endif
 
 // Fetch a row of a panel of weights that is used soon. Without this, a CPU waits for memory at each new page.
 INLINE void fetch(const void *weights)

@@ -59,7 +59,7 @@ DEFINE_MULTIPLY_ROWS(multiply_floats, floats, dot_floats)
     case 12: function(12 % (ROWS_AT_ONCE + 1), __VA_ARGS__); break;                                \
     }
 
-// Multiply rows of rounded states by a panel. A function of its own has all registers for its loop.
+// Multiply rows of states by a panel. A function of its own has all registers for its loop.
 static __attribute__((noinline)) void multiply_rows(const struct product *by, int rows,
                                                     const char *states, int64_t words,
                                                     const vector *panel, union sums *sums)
