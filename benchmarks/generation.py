@@ -2,8 +2,6 @@ r"""Decoding speed on this host, against CTranslate2 and MarianMTModel with the 
 
     python benchmarks/generation.py --results benchmarks/results/generation
     python benchmarks/generation.py --train             only make the model that is measured
-    python benchmarks/generation.py --ranges --results benchmarks/results/generation
-                                                        the tables of all hosts, and missed aims
     python benchmarks/generation.py --profile FILE      where our search spends its time
 
 Each engine runs alone, in a process that starts for its turn and ends with it. All engines take
@@ -26,8 +24,6 @@ import argparse
 import contextlib
 import datetime
 import gc
-import json
-import math
 import statistics
 import sys
 import tempfile
@@ -49,6 +45,7 @@ from engines import (
     translator,
 )
 from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, preloaded, write
+from ratios import SETTING, Row, compare, search_name
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 from vaswani.generation.library_vaswani import KERNELS, library
@@ -60,21 +57,8 @@ _FORCED = 20  # steps of a profile
 # Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
 # next process needs.
 PAUSE = 0.3
-SETTING = ("allocator", "instructions", "text", "beams", "batch")
-_USUAL = ("glibc", "native", "short")  # the first three of a setting
-_EARLIER_THREADS = 1  # of engines in files that do not name their threads
-# The least ratio that we want: (our rule, our precision, the peer) in batches of a size and more.
-AIMS = (
-    (PEERS_RULE, "best", ("CTranslate2", "int8"), 1, 1.5),
-    (OURS, "best", ("CTranslate2", "int8"), 1, 1.2),
-    (PEERS_RULE, "float32", ("CTranslate2", "float32"), 1, 1.3),
-    (PEERS_RULE, "float32", ("MarianMT", "float32"), 8, 2.5),
-    (PEERS_RULE, "bfloat16", ("MarianMT", "bfloat16"), 8, 2.5),
-)
-AIM_WITH_FEWER_INSTRUCTIONS = 1.1  # of our best precision with the peer's rule, against int8
 
 Tokens = list[list[int]]
-Row = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -87,7 +71,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--name", help="write HOST-DATE-NAME.json, for settings beside those of HOST-DATE.json")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--train", action="store_true", help="train the model, and measure nothing")
-    add("--ranges", action="store_true", help="print the tables of all files in the results folder")
     add("--profile", type=Path, metavar="FILE", help="only write where our search spends its time")
     add(
         "--model",
@@ -107,8 +90,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--instructions", nargs="+", default=["native"], choices=list(INSTRUCTIONS))
     add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     args = parser.parse_args(argv)
-    if args.ranges and not args.results:
-        parser.error("--ranges needs the folder of the files: --results FOLDER")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
     counts = {"beams": args.beams, "batches": args.batches, "threads": [args.threads]}
@@ -243,7 +224,7 @@ def print_speed(rows: list[Row]) -> None:
     """Print the sentences a second of every engine, a table for each setting."""
     for setting in dict.fromkeys(tuple(row[name] for name in SETTING) for row in rows):
         allocator, instructions, kind, beams, size = setting
-        search = "greedy" if beams == 1 else f"beam {beams}"
+        search = search_name({"beams": beams})
         print(f"\n{search}, batch {size}, {kind} sentences, {allocator}, {instructions}")
         print(f"{'engine':26}{'precision':14}{'least':>8}{'median':>8}{'most':>8}{'BLEU':>8}")
         for row in rows:
@@ -259,51 +240,6 @@ def print_speed(rows: list[Row]) -> None:
                 )
 
 
-def best_precision(rows: list[Row]) -> dict[tuple[str, str, str], str]:
-    """Return our fastest precision by allocator, instructions and text.
-
-    One precision is the best for all beams and batches: the precision with the least mean
-    logarithm of the seconds.
-    """
-    logs: dict[tuple[str, str, str], dict[str, list[float]]] = {}
-    for row in rows:
-        if row["engine"] == PEERS_RULE:
-            place = (row["allocator"], row["instructions"], row["text"])
-            seconds = torch.tensor(statistics.median(row["seconds"])).log().item()
-            logs.setdefault(place, {}).setdefault(row["precision"], []).append(seconds)
-    return {
-        place: min(found, key=lambda kind: statistics.mean(found[kind]))
-        for place, found in logs.items()
-    }
-
-
-def compare(rows: list[Row]) -> list[Row]:
-    """Return how many times faster ours is than each peer, with the aim of each ratio."""
-    found = {
-        (*(row[name] for name in SETTING), row["engine"], row["precision"]): row for row in rows
-    }
-    best = best_precision(rows)
-    ratios = []
-    for setting in dict.fromkeys(key[: len(SETTING)] for key in found):
-        for rule, kind, peer, smallest, least in AIMS:
-            precision = best.get(setting[:3], "") if kind == "best" else kind
-            ours, theirs = found.get((*setting, rule, precision)), found.get((*setting, *peer))
-            if ours is None or theirs is None:
-                continue
-            pairs = zip(theirs["seconds"], ours["seconds"], strict=False)  # an engine may fail late
-            values = sorted(other / own for other, own in pairs)
-            row = dict(zip(SETTING, setting, strict=True))
-            row |= {"ours": f"{rule}, {precision}", "peer": " ".join(peer)}
-            row |= {"rule": rule, "least": values[0], "median": statistics.median(values)}
-            row |= {"most": values[-1], "aim": None}
-            if row["instructions"] == "native":
-                row["aim"] = least if row["batch"] >= smallest else None
-            elif kind == "best" and rule == PEERS_RULE:
-                row["aim"] = AIM_WITH_FEWER_INSTRUCTIONS
-            ratios.append(row)
-    return ratios
-
-
 def print_ratios(ratios: list[Row]) -> None:
     """Print the ratios, with the verdict on each aim."""
     print(f"\n{'least':>6}{'median':>8}{'most':>6}{'aim':>6}  times as fast")
@@ -316,140 +252,6 @@ def print_ratios(ratios: list[Row]) -> None:
             f"{row['text']}, {row['allocator']}, {row['instructions']}"
             + (", MISSED" if missed else "")
         )
-
-
-def ranges(folder: Path, usual: bool = True) -> list[str]:
-    """Return the lines of a table: the range over hosts of each median ratio.
-
-    A host counts once for each number of threads, with its latest file that has a ratio. "best"
-    threads are those with which an engine takes the least time.
-
-    Args:
-        folder: of the results files.
-        usual: whether the table has short sentences, native instructions and glibc, or all other
-            settings by name.
-    """
-    latest = {}
-    for host, threads, results in (*_files(folder), *(_with_best_threads(folder) if usual else ())):
-        for row in results["ratios"]:
-            setting = tuple(map(row.get, SETTING[:3]))
-            if (setting == _USUAL) == usual:
-                names = (row["rule"], row["peer"], _search(row), threads)
-                names = names if usual else (*names, _words(setting))
-                latest[names, host, row["batch"]] = row["median"]
-    return _over_hosts(
-        ["ours", "peer", "search", "threads", *([] if usual else ["setting"])], latest
-    )
-
-
-def allocators(folder: Path) -> list[str]:
-    """Return the lines of a table: an engine's time with glibc, divided by that with tcmalloc.
-
-    A host counts once for each number of threads, with its latest file that has both allocators.
-    """
-    latest = {}
-    for host, threads, results in _files(folder):
-        seconds: dict[tuple, dict[str, float]] = {}
-        for row in results["speed"]:
-            if (row["instructions"], row["text"]) == _USUAL[1:]:
-                names = (row["engine"], row["precision"], _search(row), threads)
-                of_engine = seconds.setdefault((names, host, row["batch"]), {})
-                of_engine[row["allocator"]] = statistics.median(row["seconds"])
-        for place, of_engine in seconds.items():
-            if len(of_engine) == len(ALLOCATORS):
-                latest[place] = of_engine["glibc"] / of_engine["tcmalloc"]
-    return _over_hosts(["engine", "precision", "search", "threads"], latest)
-
-
-def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
-    """Read a folder's files, those of a host by date: host, threads and results of each."""
-    for path in sorted(folder.glob("*.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))
-        # CPUs with one name may differ in their caches.
-        host = host_name(results["hardware"]), str(results["host"]["caches"])
-        yield host, str(results.get("threads", _EARLIER_THREADS)), results
-
-
-def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
-    """Compare engines on each host, each with the number of threads that is best for it.
-
-    An engine counts if it was measured with all numbers of threads of its host.
-    """
-    rows: dict[tuple, dict[tuple, dict[str, Row]]] = {}
-    for host, threads, results in _files(folder):
-        for row in results["speed"]:
-            if tuple(map(row.get, SETTING[:3])) == _USUAL:
-                key = (row["engine"], row["precision"], row["beams"], row["batch"])
-                rows.setdefault(host, {}).setdefault(key, {})[threads] = row
-    for host, found in rows.items():
-        numbers = {threads for of_engine in found.values() for threads in of_engine}
-        if len(numbers) > 1:
-            best = [
-                min(of_engine.values(), key=lambda row: statistics.median(row["seconds"]))
-                for of_engine in found.values()
-                if of_engine.keys() == numbers
-            ]
-            yield host, "best", {"ratios": compare(best)}
-
-
-def _over_hosts(columns: list[str], values: dict[tuple, float]) -> list[str]:
-    """Return the lines of a table of ranges over hosts, by the number of threads.
-
-    Args:
-        columns: names of the first columns.
-        values: a number for each (cells of the first columns, host, batch).
-    """
-    threads = columns.index("threads")
-    cells: dict[tuple, dict[int, list[float]]] = {}
-    for (names, _, batch), value in sorted(values.items(), key=lambda item: item[0][0][threads]):
-        cells.setdefault(names, {}).setdefault(batch, []).append(value)
-    return _table(columns, cells)
-
-
-def _words(setting: tuple[str, ...]) -> str:
-    """Name what is not usual in a setting."""
-    return ", ".join(part for part, usual in zip(setting, _USUAL, strict=True) if part != usual)
-
-
-def missed(folder: Path) -> list[str]:
-    """Return the lines of a table: the median ratios below their aims, in all files of a folder.
-
-    Ratios are rounded down, so that none looks like its aim.
-    """
-    medians: dict[tuple, dict[int, list[float]]] = {}
-    for host, threads, results in (*_files(folder), *_with_best_threads(folder)):
-        for row in results["ratios"]:
-            if row["aim"] and row["median"] < row["aim"]:
-                setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"
-                names = (row["ours"], row["peer"], _search(row), threads, setting, host[0])
-                cells = medians.setdefault((*names, f"{row['aim']:g}"), {})
-                cells.setdefault(row["batch"], []).append(math.floor(100 * row["median"]) / 100)
-    return _table(["ours", "peer", "search", "threads", "setting", "host", "aim"], medians)
-
-
-def _search(row: Row) -> str:
-    return "greedy" if row["beams"] == 1 else f"beam {row['beams']}"
-
-
-def _table(names: list[str], medians: dict[tuple, dict[int, list[float]]]) -> list[str]:
-    """Return the lines of a table with a column for each size of batches."""
-    sizes = sorted({size for cells in medians.values() for size in cells})
-    rows = [
-        [*names, *(f"batch {size}" for size in sizes)],
-        ["---"] * (len(names) + len(sizes)),
-        *(
-            [*kind, *(_range(cells.get(size, [])) for size in sizes)]
-            for kind, cells in medians.items()
-        ),
-    ]
-    return [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _range(values: list[float]) -> str:
-    if not values:
-        return ""
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
 
 
 @contextlib.contextmanager
@@ -521,15 +323,6 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     quieten()
-    if args.ranges:
-        for title, table in {
-            "Ratios over all hosts:": ranges(args.results),
-            "In other settings:": ranges(args.results, usual=False),
-            "Time with glibc / time with tcmalloc:": allocators(args.results),
-            "Below their aims:": missed(args.results),
-        }.items():
-            print("\n".join(["", title, "", *table]))
-        return
     if args.train:
         train(args.model, device=args.device)
         return

@@ -19,11 +19,13 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import base_model  # noqa: E402
+import decoding_report  # noqa: E402
 import engines  # noqa: E402
 import host  # noqa: E402
 import int8  # noqa: E402
 import memory  # noqa: E402
 import quantization  # noqa: E402
+import ratios  # noqa: E402
 import score  # noqa: E402
 
 import generation  # noqa: E402
@@ -163,8 +165,9 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys):
         assert (row["bleu"] is None) == (row["text"] == "long")
     printed = capsys.readouterr().out
     assert "beam 2, batch 2, long sentences, glibc, native" in printed
-    generation.main(["--ranges", "--results", str(tmp_path / "out")])
-    assert "| batch 1 | batch 2 |" in capsys.readouterr().out
+    decoding_report.main(["--results", str(tmp_path / "out")])
+    page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert page.count("| batch 1 | batch 2 |") == 5
     generation.main([*command, "--profile", str(tmp_path / "profile.json")])
     results = json.loads((tmp_path / "profile.json").read_text())
     assert {"command", "commit", "hardware", "versions", "date", "host"} < results.keys()
@@ -197,7 +200,7 @@ def test_ratios_are_paired_by_round_and_have_their_aims():
     ]
     found = {
         (row["ours"], row["peer"]): (row["least"], row["median"], row["most"], row["aim"])
-        for row in generation.compare(rows)
+        for row in ratios.compare(rows)
     }
     assert found == {
         (f"{ours}, int8", "CTranslate2 int8"): (2.0, 2.0, 2.5, 1.5),
@@ -205,7 +208,7 @@ def test_ratios_are_paired_by_round_and_have_their_aims():
         (f"{ours}, float32", "MarianMT float32"): (2.5, 3.0, 9.0, 2.5),
     }
     fewer = [row | {"instructions": "avx2", "batch": 1} for row in rows]
-    assert {row["aim"] for row in generation.compare(fewer)} == {None, 1.1}
+    assert {row["aim"] for row in ratios.compare(fewer)} == {None, 1.1}
 
 
 def test_our_best_precision_is_one_for_all_batches():
@@ -214,7 +217,7 @@ def test_our_best_precision_is_one_for_all_batches():
         for kind, of_batches in (("bfloat16", (1.0, 1.0)), ("int8", (0.9, 4.0)))
         for batch, seconds in zip((1, 32), of_batches, strict=True)
     ]
-    assert generation.best_precision(rows) == {("glibc", "native", "short"): "bfloat16"}
+    assert ratios.best_precision(rows) == {("glibc", "native", "short"): "bfloat16"}
 
 
 def test_ranges_cover_all_hosts_and_only_the_latest_file_of_each(tmp_path):
@@ -223,8 +226,8 @@ def test_ranges_cover_all_hosts_and_only_the_latest_file_of_each(tmp_path):
         hardware = {"cpu": cpu, "cores": 2, "flags": []}
         results = {"hardware": hardware, "host": {"caches": {}}, "speed": [], "ratios": [row]}
         (tmp_path / f"{cpu}-2000-01-0{day}.json").write_text(json.dumps(results))
-    assert generation.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1 | 1.00 to 1.50 |"]
-    assert len(generation.ranges(tmp_path, usual=False)) == 2  # no rows
+    assert decoding_report.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1 | 1.00 to 1.50 |"]
+    assert len(decoding_report.ranges(tmp_path, usual=False)) == 2  # no rows
 
 
 def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
@@ -239,8 +242,10 @@ def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
         hardware = {"cpu": cpu, "cores": 2, "flags": []}
         results = {"hardware": hardware, "host": {"caches": {}}, "speed": speed, "ratios": ratios}
         (tmp_path / f"{cpu}-2000-01-01.json").write_text(json.dumps(results))
-    assert generation.allocators(tmp_path)[2:] == ["| ours | int8 | beam 4 | 1 | 1.00 to 2.00 |"]
-    assert generation.ranges(tmp_path, usual=False)[2:] == [
+    assert decoding_report.allocators(tmp_path)[2:] == [
+        "| ours | int8 | beam 4 | 1 | 1.00 to 2.00 |"
+    ]
+    assert decoding_report.ranges(tmp_path, usual=False)[2:] == [
         "| ours | Peer | beam 4 | 1 | tcmalloc | 1.50 to 3.00 |",
         "| ours | Peer | beam 4 | 1 | avx2 | 1.50 to 3.00 |",
     ]
@@ -253,7 +258,7 @@ def test_numbers_of_threads_are_not_mixed(tmp_path):
         results = {"hardware": hardware, "host": {"caches": {}}, "speed": [], "ratios": [row]}
         results["threads"] = threads
         (tmp_path / f"Xeon-{threads}.json").write_text(json.dumps(results))
-    assert generation.ranges(tmp_path)[2:] == [
+    assert decoding_report.ranges(tmp_path)[2:] == [
         "| ours | Peer | beam 4 | 1 | 1.50 |",
         "| ours | Peer | beam 4 | 2 | 3.00 |",
     ]
@@ -268,10 +273,10 @@ def test_each_engine_has_its_best_number_of_threads(tmp_path):
         if threads == 2:
             speed.append(speed_row("CTranslate2", "float32", [1.0]))
         results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "host": {"caches": {}}}
-        results |= {"threads": threads, "speed": speed, "ratios": generation.compare(speed)}
+        results |= {"threads": threads, "speed": speed, "ratios": ratios.compare(speed)}
         (tmp_path / f"Xeon-{threads}.json").write_text(json.dumps(results))
     start = f"| {engines.PEERS_RULE} | CTranslate2 int8 | beam 4"
-    assert generation.ranges(tmp_path)[2:] == [
+    assert decoding_report.ranges(tmp_path)[2:] == [
         f"{start} | 1 | 1.50 |",
         f"{start} | 2 | 4.50 |",
         f"{start} | best | 3.00 |",
@@ -357,7 +362,7 @@ def test_help_is_the_manual():
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "CTranslate2" in run.stdout
-    assert "--ranges" in run.stdout
+    assert "--profile FILE" in run.stdout
 
 
 def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):

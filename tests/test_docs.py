@@ -150,7 +150,7 @@ def test_every_command_is_understood_by_its_program(page, monkeypatch):
         if command.startswith("pip install -c constraints.txt -e "):
             (extra,) = re.findall(r'"\.\[(\w+)\]"', command)
             assert extra in extras["optional-dependencies"]
-        elif benchmark := re.match(r"python benchmarks/(\w+)\.py ", command):
+        elif benchmark := re.match(r"python benchmarks/(\w+)\.py", command):
             monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
             assert importlib.import_module(benchmark[1]).parse_args(shlex.split(command)[2:])
         elif not command.startswith(("python -c ", "python -m pytest ", "python run_")):
@@ -531,90 +531,35 @@ def sentences_per_second(row):
     return statistics.median(row["sentences"] / seconds for seconds in row["seconds"])
 
 
-def test_decoding_speed_and_memory_come_from_the_latest_results_files():
-    page, expected = DOCS["results"], []
-    # Files of special settings lack the paper's search.
-    latest = {
-        results.get("threads"): results
-        for results in results_of_hosts()
-        if any(row["engine"] == "ours" for row in results["speed"])
-    }
-    for threads, found in ((1, latest[1]), (2, latest[2])):
-        assert {"commit", "hardware", "versions", "date", "host"} <= found.keys()
-        assert found["threads"] == threads
-        assert found["command"] in page.commands()
-        sizes = sorted({row["batch"] for row in found["speed"]})
-        rows = {size: decoding(found, beams=4, batch=size) for size in sizes}
-        for engine, last in rows[sizes[-1]].items():
-            speeds = (f"{sentences_per_second(rows[size][engine]):.1f}" for size in sizes)
-            expected.append([*engine, str(threads), *speeds, f"{last['bleu']:.2f}"])
-    assert page.rows("engine | precision | threads") == expected
-    assert page.rows("engine | precision | weights") == [
+def test_the_report_of_all_hosts_is_made_from_their_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("decoding_report")
+    page = Page(RESULTS / "generation" / "README.md")
+    assert page.text == report.report(RESULTS / "generation")
+    for results in results_of_hosts():
+        assert {"commit", "hardware", "versions", "date", "host"} <= results.keys()
+        assert results["command"] in page.commands()
+    ranges = page.rows("ours | peer | search | threads | batch 1")
+    rows = DOCS["results"].rows("ours | peer | search | threads | batch 1")
+    assert len(rows) > 5
+    assert all(row in ranges for row in rows)
+    # The memory of decoding.
+    assert DOCS["results"].rows("engine | precision | weights") == [
         [row["engine"], row["precision"], f"{row['weights_mb']:.0f}", f"{row['peak_mb']:.0f}"]
         for row in results_of("memory")["memory"]
         if row["batch"] == 32
     ]
-    assert results_of("memory")["command"] in page.commands()
+    assert results_of("memory")["command"] in DOCS["results"].commands()
 
 
-def test_ratios_and_missed_aims_of_decoding_come_from_the_files_of_all_hosts(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location(
-        "decoding_benchmark", ROOT / "benchmarks" / "generation.py"
+def test_the_lowest_ratios_with_tcmalloc_come_from_the_report_of_all_hosts():
+    rows = Page(RESULTS / "generation" / "README.md").rows("ours | peer | search | threads | set")
+    same_rule, papers = (
+        min(float(cell.split(" to ")[0]) for cell in row[5:])
+        for row in rows
+        if row[1:5] == ["CTranslate2 int8", "beam 4", "1", "tcmalloc"]
     )
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    folder = RESULTS / "generation"
-    tables = (benchmark.ranges(folder), benchmark.ranges(folder, usual=False))
-    for table in (*tables, benchmark.allocators(folder), benchmark.missed(folder)):
-        assert "\n".join(table) in DOCS["results"].text
-    # Earlier files do not name the threads of engines.
-    commands = {results["command"] for results in results_of_hosts() if "threads" in results}
-    assert commands <= set(DOCS["results"].commands())
-
-
-@pytest.mark.parametrize(
-    ("name", "threads", "header", "calls"),
-    [
-        ("decoding-profile", 2, "operator |", "A step calls {} and {} operators and kernels"),
-        ("decoding-profile-one-thread", 1, "operator, one thread |", "has {} and {} calls a step"),
-        ("decoding-profile-greedy", 1, "operator, greedy |", "has {} and {} calls a step"),
-    ],
-)
-def test_profiles_of_decoding_come_from_their_results_files(name, threads, header, calls):
-    results = results_of(name)
-    assert results["threads"] == threads
-    assert results["command"] in DOCS["results"].commands()
-    shares = [row["shares"] for row in results["profile"]]
-    operators = dict.fromkeys(name for row in shares for name in row)
-    cells = {
-        name: [f"{row[name]:.0%}" if name in row else "" for row in shares] for name in operators
-    }
-    assert DOCS["results"].rows(header) == [[f"`{name}`", *row] for name, row in cells.items()]
-    single, many = (row["calls_a_step"] for row in results["profile"] if row["precision"] == "int8")
-    assert calls.format(single, many) in DOCS["results"].words
-
-
-def shares_of_layers_and_output(results):
-    """Their shares of the time in int8, of single sentences and of batches of 32."""
-    kernels = ("vaswani::run_layers", "vaswani::multiply_states")
-    single, many = (
-        sum(map(row["shares"].get, kernels))
-        for row in results["profile"]
-        if row["precision"] == "int8"
-    )
-    return f"{single:.0%} and {many:.0%}"
-
-
-def test_the_time_of_layers_and_output_with_avx2_alone_comes_from_the_profiles():
-    results = results_of("decoding-profile-avx2")
-    assert results["hardware"]["flags"] == ["avx2"]
-    assert results["threads"] == 1
-    assert results["command"] in DOCS["results"].commands()
-    words = DOCS["results"].words
-    assert f"take {shares_of_layers_and_output(results)} of the time in int8" in words
-    xeon = shares_of_layers_and_output(results_of("decoding-profile-one-thread"))
-    assert f"The Xeon's shares are {xeon}." in words
+    assert f"go down to {same_rule} and {papers}." in DOCS["results"].words
 
 
 def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_files():

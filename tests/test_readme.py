@@ -92,16 +92,6 @@ def test_decoding_speed_has_the_ranges_over_hosts():
         ranges.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f} times")
     assert f"{ranges[0]} as fast as CTranslate2 in int8" in PAGE.words
     assert f"and {ranges[1]} with the paper's search" in PAGE.words
-    table = Page(ROOT / "docs" / "results.md").rows(
-        "ours | peer | search | threads | setting | batch"
-    )
-    least = min(
-        float(cell.split(" to ")[0])
-        for row in table
-        if row[1:5] == ["CTranslate2 int8", "beam 4", "1", "tcmalloc"]
-        for cell in row[5:]
-    )
-    assert f"With tcmalloc, ratios go down to {least:.2f} (" in PAGE.words
 
 
 def test_transformers_is_tested_in_the_versions_printed():

@@ -1,0 +1,318 @@
+"""The page of decoding speed on all hosts, from the results files of generation.py.
+
+    python benchmarks/decoding_report.py
+
+It writes README.md into the folder of the results files. Profiles are read from the folder above:
+its files decoding-profile*.json.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from host import ALLOCATORS, host_name
+from ratios import AIM_WITH_FEWER_INSTRUCTIONS, AIMS, SETTING, Row, compare, search_name
+
+FOLDER = Path(__file__).resolve().parent / "results" / "generation"
+_USUAL = ("glibc", "native", "short")  # the first three of a setting
+_EARLIER_THREADS = 1  # of engines in files that do not name their threads
+
+_HEAD = """\
+# Decoding speed on all hosts
+
+`python benchmarks/decoding_report.py` writes this page from the files beside it.
+[Decoding speed](../../../docs/results.md#decoding-speed) explains the measurement and its limits.
+
+Engines:
+
+- "ours" follows the paper's search.
+- "ours, the peer's rule" follows CTranslate2's rule. It ranks by score / length and stops when as
+  many hypotheses are finished as there are beams. MarianMT follows this rule too.
+- A row has the number of threads of every engine. With "best" threads, each engine has the number
+  with which it is faster.
+
+Settings:
+
+- `glibc` and `tcmalloc` are allocators of memory.
+- `native` uses all instructions of the host. `avx2` and `avx512_vnni` disable newer instructions.
+- `short` sentences are those of Multi30k. `long` sentences have 40 to 60 tokens.
+
+A ratio is the peer's time divided by ours in the same round. Tables have medians over rounds."""
+_HOSTS = """\
+The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
+"""
+_RATIOS = """\
+Ranges over the hosts, with glibc, native instructions and short sentences. A host counts once for
+each number of threads, with its latest file.
+"""
+_ALLOCATORS = """\
+An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
+so a ratio includes the noise of the host. Our aim is at most 1.05.
+"""
+_BELOW_AIMS = """
+Ratios below their aims, rounded down:
+"""
+_RATES = """\
+With glibc, native instructions and short sentences. The model trains for 15 minutes, so BLEU shows
+no more than that the engines translate alike.
+"""
+_PROFILES = """\
+Shares of the time of our search with the peer's rule. Names that begin with `vaswani::` are
+compiled kernels: `run_layers` is all layers of encoder or decoder, and `multiply_states` is mostly
+the output layer. `has_fingerprint` and `same_bytes` check that no weight has changed since it was
+packed. Operators below 1% are left out. Our aims are 600 calls a step in batches of 1, and 900 in
+batches of 32."""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=FOLDER, metavar="FOLDER")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    folder = parse_args(argv).results
+    (folder / "README.md").write_text(report(folder), encoding="utf-8")
+
+
+def report(folder: Path) -> str:
+    """Return the page for the results files of a folder."""
+    sections: dict[str, list[str]] = {
+        "Hosts": [_HOSTS, *hosts(folder)],
+        "Ratios": [_RATIOS, *ranges(folder)],
+        "Ratios in other settings": ranges(folder, usual=False),
+        "Allocators": [_ALLOCATORS, *allocators(folder)],
+        "Ratios below our aims": [*aims(), _BELOW_AIMS, *missed(folder)],
+        "Sentences per second": [_RATES, *rates(folder)],
+        "Profiles": [_PROFILES, *profiles(folder.parent)],
+        "Commands": ["```sh", *commands(folder), "```"],
+    }
+    parts = [_HEAD, *("\n".join([f"## {title}\n", *lines]) for title, lines in sections.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def hosts(folder: Path) -> list[str]:
+    """Return the lines of a table: the hosts that were measured, and the dates of their files."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    dates: dict[tuple[str, str], dict[str, None]] = {}
+    for host, _, results in _files(folder):
+        found[host] = results
+        dates.setdefault(host, {})[results["date"]] = None
+    rows = []
+    for host, results in found.items():
+        facts = results["host"]
+        caches = [facts["caches"].get(f"L{level} unified", "") for level in (2, 3)]
+        products = [
+            str(facts["gigaflops"][f"{kind}, 512 rows"]) for kind in ("float32", "bfloat16")
+        ]
+        memory, fault = facts["memory_gigabytes_per_second"], facts["page_fault_nanoseconds"]
+        cpu = results["hardware"]["cpu"]
+        rows.append([host[0], cpu, *caches, str(memory), str(fault), *products, *dates[host]])
+    names = ["host", "CPU", "L2", "L3", "memory, GB/s", "page fault, ns"]
+    return _lines([*names, "float32, GFLOP/s", "bfloat16, GFLOP/s", "date"], rows)
+
+
+def aims() -> list[str]:
+    """Return a list of our aims."""
+    lines = [
+        f"- {rule}, {precision} precision, against {' '.join(peer)}: {aim:g}"
+        + (f" in batches of {smallest} and more" if smallest > 1 else "")
+        for rule, precision, peer, smallest, aim in AIMS
+    ]
+    rule, precision, peer, *_ = AIMS[0]
+    engines = f"{rule}, {precision} precision, against {' '.join(peer)}"
+    return [*lines, f"- {engines}, with fewer instructions: {AIM_WITH_FEWER_INSTRUCTIONS:g}"]
+
+
+def rates(folder: Path) -> list[str]:
+    """Return the lines of a table: sentences per second on each host, and BLEU.
+
+    Later files of a host replace the rows of earlier ones.
+    """
+    latest: dict[tuple, dict[int, list[float]]] = {}
+    bleu = {}
+    for host, threads, results in _files(folder):
+        for row in results["speed"]:
+            if tuple(map(row.get, SETTING[:3])) == _USUAL:
+                names = (host[0], threads, search_name(row), row["engine"], row["precision"])
+                rate = statistics.median(row["sentences"] / value for value in row["seconds"])
+                latest.setdefault(names, {})[row["batch"]] = [rate]
+                bleu[names] = f"{row['bleu']:.2f}"
+    names = ["host", "threads", "search", "engine", "precision", "BLEU"]
+    cells = {(*key, bleu[key]): found for key, found in latest.items()}
+    return _table(names, cells, digits=1)
+
+
+def profiles(folder: Path) -> Iterator[str]:
+    """Yield the lines of a table for each profile of a folder."""
+    for path in sorted(folder.glob("decoding-profile*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows = results["profile"]
+        columns = [f"{row['precision']}, batch {row['batch']}" for row in rows]
+        shares = [
+            {name: f"{share:.0%}" for name, share in row["shares"].items() if share >= 0.01}
+            for row in rows
+        ]
+        operators = list(dict.fromkeys(name for row in shares for name in row))
+        operators.sort(key=lambda name: name == "others")
+        body = [[f"`{name}`", *(row.get(name, "") for row in shares)] for name in operators]
+        body.append(["calls a step", *(str(row["calls_a_step"]) for row in rows)])
+        threads = "1 thread" if results["threads"] == 1 else f"{results['threads']} threads"
+        title = f"{host_name(results['hardware'])}, {search_name(rows[0])}, {threads}"
+        yield from (
+            "",
+            f"{title} ([file](../{path.name})):",
+            "",
+            *_lines(["operator", *columns], body),
+        )
+
+
+def commands(folder: Path) -> list[str]:
+    """List the commands that made the files of a folder and the profiles above it."""
+    paths = [*sorted(folder.glob("*.json")), *sorted(folder.parent.glob("decoding-profile*.json"))]
+    found = (json.loads(path.read_text(encoding="utf-8"))["command"] for path in paths)
+    return list(dict.fromkeys(found))
+
+
+def ranges(folder: Path, usual: bool = True) -> list[str]:
+    """Return the lines of a table: the range over hosts of each median ratio.
+
+    A host counts once for each number of threads, with its latest file that has a ratio. "best"
+    threads are those with which an engine takes the least time.
+
+    Args:
+        folder: of the results files.
+        usual: whether the table has short sentences, native instructions and glibc, or all other
+            settings by name.
+    """
+    latest = {}
+    for host, threads, results in (*_files(folder), *(_with_best_threads(folder) if usual else ())):
+        for row in results["ratios"]:
+            setting = tuple(map(row.get, SETTING[:3]))
+            if (setting == _USUAL) == usual:
+                names = (row["rule"], row["peer"], search_name(row), threads)
+                names = names if usual else (*names, _words(setting))
+                latest[names, host, row["batch"]] = row["median"]
+    return _over_hosts(
+        ["ours", "peer", "search", "threads", *([] if usual else ["setting"])], latest
+    )
+
+
+def allocators(folder: Path) -> list[str]:
+    """Return the lines of a table: an engine's time with glibc, divided by that with tcmalloc.
+
+    A host counts once for each number of threads, with its latest file that has both allocators.
+    """
+    latest = {}
+    for host, threads, results in _files(folder):
+        seconds: dict[tuple, dict[str, float]] = {}
+        for row in results["speed"]:
+            if (row["instructions"], row["text"]) == _USUAL[1:]:
+                names = (row["engine"], row["precision"], search_name(row), threads)
+                of_engine = seconds.setdefault((names, host, row["batch"]), {})
+                of_engine[row["allocator"]] = statistics.median(row["seconds"])
+        for place, of_engine in seconds.items():
+            if len(of_engine) == len(ALLOCATORS):
+                latest[place] = of_engine["glibc"] / of_engine["tcmalloc"]
+    return _over_hosts(["engine", "precision", "search", "threads"], latest)
+
+
+def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
+    """Read a folder's files, those of a host by date: host, threads and results of each."""
+    for path in sorted(folder.glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        # CPUs with one name may differ in their caches.
+        host = host_name(results["hardware"]), str(results["host"]["caches"])
+        yield host, str(results.get("threads", _EARLIER_THREADS)), results
+
+
+def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
+    """Compare engines on each host, each with the number of threads that is best for it.
+
+    An engine counts if it was measured with all numbers of threads of its host.
+    """
+    rows: dict[tuple, dict[tuple, dict[str, Row]]] = {}
+    for host, threads, results in _files(folder):
+        for row in results["speed"]:
+            if tuple(map(row.get, SETTING[:3])) == _USUAL:
+                key = (row["engine"], row["precision"], row["beams"], row["batch"])
+                rows.setdefault(host, {}).setdefault(key, {})[threads] = row
+    for host, found in rows.items():
+        numbers = {threads for of_engine in found.values() for threads in of_engine}
+        if len(numbers) > 1:
+            best = [
+                min(of_engine.values(), key=lambda row: statistics.median(row["seconds"]))
+                for of_engine in found.values()
+                if of_engine.keys() == numbers
+            ]
+            yield host, "best", {"ratios": compare(best)}
+
+
+def _over_hosts(columns: list[str], values: dict[tuple, float]) -> list[str]:
+    """Return the lines of a table of ranges over hosts, by the number of threads.
+
+    Args:
+        columns: names of the first columns.
+        values: a number for each (cells of the first columns, host, batch).
+    """
+    threads = columns.index("threads")
+    cells: dict[tuple, dict[int, list[float]]] = {}
+    for (names, _, batch), value in sorted(values.items(), key=lambda item: item[0][0][threads]):
+        cells.setdefault(names, {}).setdefault(batch, []).append(value)
+    return _table(columns, cells)
+
+
+def _words(setting: tuple[str, ...]) -> str:
+    """Name what is not usual in a setting."""
+    return ", ".join(part for part, usual in zip(setting, _USUAL, strict=True) if part != usual)
+
+
+def missed(folder: Path) -> list[str]:
+    """Return the lines of a table: the median ratios below their aims, in all files of a folder.
+
+    Ratios are rounded down, so that none looks like its aim.
+    """
+    medians: dict[tuple, dict[int, list[float]]] = {}
+    for host, threads, results in (*_files(folder), *_with_best_threads(folder)):
+        for row in results["ratios"]:
+            if row["aim"] and row["median"] < row["aim"]:
+                setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"
+                names = (row["ours"], row["peer"], search_name(row), threads, setting, host[0])
+                cells = medians.setdefault((*names, f"{row['aim']:g}"), {})
+                cells.setdefault(row["batch"], []).append(math.floor(100 * row["median"]) / 100)
+    return _table(["ours", "peer", "search", "threads", "setting", "host", "aim"], medians)
+
+
+def _table(
+    names: list[str], medians: dict[tuple, dict[int, list[float]]], digits: int = 2
+) -> list[str]:
+    """Return the lines of a table with a column for each size of batches."""
+    sizes = sorted({size for cells in medians.values() for size in cells})
+    rows = (
+        [*kind, *(_range(cells.get(size, []), digits) for size in sizes)]
+        for kind, cells in medians.items()
+    )
+    return _lines([*names, *(f"batch {size}" for size in sizes)], rows)
+
+
+def _lines(names: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *rows)]
+
+
+def _range(values: list[float], digits: int) -> str:
+    if not values:
+        return ""
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
+
+
+if __name__ == "__main__":
+    main()
