@@ -46,8 +46,7 @@ _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
 """
 _RATIOS = """\
-Ranges over the hosts, with glibc, native instructions and short sentences. A host counts once for
-each number of threads, with its latest file.
+Ranges over all files, with glibc, native instructions and short sentences.
 """
 _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
@@ -183,46 +182,45 @@ def commands(folder: Path) -> list[str]:
 
 
 def ranges(folder: Path, usual: bool = True) -> list[str]:
-    """Return the lines of a table: the range over hosts of each median ratio.
+    """Return the lines of a table: the range over all files of each median ratio.
 
-    A host counts once for each number of threads, with its latest file that has a ratio. "best"
-    threads are those with which an engine takes the least time.
+    "best" threads are those with which an engine takes the least time.
 
     Args:
         folder: of the results files.
         usual: whether the table has short sentences, native instructions and glibc, or all other
             settings by name.
     """
-    latest = {}
-    for host, threads, results in (*_files(folder), *(_with_best_threads(folder) if usual else ())):
+    found: dict[tuple, dict[int, list[float]]] = {}
+    for _, threads, results in (*_files(folder), *(_with_best_threads(folder) if usual else ())):
         for row in results["ratios"]:
             setting = tuple(map(row.get, SETTING[:3]))
             if (setting == _USUAL) == usual:
                 names = (row["rule"], row["peer"], search_name(row), threads)
                 names = names if usual else (*names, _words(setting))
-                latest[names, host, row["batch"]] = row["median"]
-    return _over_hosts(
-        ["ours", "peer", "search", "threads", *([] if usual else ["setting"])], latest
-    )
+                found.setdefault(names, {}).setdefault(row["batch"], []).append(row["median"])
+    columns = ["ours", "peer", "search", "threads", *([] if usual else ["setting"])]
+    return _table(columns, dict(sorted(found.items(), key=lambda item: item[0][3])))
 
 
 def allocators(folder: Path) -> list[str]:
     """Return the lines of a table: an engine's time with glibc, divided by that with tcmalloc.
 
-    A host counts once for each number of threads, with its latest file that has both allocators.
+    The range covers all files that have both allocators.
     """
-    latest = {}
-    for host, threads, results in _files(folder):
+    found: dict[tuple, dict[int, list[float]]] = {}
+    for _, threads, results in _files(folder):
         seconds: dict[tuple, dict[str, float]] = {}
         for row in results["speed"]:
             if (row["instructions"], row["text"]) == _USUAL[1:]:
                 names = (row["engine"], row["precision"], search_name(row), threads)
-                of_engine = seconds.setdefault((names, host, row["batch"]), {})
+                of_engine = seconds.setdefault((names, row["batch"]), {})
                 of_engine[row["allocator"]] = statistics.median(row["seconds"])
-        for place, of_engine in seconds.items():
+        for (names, batch), of_engine in seconds.items():
             if len(of_engine) == len(ALLOCATORS):
-                latest[place] = of_engine["glibc"] / of_engine["tcmalloc"]
-    return _over_hosts(["engine", "precision", "search", "threads"], latest)
+                ratio = of_engine["glibc"] / of_engine["tcmalloc"]
+                found.setdefault(names, {}).setdefault(batch, []).append(ratio)
+    return _table(["engine", "precision", "search", "threads"], found)
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
@@ -254,20 +252,6 @@ def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dic
                 if of_engine.keys() == numbers
             ]
             yield host, "best", {"ratios": compare(best)}
-
-
-def _over_hosts(columns: list[str], values: dict[tuple, float]) -> list[str]:
-    """Return the lines of a table of ranges over hosts, by the number of threads.
-
-    Args:
-        columns: names of the first columns.
-        values: a number for each (cells of the first columns, host, batch).
-    """
-    threads = columns.index("threads")
-    cells: dict[tuple, dict[int, list[float]]] = {}
-    for (names, _, batch), value in sorted(values.items(), key=lambda item: item[0][0][threads]):
-        cells.setdefault(names, {}).setdefault(batch, []).append(value)
-    return _table(columns, cells)
 
 
 def _words(setting: tuple[str, ...]) -> str:
