@@ -64,15 +64,20 @@ def seconds(model: Any, prompt: torch.Tensor, beams: int, new_tokens: int) -> fl
     return elapsed
 
 
-def main() -> None:
-    """Measure all cases."""
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure all cases."""
+    args = parse_args()
     torch.set_num_threads(args.threads)
     both = models(args.prompt + args.new_tokens)
     rows = []

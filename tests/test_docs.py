@@ -153,6 +153,8 @@ def test_every_command_is_understood_by_its_program(page, monkeypatch):
         elif benchmark := re.match(r"python benchmarks/(\w+)\.py", command):
             monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
             assert importlib.import_module(benchmark[1]).parse_args(shlex.split(command)[2:])
+        elif example := re.match(r"python (examples/\S+)", command):
+            assert (ROOT / example[1]).is_file()  # examples have their own tests
         elif not command.startswith(("python -c ", "python -m pytest ", "python run_")):
             assert parsed(command, monkeypatch)  # other programs have their own tests
 
