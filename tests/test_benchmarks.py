@@ -533,7 +533,6 @@ def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
 
 
 def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
-    pytest.importorskip("scipy")
     # By hand: mean 41.2, standard deviation 0.1, so t = 0.2 / (0.1 / sqrt(3)).
     published = score.against_published([41.1, 41.2, 41.3], 41.0)
     assert published["t"] == pytest.approx(0.2 / (0.1 / 3**0.5), abs=0.01)
@@ -565,7 +564,6 @@ def test_an_ensemble_has_what_most_seeds_say(tmp_path):
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys
 ):
-    pytest.importorskip("scipy")
     data = tmp_path / "data" / "multi30k"
     files = {
         name: [str(data / f"{split}.lc.norm.tok.{language}.gz") for language in ("en", "de")]

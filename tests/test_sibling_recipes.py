@@ -47,8 +47,6 @@ def test_the_probabilities_of_every_context_sum_to_1(order):
 def test_every_recipe_runs(name, tmp_path, monkeypatch):
     if not Path(os.environ.get("VASWANI_DATA", ""), "multi30k").is_dir():
         pytest.skip("needs Multi30k in the folder $VASWANI_DATA")
-    if name == "masked_words":
-        pytest.importorskip("scipy", reason="the t-test needs scipy")
     results = tmp_path / "results.json"
     words = [f"{name}.py", "--updates", "2", "--results", str(results), *SHORT[name]]
     words += ["--lines", "60"]
