@@ -106,6 +106,9 @@ class Results:
         weights = content.get("weights_sha256")
         if weights and weights_sha256 and weights != weights_sha256:
             return f"is of other weights (SHA-256 {weights[:12]}..., not {weights_sha256[:12]}...)"
+        seeds = [run.get("weights_sha256") for run in content.get("runs", ())]
+        if seeds and all(seeds) and weights_sha256 and weights_sha256 not in seeds:
+            return f"has no run with these weights (SHA-256 {weights_sha256[:12]}...)"
         return None
 
     def scores(self) -> list[Score]:

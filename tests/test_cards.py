@@ -247,6 +247,10 @@ def test_a_number_without_a_file_cannot_enter(run, number):
         (json.dumps({**RUN, "hardware": "fast"}), "has no hardware"),
         (json.dumps({**RUN, "parameters": 65_000_000}), "is of a model of 65,000,000 parameters"),
         (json.dumps({**RUN, "weights_sha256": "0" * 64}), r"is of other weights \(SHA-256 0000"),
+        (
+            json.dumps({**SEVERAL_SEEDS, "runs": [{"weights_sha256": "0" * 64}]}),
+            "has no run with these weights",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_about_the_model_is_refused(run, content, complaint):
