@@ -39,4 +39,10 @@ def token_counts(dataset: Any) -> np.ndarray:
         ) from error
 
 
-__all__ = ["token_counts"]
+def first_empty(lengths: Any, side: int) -> int | None:
+    """Return the first row without tokens on a side, 0 for the source and 1 for the target."""
+    rows = np.flatnonzero(np.asarray(lengths)[:, side] == 0)
+    return int(rows[0]) if len(rows) else None
+
+
+__all__ = ["first_empty", "token_counts"]

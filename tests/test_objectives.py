@@ -285,6 +285,26 @@ def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(t
 
 
 @pytest.mark.parametrize(
+    ("column", "changes", "message"),
+    [
+        ("labels", {"batching": "packed"}, "Row 37 .* has no reference"),
+        ("labels", {"max_source_tokens": None}, "Row 37 .* has no reference"),
+        ("input_ids", {}, "Row 37 .* has no source"),
+        ("input_ids", {"batching": "packed", "objective": None}, "Row 37 .* has no source tokens"),
+    ],
+)
+def test_an_empty_row_ends_the_run_before_the_first_update(tmp_path, column, changes, message):
+    data = training_data(60).map(
+        lambda row, number: {column: [] if number == 37 else row[column]}, with_indices=True
+    )
+    changes = {"objective": MinimumRisk(first_letters, 2), "seed": 1} | changes
+    trainer = make_trainer(tmp_path, processing_class=Letters(), data=data, **changes)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"name": "bleu"}, "no objective 'bleu': choose one of r_drop, reinforce, risk"),

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,6 +47,13 @@ class Objective:
 
         Raises:
             ObjectiveError: the loss cannot be computed with this model or these data.
+        """
+
+    def check_lengths(self, lengths: np.ndarray) -> None:
+        """Check the (source, target) tokens of all rows, (N, 2), before the first update.
+
+        Raises:
+            ObjectiveError: the loss cannot be computed for a row.
         """
 
     @staticmethod

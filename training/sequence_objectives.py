@@ -4,11 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from transformers.trainer_utils import has_length
 
 from ..corpora.packed_collator import packed
+from ..corpora.token_counts import first_empty, token_counts
 from .objective import Objective, ObjectiveError, Update, over
 from .rewards import Reward, reward_of, rewarded
 
@@ -94,6 +97,24 @@ class SequenceObjective(Objective):
             )
         reference = self._texts([[token for token in first["labels"] if token >= 0]])[0]
         rewarded(self.reward, [reference, ""], [reference, reference])
+        if trainer.max_source_tokens is None and has_length(trainer.train_dataset):
+            # Otherwise the sampler of token batches checks the lengths, which it counts anyway.
+            known = trainer.lengths
+            self.check_lengths(token_counts(trainer.train_dataset) if known is None else known)
+
+    def check_lengths(self, lengths: np.ndarray) -> None:
+        """Refuse data with an empty source or reference.
+
+        Raises:
+            ObjectiveError: a row has none. The message names the first such row.
+        """
+        for side, name in enumerate(("source", "reference")):
+            if (row := first_empty(lengths, side)) is not None:
+                raise ObjectiveError(
+                    f"Row {row} of the training data, counted from 0, has no {name}. Sampled "
+                    "translations need a source and a reference with at least an end token: "
+                    "leave the row out."
+                )
 
     def sentence_losses(self, candidates: Candidates) -> torch.Tensor:
         """Compute the loss of each sentence, (B,), from its translations."""

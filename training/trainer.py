@@ -28,7 +28,7 @@ from ..corpora.packed_collator import PackedCollator
 from ..corpora.streaming import BUFFER, TokenBatchStream, rows_of_process
 from ..corpora.text_stream import TextStream
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
-from ..corpora.token_counts import token_counts
+from ..corpora.token_counts import first_empty, token_counts
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..modeling.quantization_vaswani import refuse_int8
 from .checkpoints import (
@@ -99,11 +99,11 @@ class VaswaniTrainer(Seq2SeqTrainer):
         OSError: in `train`, a checkpoint could not be saved, for example because the disk is full.
             The message names it and the last complete checkpoint.
         ValueError: `max_target_tokens` or `batching="packed"` is given without `max_source_tokens`.
-            `lengths` does not match the training data, or these lack a length or a column. No
-            complete checkpoint exists to resume from, or it has another learning rate. `r_drop` is
-            negative, or is combined with an objective. An objective or packed batches are combined
-            with another package's model, another loss, or torch's DataParallel. TokenBatchSampler
-            and `noam_schedule` raise further ones.
+            `lengths` does not match the training data, or these lack a length or a column. A
+            source is empty with `batching="packed"`. No complete checkpoint exists to resume from,
+            or it has another learning rate. `r_drop` is negative, or is combined with an objective.
+            An objective or packed batches are combined with another package's model, another loss,
+            or torch's DataParallel. TokenBatchSampler and `noam_schedule` raise further ones.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
@@ -569,6 +569,13 @@ class VaswaniTrainer(Seq2SeqTrainer):
             batches_per_update=batches_per_update,
             mixture=self.mixture,
         )
+        if self.batching == "packed" and (row := first_empty(lengths, 0)) is not None:
+            raise ValueError(
+                f"Row {row} of the training data, counted from 0, has no source tokens. "
+                "batching='packed' needs at least an end token in each source: leave the row out."
+            )
+        if isinstance(self.objective, Objective):
+            self.objective.check_lengths(lengths)
         self._sentences_per_update = round(
             sampler.num_sentences * batches_per_update / len(sampler)
         )
