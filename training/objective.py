@@ -1,7 +1,9 @@
 """The interface of training objectives: losses that VaswaniTrainer calls for each batch."""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -77,4 +79,10 @@ def over(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
     return total / torch.as_tensor(number, device=total.device).clamp(min=1)
 
 
-__all__ = ["Loss", "Objective", "ObjectiveError", "Update", "over", "sentences_of"]
+def is_whole(number: Any, lowest: int) -> bool:
+    """Tell whether a setting is an integer of at least `lowest`. 5.0 is an integer too."""
+    numeric = isinstance(number, Real) and not isinstance(number, bool)
+    return numeric and lowest <= number < math.inf and number == int(number)
+
+
+__all__ = ["Loss", "Objective", "ObjectiveError", "Update", "is_whole", "over", "sentences_of"]

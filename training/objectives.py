@@ -35,7 +35,9 @@ def make_objective(name: str, **settings: Any) -> Objective:
         )
     try:
         return _KINDS[name](**settings)
-    except TypeError as error:  # for example a word instead of a number
+    except ObjectiveError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # for example a word for a number
         raise ObjectiveError(f"The objective {name!r} cannot take {settings}: {error}") from error
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from ..configuration.extras import needs
-from .objective import ObjectiveError
+from .objective import ObjectiveError, is_whole
 
 # A function that takes hypotheses and references and returns a number per pair. Higher is better.
 Reward = Callable[[list[str], list[str]], list[float]]
@@ -98,8 +98,10 @@ def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
     Raises:
         ObjectiveError: the name is unknown, or the number of processes is wrong.
     """
-    if processes != int(processes) or processes < 0:
-        raise ObjectiveError(f"reward_processes must be an integer of at least 0, got {processes}.")
+    if not is_whole(processes, 0):
+        raise ObjectiveError(
+            f"reward_processes must be an integer of at least 0, got {processes!r}."
+        )
     if processes:
         return RewardInProcesses(reward_of(reward), int(processes))
     if callable(reward):

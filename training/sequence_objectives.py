@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import first_empty, token_counts
-from .objective import Objective, ObjectiveError, Update, over
+from .objective import Objective, ObjectiveError, Update, is_whole, over
 from .rewards import Reward, reward_of, rewarded
 
 
@@ -68,10 +68,10 @@ class SequenceObjective(Objective):
         reward_processes: int = 0,
     ) -> None:
         self.reward = reward_of(reward, reward_processes)
-        if candidates != int(candidates) or candidates < self.min_candidates:
+        if not is_whole(candidates, self.min_candidates):
             raise ObjectiveError(
                 f"candidates must be an integer of at least {self.min_candidates}, got "
-                f"{candidates}."
+                f"{candidates!r}."
             )
         if not 0 <= likelihood <= 1:
             raise ObjectiveError(f"likelihood must be from 0 to 1, got {likelihood}.")
