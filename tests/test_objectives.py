@@ -217,6 +217,26 @@ def test_a_function_is_an_objective_and_sees_its_update(tmp_path):
     assert mine.settings()["objective"] == "own_loss"
 
 
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (5, r"a function \(model, inputs, update\) -> loss, got 5"),
+        (MinimumRisk, r"the class MinimumRisk: pass an instance, such as MinimumRisk\(\)"),
+    ],
+)
+def test_what_is_no_objective_is_refused_at_once(tmp_path, objective, message):
+    with pytest.raises(ObjectiveError, match=message):
+        make_trainer(tmp_path, objective=objective)
+
+
+@pytest.mark.parametrize("loss", [1.5, None, torch.zeros(3)])
+def test_an_objective_must_return_one_number_as_a_tensor(tmp_path, loss):
+    trainer = make_trainer(tmp_path, objective=lambda model, inputs, update: loss)
+    found = "a tensor \\(3,\\)" if torch.is_tensor(loss) else loss
+    with pytest.raises(ObjectiveError, match=f"The objective <lambda> returned {found}"):
+        trainer.train()
+
+
 def test_evaluation_goes_on_with_the_models_own_loss(tmp_path):
     data = training_data(5)
     trainer = make_trainer(

@@ -79,10 +79,24 @@ def over(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
     return total / torch.as_tensor(number, device=total.device).clamp(min=1)
 
 
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of an object's class."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def is_whole(number: Any, lowest: int) -> bool:
     """Tell whether a setting is an integer of at least `lowest`. 5.0 is an integer too."""
     numeric = isinstance(number, Real) and not isinstance(number, bool)
     return numeric and lowest <= number < math.inf and number == int(number)
 
 
-__all__ = ["Loss", "Objective", "ObjectiveError", "Update", "is_whole", "over", "sentences_of"]
+__all__ = [
+    "Loss",
+    "Objective",
+    "ObjectiveError",
+    "Update",
+    "is_whole",
+    "name_of",
+    "over",
+    "sentences_of",
+]

@@ -7,7 +7,7 @@ scheduled_sampling   Mihaylova and Martins, 2019    risk        Shen et al., 201
 import inspect
 from typing import Any
 
-from .objective import Objective, ObjectiveError
+from .objective import Loss, Objective, ObjectiveError
 from .r_drop import RDrop
 from .scheduled_sampling import ScheduledSampling
 from .sequence_objectives import MinimumRisk, Reinforce
@@ -41,4 +41,27 @@ def make_objective(name: str, **settings: Any) -> Objective:
         raise ObjectiveError(f"The objective {name!r} cannot take {settings}: {error}") from error
 
 
-__all__ = ["make_objective"]
+def objective_of(objective: str | Loss | None) -> Loss | None:
+    """Return the objective of a name. An objective or None is returned unchanged.
+
+    Raises:
+        ObjectiveError: the name is unknown, or this is a class or cannot be called.
+    """
+    if objective is None:
+        return None
+    if isinstance(objective, str):
+        return make_objective(objective)
+    if isinstance(objective, type):
+        raise ObjectiveError(
+            f"objective is the class {objective.__name__}: pass an instance, such as "
+            f"{objective.__name__}()."
+        )
+    if not callable(objective):
+        raise ObjectiveError(
+            "objective must be a name, an Objective or a function (model, inputs, update) -> loss, "
+            f"got {objective!r}."
+        )
+    return objective
+
+
+__all__ = ["make_objective", "objective_of"]

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from ..configuration.extras import needs
-from .objective import ObjectiveError, is_whole
+from .objective import ObjectiveError, is_whole, name_of
 
 # A function that takes hypotheses and references and returns a number per pair. Higher is better.
 Reward = Callable[[list[str], list[str]], list[float]]
@@ -59,7 +59,7 @@ class RewardInProcesses:
 
     def __init__(self, reward: Reward, processes: int) -> None:
         self.reward, self.processes = reward, processes
-        self.__name__ = getattr(reward, "__name__", type(reward).__name__)
+        self.__name__ = name_of(reward)
         try:
             pickle.dumps(reward)
         except Exception as error:
@@ -121,7 +121,7 @@ def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> li
         ObjectiveError: the reward raised an error, or did not return one finite number per
             hypothesis.
     """
-    name = getattr(reward, "__name__", type(reward).__name__)
+    name = name_of(reward)
     try:
         values = [float(value) for value in reward(hypotheses, references)]
     except ObjectiveError:  # from a worker process, which names the reward

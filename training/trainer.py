@@ -41,8 +41,8 @@ from .checkpoints import (
     limit_checkpoints,
 )
 from .circumstances import circumstances, weights_sha256
-from .objective import Loss, Objective, Update, sentences_of
-from .objectives import make_objective
+from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
+from .objectives import objective_of
 from .processes import whole_weights
 from .r_drop import RDrop
 from .schedule import noam_schedule
@@ -135,9 +135,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
             raise ValueError(
                 "batching='packed' needs max_source_tokens, the number of source tokens per batch."
             )
+        self.objective: Loss | None = RDrop(r_drop) if r_drop else objective_of(objective)
         refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
         super().__init__(*args, **kwargs)
-        if r_drop or objective is not None:
+        if self.objective is not None:
             self._require_own_loss("r_drop" if r_drop else "objective")
         if batching == "packed":
             self._require_own_loss("batching='packed'")
@@ -150,8 +151,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.noam_factor = noam_factor
         self.r_drop = r_drop
         self.mixture = mixture
-        named = make_objective(objective) if isinstance(objective, str) else objective
-        self.objective: Loss | None = RDrop(r_drop) if r_drop else named
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = stream_buffer
         self._streams = StreamStates()
@@ -336,6 +335,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
             sentences = sentences_of(inputs)
         update = Update(self.state.global_step, tokens, sentences)
         loss = self.objective(model, inputs, update)
+        if not torch.is_tensor(loss) or loss.dim():
+            found = f"a tensor {tuple(loss.shape)}" if torch.is_tensor(loss) else repr(loss)
+            raise ObjectiveError(
+                f"The objective {name_of(self.objective)} returned {found}. An objective must "
+                "return the loss as a tensor of one number, without dimensions."
+            )
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, None) if return_outputs else loss
@@ -479,11 +484,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
             "noam_factor",
             "r_drop",
         )
-        objective = getattr(self.objective, "__name__", type(self.objective).__name__)
         return {
             **self.args.to_dict(),
             **{name: getattr(self, name) for name in own},
-            "objective": None if self.objective is None else objective,
+            "objective": None if self.objective is None else name_of(self.objective),
         }
 
     def create_model_card(
