@@ -160,6 +160,37 @@ def test_samples_end_as_labels_do_and_come_from_the_model_without_dropout(tiny_m
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 0.5, "typical_p": 0.3, "epsilon_cutoff": 0.05, "suppress_tokens": [3, 4, 5]},
+        {"no_repeat_ngram_size": 1, "repetition_penalty": 5.0, "forced_bos_token_id": 7},
+        {"num_return_sequences": 3, "num_beams": 4, "min_new_tokens": 10, "eos_token_id": [2, 3]},
+    ],
+)
+def test_samples_ignore_the_models_own_generation_settings(tiny_model, settings):
+    model, objective = tiny_model(), prepared(Reinforce(first_letters, 4))
+
+    def samples():
+        torch.manual_seed(0)
+        found = objective._samples(model, [torch.tensor(row["input_ids"]) for row in ROWS])
+        return [[sample.tolist() for sample in row] for row in found]
+
+    expected = samples()
+    model.generation_config.update(**settings)
+    given = model.generation_config
+    assert samples() == expected
+    assert model.generation_config is given
+    assert given.to_dict().items() >= settings.items()
+
+
+def test_samples_keep_the_models_limit_of_length(tiny_model):
+    model = tiny_model()
+    model.generation_config.update(max_length_factor=0.5, max_length_offset=1)
+    samples = prepared(Reinforce(first_letters, 20))._samples(model, [torch.arange(3, 9)])
+    assert max(map(len, samples[0])) == 4
+
+
 def test_fine_tuning_by_reinforce_raises_the_reward(tmp_path):
     rewards = []
 

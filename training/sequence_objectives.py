@@ -1,7 +1,9 @@
 """Objectives on whole translations that a model samples: minimum risk training and REINFORCE."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from transformers.trainer_utils import has_length
 
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import first_empty, token_counts
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .objective import Objective, ObjectiveError, Update, is_whole, over
 from .rewards import Reward, reward_of, rewarded
 
@@ -165,30 +168,36 @@ class SequenceObjective(Objective):
         return list(found.values())
 
     def _samples(self, own: Any, sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Sample k translations of each source without dropout. They end as labels do."""
+        """Sample k translations of each source from P(y|x). They end as labels do.
+
+        The samples have no dropout. Of the model's generation settings, only the limits of the
+        length count.
+        """
         ids = nn.utils.rnn.pad_sequence(sources, batch_first=True)
         lengths = torch.tensor([len(source) for source in sources], device=ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        with own.evaluating():
-            sequences = own.generate(
-                input_ids=ids,
-                attention_mask=mask.long(),
-                num_return_sequences=self.candidates,
-                num_beams=1,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                return_dict_in_generate=False,
-            )[:, 1:]
-        end = own.config.eos_token_id
+        with own.evaluating(), _generation_settings(own, self._sampling(own)):
+            sequences = own.generate(input_ids=ids, attention_mask=mask.long())[:, 1:]
+        ends = torch.isin(sequences, torch.tensor(own.config.eos_token_id, device=ids.device))
         # Keep the end token, and drop the padding after it.
-        open_before = (sequences == end).cumsum(dim=1) - (sequences == end).long() == 0
+        open_before = ends.cumsum(dim=1) - ends.long() == 0
         samples = [row[real] for row, real in zip(sequences, open_before, strict=True)]
         return [
             samples[first : first + self.candidates]
             for first in range(0, len(samples), self.candidates)
         ]
+
+    def _sampling(self, own: Any) -> VaswaniGenerationConfig:
+        """Return the settings that sample k translations from P(y|x)."""
+        limits = ("max_length", "max_new_tokens", "max_length_factor", "max_length_offset")
+        tokens = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
+        return VaswaniGenerationConfig(
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=self.candidates,
+            **{name: getattr(own.generation_config, name, None) for name in limits},
+            **{name: getattr(own.config, name) for name in tokens},
+        )
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -251,6 +260,24 @@ class Reinforce(SequenceObjective):
         rewards, log_probs = candidates.rewards[:, 1:], candidates.log_probs[:, 1:]
         baselines = (rewards.sum(dim=1, keepdim=True) - rewards) / (self.candidates - 1)
         return -((rewards - baselines) * log_probs).mean(dim=1)
+
+
+@contextlib.contextmanager
+def _generation_settings(own: Any, settings: VaswaniGenerationConfig) -> Iterator[None]:
+    """Replace the generation config of a model, and of the wrappers of an adapter.
+
+    `generate` fills settings that a call leaves at None from the model's config, so an argument
+    cannot switch them off.
+    """
+    holders = [module for module in own.modules() if "generation_config" in vars(module)]
+    kept = [module.generation_config for module in holders]
+    try:
+        for module in holders:
+            module.generation_config = settings
+        yield
+    finally:
+        for module, config in zip(holders, kept, strict=True):
+            module.generation_config = config
 
 
 def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
