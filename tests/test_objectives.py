@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_batching import (
@@ -298,6 +299,29 @@ def test_a_reward_that_fails_ends_the_run_before_the_first_update(tmp_path, rewa
     assert trainer.state.global_step == 0
 
 
+def test_a_reward_runs_without_gradients_on_copies_of_the_lists():
+    hypotheses, references = ["a", "b"], ["c", "d"]
+
+    def popping(hypotheses, references):
+        assert not torch.is_grad_enabled()
+        return [float(len(hypotheses.pop()) + len(references.pop())) for _ in range(2)]
+
+    assert rewarded(popping, hypotheses, references) == [2.0, 2.0]
+    assert (hypotheses, references) == (["a", "b"], ["c", "d"])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+@pytest.mark.parametrize("values", [[0.5, 0.25], [[0.5], [0.25]]])
+def test_a_reward_may_return_a_column_or_a_row_of_numbers(kind, values):
+    assert rewarded(lambda *_: kind(values), ["a", "b"], ["c", "d"]) == [0.5, 0.25]
+
+
+def test_the_name_of_a_function_imports_a_reward(monkeypatch, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("def zero(hypotheses, references):\n    return [0.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert make_objective("risk", reward="my_rewards:zero").reward(["a"], ["b"]) == [0.0]
+
+
 @pytest.mark.slow
 def test_worker_processes_compute_the_same_rewards_and_report_their_errors(tmp_path):
     def trained(processes):
@@ -361,6 +385,9 @@ def test_an_empty_row_ends_the_run_before_the_first_update(tmp_path, column, cha
         ({"name": "bleu"}, "no objective 'bleu': choose one of r_drop, reinforce, risk"),
         ({"name": "risk", "alpha": 1}, "no setting 'alpha': it has reward, candidates"),
         ({"name": "risk", "reward": "meteor"}, "no reward 'meteor': choose one of bleu, chrf"),
+        ({"name": "risk", "reward": "no_module:score"}, "no_module:score cannot be imported: No m"),
+        ({"name": "risk", "reward": "math:tau_2"}, "math:tau_2 cannot be imported: module 'math'"),
+        ({"name": "risk", "reward": "math:pi"}, "math:pi is 3.14.*, which is not callable"),
         ({"name": "risk", "candidates": 0}, "candidates must be an integer of at least 1, got 0"),
         ({"name": "risk", "candidates": "many"}, "candidates must be .* got 'many'"),
         ({"name": "risk", "candidates": math.nan}, "candidates must be .* got nan"),

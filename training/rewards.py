@@ -1,12 +1,15 @@
 """Rewards of translations: the quality of each hypothesis, measured with its reference."""
 
 import functools
+import importlib
 import math
 import multiprocessing
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+
+import torch
 
 from ..configuration.extras import needs
 from .objective import ObjectiveError, is_whole, name_of
@@ -91,12 +94,13 @@ class RewardInProcesses:
 
 
 def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
-    """Return the reward of a name. A function is returned unchanged.
+    """Return the reward of a name, or import `module:function`. A function is returned unchanged.
 
     If `processes` is not 0, that many worker processes compute the reward.
 
     Raises:
-        ObjectiveError: the name is unknown, or the number of processes is wrong.
+        ObjectiveError: the name is unknown, the function cannot be imported, or the number of
+            processes is wrong.
     """
     if not is_whole(processes, 0):
         raise ObjectiveError(
@@ -106,16 +110,33 @@ def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
         return RewardInProcesses(reward_of(reward), int(processes))
     if callable(reward):
         return reward
-    if reward not in REWARDS:
+    if reward in REWARDS:
+        return REWARDS[reward]
+    if isinstance(reward, str) and ":" in reward:
+        return _imported(reward)
+    raise ObjectiveError(
+        f"There is no reward {reward!r}: choose one of {', '.join(REWARDS)}, or pass a function "
+        "(hypotheses, references) -> list of floats, or its name as MODULE:FUNCTION."
+    )
+
+
+def _imported(name: str) -> Reward:
+    """Import `module:function`."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # the module may raise any error
         raise ObjectiveError(
-            f"There is no reward {reward!r}: choose one of {', '.join(REWARDS)}, or pass a "
-            "function (hypotheses, references) -> list of floats."
-        )
-    return REWARDS[reward]
+            f"The reward {name} cannot be imported: {error}. Give MODULE:FUNCTION, with a module "
+            "that Python can import."
+        ) from error
+    if not callable(found):
+        raise ObjectiveError(f"The reward {name} is {found!r}, which is not callable.")
+    return found
 
 
 def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> list[float]:
-    """Call a reward and check the result.
+    """Call a reward without gradients, and check the result.
 
     Raises:
         ObjectiveError: the reward raised an error, or did not return one finite number per
@@ -123,7 +144,10 @@ def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> li
     """
     name = name_of(reward)
     try:
-        values = [float(value) for value in reward(hypotheses, references)]
+        with torch.no_grad():  # the reward may be a network, and may change the lists
+            found = reward(list(hypotheses), list(references))
+        # `item` reads arrays and tensors of shape (N,) and (N, 1) alike.
+        values = [float(value.item() if hasattr(value, "item") else value) for value in found]
     except ObjectiveError:  # from a worker process, which names the reward
         raise
     except Exception as error:

@@ -49,8 +49,9 @@ class SequenceObjective(Objective):
     by about 1 + k.
 
     Args:
-        reward: "bleu", "chrf", or a function (hypotheses, references) -> list of floats. It gets
-            all translations of a batch at once, including the references.
+        reward: "bleu", "chrf", or a function (hypotheses, references) -> list of floats, also by
+            its name as "module:function". The function gets all translations of a batch at once,
+            including the references.
         candidates: k, the number of samples per sentence.
         likelihood: weight of the likelihood, from 0 to 1.
         reward_processes: number of worker processes that compute the reward, each for an equal part
