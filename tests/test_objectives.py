@@ -89,6 +89,11 @@ def table():
     return Candidates(log_probs.requires_grad_(), rewards, present, torch.tensor(0.0))
 
 
+def test_risk_has_the_defaults_of_shen_et_al_and_no_likelihood():
+    objective = make_objective("risk")
+    assert (objective.sharpness, objective.likelihood) == (0.005, 0.0)
+
+
 @pytest.mark.parametrize("sharpness", [0.005, 1.0])
 def test_risk_is_the_formula_of_shen_et_al_with_its_gradient(sharpness):
     candidates = table()

@@ -211,8 +211,8 @@ class MinimumRisk(SequenceObjective):
 
         sum over y in S of Q(y) * (-reward(y)),   Q(y) = P(y)^sharpness / sum over S of P^sharpness
 
-    The gradient is proportional to the sharpness. At the 0.005 of Shen et al., any weight of the
-    likelihood outweighs the risk. With a likelihood, Edunov et al. (2018) use a sharpness of 1.
+    The defaults of sharpness and likelihood are those of Shen et al. The gradient is proportional
+    to the sharpness. To mix in the likelihood as Edunov et al. (2018) do, raise the sharpness to 1.
 
     Args:
         reward, candidates, likelihood, reward_processes: as for SequenceObjective.
@@ -226,7 +226,7 @@ class MinimumRisk(SequenceObjective):
         self,
         reward: str | Reward = "bleu",
         candidates: int = 5,
-        likelihood: float = 0.3,
+        likelihood: float = 0.0,
         sharpness: float = 0.005,
         reward_processes: int = 0,
     ) -> None:
