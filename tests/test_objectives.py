@@ -28,7 +28,7 @@ ROWS = [
     {"input_ids": [6, 2], "labels": [5, 2]},
     {"input_ids": [9, 8, 7, 6, 5, 2], "labels": [11, 12, 2]},
 ]
-UPDATE = Update(number=500, tokens=10, sentences=3)
+UPDATE = Update(number=500, tokens=10, sentences=3, updates=1000)
 KINDS = pytest.mark.parametrize("form", [lambda batch: batch, packed], ids=["padded", "packed"])
 
 
@@ -50,7 +50,18 @@ def prepared(objective):
 )
 def test_schedules_are_those_of_bengio_et_al(settings, update, expected):
     schedule = ScheduledSampling(**settings)
-    assert schedule.probability_of_right_tokens(update) == pytest.approx(expected, abs=1e-12)
+    epsilon = schedule.probability_of_right_tokens(update, updates=10**6)
+    assert epsilon == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("updates", [1, 1000, 10**6])
+@pytest.mark.parametrize("schedule", ["linear", "exponential", "inverse_sigmoid"])
+def test_default_schedules_end_a_run_with_half_of_the_tokens_from_the_model(schedule, updates):
+    epsilon = ScheduledSampling(schedule).probability_of_right_tokens
+    course = [epsilon(update, updates) for update in range(0, updates + 1, -(-updates // 10))]
+    assert course == sorted(course, reverse=True)
+    assert course[0] > 0.6
+    assert course[-1] == pytest.approx(0.5, abs=1e-9)
 
 
 @KINDS
@@ -251,6 +262,7 @@ def test_a_function_is_an_objective_and_sees_its_update(tmp_path):
     assert_bit_for_bit(weights(mine), weights(plain))
     assert [update.number for update in seen] == [0, 0, 1, 1, 2, 2]
     assert seen[0].sentences == seen[1].sentences > 2
+    assert {update.updates for update in seen} == {3}
     assert mine.settings()["objective"] == "own_loss"
 
 

@@ -29,11 +29,13 @@ class Update:
         number: number of updates before this one.
         tokens: number of real target tokens in all batches of the update, over all processes.
         sentences: number of sentence pairs in all batches of the update, over all processes.
+        updates: number of updates in the whole run.
     """
 
     number: int
     tokens: torch.Tensor | int
     sentences: torch.Tensor | int
+    updates: int
 
 
 # A training loss returns the share of a batch in the mean loss of its update. Its arguments are the

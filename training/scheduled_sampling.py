@@ -9,7 +9,7 @@ from torch import nn
 from ..modeling.packing_vaswani import decoder_inputs
 from .objective import Objective, ObjectiveError, Update
 
-_DEFAULT_K = {"linear": 1.0, "exponential": 0.9999, "inverse_sigmoid": 1000.0}
+_SCHEDULES = ("linear", "exponential", "inverse_sigmoid")
 
 
 class ScheduledSampling(Objective):
@@ -24,12 +24,18 @@ class ScheduledSampling(Objective):
         exponential        k^i, with k < 1
         inverse_sigmoid    k / (k + exp(i / k)), with k >= 1
 
+    By default, epsilon falls to 1/2 at the last of the T updates of a run:
+
+        linear             k = 1, and c = k / (2 T), also for another k
+        exponential        k = 2^(-1 / T)
+        inverse_sigmoid    k ln k = T
+
     Cost: one more forward pass per update.
 
     Args:
         schedule: "linear", "exponential" or "inverse_sigmoid".
-        k: k of the equations. None means 1, 0.9999 or 1000, in the order of the schedules.
-        c: slope of the linear schedule.
+        k: k of the equations. None means the default for T.
+        c: slope of the linear schedule. None means the default for T.
         floor: lowest epsilon of the linear schedule.
 
     Raises:
@@ -40,42 +46,45 @@ class ScheduledSampling(Objective):
         self,
         schedule: str = "inverse_sigmoid",
         k: float | None = None,
-        c: float = 1e-5,
+        c: float | None = None,
         floor: float = 0.0,
     ) -> None:
-        if schedule not in _DEFAULT_K:
+        if schedule not in _SCHEDULES:
             raise ObjectiveError(
-                f"schedule must be one of {', '.join(_DEFAULT_K)}, got {schedule!r}."
+                f"schedule must be one of {', '.join(_SCHEDULES)}, got {schedule!r}."
             )
-        self.schedule, self.c, self.floor = schedule, c, floor
-        self.k = _DEFAULT_K[schedule] if k is None else k
+        self.schedule, self.k, self.c, self.floor = schedule, k, c, floor
         highest = math.inf if schedule == "inverse_sigmoid" else 1.0
         lowest = 1.0 if schedule == "inverse_sigmoid" else 0.0
-        if not lowest <= self.k <= highest or math.isinf(self.k):
+        if k is not None and (not lowest <= k <= highest or math.isinf(k)):
             raise ObjectiveError(
                 f"k of the {schedule} schedule must lie between {lowest:g} and {highest:g}, got "
-                f"{self.k}."
+                f"{k}."
             )
-        if not (0 <= c < math.inf and 0 <= floor <= 1):
+        if not ((c is None or 0 <= c < math.inf) and 0 <= floor <= 1):
             raise ObjectiveError(
                 f"c must be 0 or more and floor between 0 and 1, got c={c} and floor={floor}."
             )
 
-    def probability_of_right_tokens(self, update: int) -> float:
-        """Return epsilon after `update` updates."""
+    def probability_of_right_tokens(self, update: int, updates: int) -> float:
+        """Return epsilon after `update` updates of a run with `updates` updates."""
+        updates = max(updates, 1)
         if self.schedule == "linear":
-            return max(self.floor, self.k - self.c * update)
+            k = 1.0 if self.k is None else self.k
+            c = k / (2 * updates) if self.c is None else self.c
+            return max(self.floor, k - c * update)
         if self.schedule == "exponential":
-            return self.k**update
+            return 0.5 ** (update / updates) if self.k is None else self.k**update
+        log_k = _log_of_default_k(updates) if self.k is None else math.log(self.k)
         # Numerator and denominator are divided by k, so that large exponentials do not overflow.
-        return 1 / (1 + math.exp(min(update / self.k - math.log(self.k), 700.0)))
+        return 1 / (1 + math.exp(min(update / math.exp(log_k) - log_k, 700.0)))
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
         """Compute the share of a batch in the mean loss of its update."""
         right, own = inputs.get("decoder_input_ids"), self.unwrap(model)
         if right is None:
             right = decoder_inputs(own, inputs["labels"], inputs)
-        epsilon = self.probability_of_right_tokens(update.number)
+        epsilon = self.probability_of_right_tokens(update.number, update.updates)
         mixed = right
         if epsilon < 1:
             predicted = self._predictions(model, inputs, right)
@@ -95,6 +104,15 @@ class ScheduledSampling(Objective):
             outputs = model(**{**batch, "decoder_input_ids": right}, use_cache=False)
         # The first position of a row has no prediction, so `_starts` keeps its reference token.
         return outputs["logits"].argmax(dim=-1).roll(1, dims=1)
+
+
+def _log_of_default_k(updates: int) -> float:
+    """Solve k ln k = updates for ln k by Newton's method."""
+    log_k = math.log1p(updates)  # not below the root, so that all steps go down towards it
+    for _ in range(50):
+        k = math.exp(log_k)
+        log_k -= (k * log_k - updates) / (k * (1 + log_k))
+    return log_k
 
 
 def _starts(inputs: dict[str, Any], right: torch.Tensor) -> torch.Tensor:

@@ -333,7 +333,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
             tokens = (inputs["labels"] != -100).sum()
         if num_items_in_batch is None or sentences is None:
             sentences = sentences_of(inputs)
-        update = Update(self.state.global_step, tokens, sentences)
+        update = Update(self.state.global_step, tokens, sentences, self.state.max_steps)
         loss = self.objective(model, inputs, update)
         if not torch.is_tensor(loss) or loss.dim():
             found = f"a tensor {tuple(loss.shape)}" if torch.is_tensor(loss) else repr(loss)
