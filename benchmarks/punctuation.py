@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from host import write
+from score import paired, require_scipy
 from vaswani.training.circumstances import circumstances
 
 WAYS = ("split-punctuation", "no-split-punctuation")
@@ -45,14 +46,8 @@ def run(way: str, seed: int, folder: Path, data: Path) -> dict[str, Any]:
 
 def summary(scores: dict[str, list[float]]) -> dict[str, Any]:
     """Average the scores of each way, and test the difference over seeds."""
-    from scipy import stats  # only this test needs scipy
-
-    first, second = scores.values()
-    return {
-        **{way: round(statistics.mean(values), 2) for way, values in scores.items()},
-        "difference": round(statistics.mean(first) - statistics.mean(second), 2),
-        "p_value": float(f"{stats.ttest_rel(first, second).pvalue:.2g}"),
-    }
+    means = {way: round(statistics.mean(values), 2) for way, values in scores.items()}
+    return means | paired(*scores.values())
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -70,6 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Train, compare and report."""
     args = parse_args()
+    require_scipy()
     runs = [
         {"way": way, "seed": seed, **run(way, seed, args.runs, args.data)}
         for seed in args.seeds

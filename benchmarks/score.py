@@ -4,9 +4,9 @@ r"""A recipe's published score: the mean of several seeds, and what each ingredi
     python benchmarks/score.py multi30k-tiny --seeds 1 2 3 --ingredients --json FILE
 
 Every seed is a run of `vaswani train` in its own folder under runs/. A finished run is not
-repeated, and a killed run is resumed. If a recipe continues from another recipe's model, that
-recipe runs first, with the same seed. The score of a seed is that of the final model. The test set
-chooses nothing.
+repeated, and a killed run is resumed. A folder with a run of other settings is refused. If a recipe
+continues from another recipe's model, that recipe runs first, with the same seed. The score of a
+seed is that of the final model. The test set chooses nothing.
 
 Seeds can be trained on several machines, or on several days. If FILE exists, its other seeds stay
 in the report.
@@ -18,8 +18,8 @@ on half of the cores, and finishes both sooner.
 trained models are decoded again. For the others, the recipe runs again without the ingredient, or
 with it. A second stage, such as R-Drop, is compared with as many further updates without it.
 
-Where a score counts exact matches, the seeds also vote: the ensemble's output is the one that most
-of them have, or the first seed's of several such.
+Where a score counts exact matches, the seeds also vote. The ensemble's output is the most frequent
+output. In a tie, the output of the first such seed wins.
 
 Three tests of significance are made: a t-test of the seeds against the published score, a paired
 t-test of the seeds for each ingredient, and sacreBLEU's paired bootstrap for the first seed.
@@ -106,6 +106,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def require_scipy() -> None:
+    """End the program before the first training if scipy is missing."""
+    try:
+        import scipy.stats  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"The tests of significance need scipy: pip install scipy ({error})")
+
+
 def train(recipe: dict[str, Any], output: Path, threads: int | None = None) -> dict[str, Any]:
     """Run a recipe to its end in `output`, unless that has been done, and return its results."""
     results = output / "results.json"
@@ -122,8 +130,23 @@ def train(recipe: dict[str, Any], output: Path, threads: int | None = None) -> d
     return json.loads(results.read_text(encoding="utf-8"))
 
 
+def refuse_other_recipe(recipe: dict[str, Any], output: Path) -> None:
+    """End the program if `output` holds a run whose recipe is another or unknown."""
+    path = output.with_suffix(".yaml")
+    if not output.exists():
+        return
+    saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    if saved != yaml.safe_load(yaml.safe_dump(recipe)):
+        sys.exit(
+            f"{output} holds a run, but its recipe {path} is missing or differs from the recipe "
+            "asked for. Remove the folder, or choose another one with --runs."
+        )
+
+
 def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
     """Yield the results of each output folder's recipe, in order; `at_once` run side by side."""
+    for output, recipe in recipes.items():
+        refuse_other_recipe(recipe, output)
     threads = max(1, (os.cpu_count() or 1) // at_once) if at_once > 1 else None
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda output: train(recipes[output], output, threads), recipes)
@@ -189,7 +212,7 @@ def ensemble(recipe: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
 
 
 def most_common(outputs: Sequence[str]) -> str:
-    """Return the output that occurs most often, and the first of several such."""
+    """Return the most frequent output. In a tie, the first such output wins."""
     return Counter(outputs).most_common(1)[0][0]
 
 
@@ -313,21 +336,43 @@ class Ingredients:
 
 
 def against_published(figures: list[float], published: float) -> dict[str, Any]:
-    """Test whether the mean over seeds differs from a published score: Student's t-test."""
+    """Test whether the mean over seeds differs from a published score: Student's t-test.
+
+    Equal figures have no variance, so that t is None. See `without_variance`.
+    """
     from scipy import stats  # only tests of significance need scipy
 
+    differences = [figure - published for figure in figures]
+    if is_constant(differences):
+        return {"t": None, "p_value": without_variance(differences)}
     test = stats.ttest_1samp(figures, published)
     return {"t": round(float(test.statistic), 2), "p_value": rounded(test.pvalue)}
 
 
 def paired(given: list[float], without: list[float]) -> dict[str, Any]:
-    """Return the mean difference of seeds, and the p-value of a paired t-test if there are two."""
+    """Return the mean difference of seeds, and the p-value of a paired t-test if there are two.
+
+    If all seeds have the same difference, see `without_variance`.
+    """
     difference = round(statistics.mean(given) - statistics.mean(without), 2)
     if len(given) < 2:
         return {"difference": difference, "p_value": None}
+    differences = [score - other for score, other in zip(given, without, strict=True)]
+    if is_constant(differences):
+        return {"difference": difference, "p_value": without_variance(differences)}
     from scipy import stats
 
     return {"difference": difference, "p_value": rounded(stats.ttest_rel(given, without).pvalue)}
+
+
+def is_constant(differences: list[float]) -> bool:
+    """Tell whether all differences are the same, up to rounding."""
+    return max(differences) - min(differences) < 1e-9
+
+
+def without_variance(differences: list[float]) -> float | None:
+    """Return 1 if constant differences are 0, and otherwise None, because a t-test is undefined."""
+    return 1.0 if abs(differences[0]) < 1e-9 else None
 
 
 def bootstrap(given: list[str], without: list[str], references: list[str], tokenize: str) -> float:
@@ -362,6 +407,7 @@ def earlier_report(path: Path | None, name: str, recipe: dict[str, Any]) -> dict
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
+    require_scipy()
     logging.set_verbosity_error()
     recipe = recipe_of(args.recipe)
     score = recipe.get("score", "bleu")

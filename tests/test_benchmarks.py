@@ -24,6 +24,7 @@ import engines  # noqa: E402
 import host  # noqa: E402
 import int8  # noqa: E402
 import memory  # noqa: E402
+import punctuation  # noqa: E402
 import quantization  # noqa: E402
 import ratios  # noqa: E402
 import score  # noqa: E402
@@ -541,12 +542,39 @@ def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
     assert pairs["difference"] == 1.0
     assert pairs["p_value"] < 0.01
     assert score.paired([2.0], [1.0]) == {"difference": 1.0, "p_value": None}
+    assert score.paired([2.0, 3.1], [1.0, 2.1]) == {"difference": 1.0, "p_value": None}
+    assert score.paired([2.0, 3.0], [2.0, 3.0]) == {"difference": 0.0, "p_value": 1.0}
+    assert score.against_published([41.2, 41.2], 41.0) == {"t": None, "p_value": None}
+    assert score.against_published([41.2, 41.2], 41.2) == {"t": None, "p_value": 1.0}
     references = [f"der satz mit der zahl {number} und noch mehr" for number in range(40)]
     worse = [reference.replace("satz", "wort") for reference in references]
     assert score.bootstrap(references, worse, references, "none") < 0.01
     assert score.bootstrap(references, references, references, "none") == 1
     first, second = ([*worse[:i], *references[i : i + 20], *worse[i + 20 :]] for i in (0, 20))
     assert score.bootstrap(first, second, references, "none") > 0.3
+
+
+@pytest.mark.parametrize("program", [score, punctuation])
+def test_a_missing_scipy_ends_a_benchmark_before_its_trainings(program, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    monkeypatch.setattr(sys, "argv", ["program", *(["multi30k-tiny"] if program is score else [])])
+    monkeypatch.setattr(program.subprocess, "run", lambda *args, **kwargs: pytest.fail("trained"))
+    with pytest.raises(SystemExit, match="pip install scipy"):
+        program.main()
+
+
+@pytest.mark.parametrize("saved", ["steps: 6\nseed: 1\n", None])
+def test_a_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, saved):
+    run = tmp_path / "small-seed1"
+    run.mkdir()
+    (run / "results.json").write_text("{}")
+    if saved:
+        run.with_suffix(".yaml").write_text(saved)
+    with pytest.raises(SystemExit, match="missing or differs from the recipe asked for"):
+        next(score.train_all({run: {"steps": 7, "seed": 1}}, 1))
+    run.with_suffix(".yaml").write_text("steps: 7\nseed: 1\n")
+    assert next(score.train_all({run: {"steps": 7, "seed": 1}}, 1)) == {}
 
 
 def test_an_ensemble_has_what_most_seeds_say(tmp_path):
