@@ -189,7 +189,9 @@ def takes_packed_batches(forward: Callable) -> Callable:
     Padded batches are not changed. `pad_outputs=False` returns logits and hidden states of shape
     (1, N, ...). Attention weights are always (B, H, Q, K).
     """
-    decodes = "decoder_attention_mask" in inspect.signature(forward).parameters
+    signature = inspect.signature(forward)
+    _, *names, _ = signature.parameters  # without self and **kwargs
+    decodes = "decoder_attention_mask" in names
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
@@ -201,9 +203,14 @@ def takes_packed_batches(forward: Callable) -> Callable:
                 "Only one side of the batch is packed: pass both cu_seq_lens_q and "
                 "decoder_cu_seq_lens_q, as DataCollatorForPackedSeq2Seq does."
             )
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(arguments) != len(args) + len(kwargs):
+            signature.bind(self, *args, **kwargs)  # raises Python's own error
+        _refuse_masks(arguments)
+        arguments["attention_mask"] = source
         if target is not None:
-            _prepare_decoder(self, kwargs, target)
-        outputs = forward(self, *args, attention_mask=source, **kwargs)
+            _prepare_decoder(self, arguments, target)
+        outputs = forward(self, **arguments)
         for name, value in outputs.items() if pad_outputs else ():
             side = source if target is None or name.startswith("encoder") else target
             if name == "logits" or name.endswith(("hidden_state", "hidden_states")):
@@ -213,12 +220,21 @@ def takes_packed_batches(forward: Callable) -> Callable:
     return wrapper
 
 
-def _prepare_decoder(model: Any, kwargs: dict[str, Any], target: Packing) -> None:
+def _refuse_masks(arguments: Mapping[str, Any]) -> None:
+    for name in ("attention_mask", "decoder_attention_mask"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"A packed batch has no padding, but {name} is given with cu_seq_lens_q: leave "
+                f"{name} out, or pad the batch and leave cu_seq_lens_q out."
+            )
+
+
+def _prepare_decoder(model: Any, arguments: dict[str, Any], target: Packing) -> None:
     """Make the decoder's inputs from packed labels, and turn off the cache."""
-    kwargs |= {"decoder_attention_mask": target, "use_cache": False}
-    labels, given = kwargs.get("labels"), ("decoder_input_ids", "decoder_inputs_embeds")
-    if labels is not None and all(kwargs.get(name) is None for name in given):
-        kwargs["decoder_input_ids"] = _shift_right(model, labels, target)
+    arguments |= {"decoder_attention_mask": target, "use_cache": False}
+    labels, given = arguments.get("labels"), ("decoder_input_ids", "decoder_inputs_embeds")
+    if labels is not None and all(arguments.get(name) is None for name in given):
+        arguments["decoder_input_ids"] = _shift_right(model, labels, target)
 
 
 def _shift_right(model: Any, labels: torch.Tensor, target: Packing) -> torch.Tensor:

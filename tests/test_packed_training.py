@@ -124,13 +124,19 @@ def test_updates_are_those_of_padded_batches(tmp_path, changes):
         torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_an_adapter_trains_on_packed_batches_as_on_padded_ones(tmp_path, tiny_model):
+@pytest.mark.parametrize("task_type", [None, "SEQ_2_SEQ_LM"])
+def test_an_adapter_trains_on_packed_batches_as_on_padded_ones(tmp_path, tiny_model, task_type):
     peft = pytest.importorskip("peft")
     trained = []
     for kind in (VaswaniTrainer, PaddedAgain):
         model = peft.get_peft_model(
             tiny_model(dropout=0.0),
-            peft.LoraConfig(target_modules=["q_proj", "v_proj", "lm_head"], r=2, lora_dropout=0.0),
+            peft.LoraConfig(
+                target_modules=["q_proj", "v_proj", "lm_head"],
+                r=2,
+                lora_dropout=0.0,
+                task_type=task_type,
+            ),
         )
         trainer = make_trainer(
             tmp_path,

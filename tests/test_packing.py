@@ -226,6 +226,26 @@ def test_a_padded_batch_with_boundaries_is_refused(tiny_model, batches):
         tiny_model()(**{**flat, "input_ids": flat["input_ids"][:, 1:]})
 
 
+def test_a_mask_of_none_and_arguments_by_position_are_taken(tiny_model, batches):
+    _, flat = batches()
+    model = tiny_model()
+    expected = model(**flat).loss
+    assert model(**flat, attention_mask=None, decoder_attention_mask=None).loss == expected
+    rest = {name: value for name, value in flat.items() if name not in ("input_ids", "labels")}
+    nothing = [None] * 7
+    assert model(flat["input_ids"], *nothing, flat["labels"], True, **rest).loss == expected
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(flat["input_ids"], **flat)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])
+def test_a_mask_beside_boundaries_is_refused(tiny_model, batches, name):
+    _, flat = batches()
+    mask = torch.ones_like(flat["input_ids" if name == "attention_mask" else "labels"])
+    with pytest.raises(ValueError, match=f"no padding, but {name} is given with cu_seq_lens_q"):
+        tiny_model()(**flat, **{name: mask})
+
+
 def test_collator_names_boundaries_as_transformers_does(tiny_model):
     rows = [{"input_ids": [5, 6, 2], "labels": [7, 2]}, {"input_ids": [8, 2], "labels": [9, 4, 2]}]
     tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
