@@ -29,6 +29,11 @@ class Packing:
         cu_seq_lens: (B + 1,) start of each sentence, then N, for example 0, 5, 12, ...
         max_length: number of tokens of the longest sentence. None computes it.
         position_ids: (1, N) position of each token in its sentence. None counts from 0.
+        prefix: "decoder_" on the target side, for error messages.
+
+    Raises:
+        ValueError: `cu_seq_lens` is not a tensor of integers (B + 1,). On the CPU also: it does not
+            start at 0 and rise strictly, or `max_length` is too small.
     """
 
     def __init__(
@@ -36,15 +41,41 @@ class Packing:
         cu_seq_lens: torch.Tensor,
         max_length: int | None = None,
         position_ids: torch.Tensor | None = None,
+        prefix: str = "",
     ) -> None:
+        self.prefix = prefix
+        _check_boundaries(cu_seq_lens, f"{prefix}cu_seq_lens_q")
         self.cu_seq_lens = cu_seq_lens.to(torch.int32)
         self.max_length = int(self.lengths.max() if max_length is None else max_length)
         self.given_positions = position_ids
+        if self.cu_seq_lens.is_cpu:  # a check on a GPU would wait for it
+            self._check_lengths()
 
     @functools.cached_property
     def lengths(self) -> torch.Tensor:
         """The number of tokens of each sentence: (B,), on the CPU."""
         return self.cu_seq_lens.diff().cpu().long()
+
+    @torch.compiler.disable
+    def _check_lengths(self) -> None:
+        name, lengths = f"{self.prefix}cu_seq_lens_q", self.lengths.tolist()
+        start, longest = int(self.cu_seq_lens[0]), max(lengths)
+        if start != 0:
+            raise ValueError(
+                f"{name} must start at 0, where the first sentence starts, got {start}."
+            )
+        if min(lengths) < 1:
+            number = next(index for index, length in enumerate(lengths) if length < 1)
+            raise ValueError(
+                f"{name} must rise strictly, but sentence {number} (counted from 0) has "
+                f"{lengths[number]} tokens: give each sentence at least one token, such as its "
+                "end token."
+            )
+        if self.max_length < longest:
+            raise ValueError(
+                f"{self.prefix}max_length_q is {self.max_length}, but the longest sentence has "
+                f"{longest} tokens: pass {longest}, or leave {self.prefix}max_length_q out."
+            )
 
     def number_of_tokens(self, states: torch.Tensor) -> int:
         """Return N from the shape of the states or ids (1, N, ...), without waiting for a GPU.
@@ -60,8 +91,8 @@ class Packing:
         tokens = states.shape[1]
         if self.cu_seq_lens.is_cpu and int(self.cu_seq_lens[-1]) != tokens:
             raise ValueError(
-                f"cu_seq_lens end at {int(self.cu_seq_lens[-1])}, but the packed batch has "
-                f"{tokens} tokens: its last entry must be the number of tokens."
+                f"{self.prefix}cu_seq_lens_q end at {int(self.cu_seq_lens[-1])}, but the packed "
+                f"batch has {tokens} tokens: the last entry must be the number of tokens."
             )
         return tokens
 
@@ -91,6 +122,21 @@ class Packing:
     def _repeated(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
         """Give each token the value of its sentence: (B,) to (N,)."""
         return values.long().repeat_interleave(self.cu_seq_lens.diff(), output_size=tokens)
+
+
+def _check_boundaries(cu_seq_lens: Any, name: str) -> None:
+    """Check the type, shape and dtype, which needs no value from a GPU."""
+    if torch.is_tensor(cu_seq_lens):
+        is_integer = cu_seq_lens.dtype in (torch.int32, torch.int64)
+        if is_integer and cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 1:
+            return
+        given = f"one of shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}"
+    else:
+        given = f"a {type(cu_seq_lens).__name__}"
+    raise ValueError(
+        f"{name} must be an int32 or int64 tensor of shape (B + 1,), the start of each of B "
+        f"sentences and then the number of tokens, got {given}."
+    )
 
 
 class PackedMask:
@@ -180,7 +226,7 @@ def _pop_packing(kwargs: dict[str, Any], prefix: str) -> Packing | None:
     if kwargs.get(f"{prefix}cu_seq_lens_q") is None:
         return None
     given = {name: kwargs.pop(prefix + name, None) for name in _KEYS}
-    return Packing(given["cu_seq_lens_q"], given["max_length_q"], given["position_ids"])
+    return Packing(given["cu_seq_lens_q"], given["max_length_q"], given["position_ids"], prefix)
 
 
 def takes_packed_batches(forward: Callable) -> Callable:
@@ -203,6 +249,8 @@ def takes_packed_batches(forward: Callable) -> Callable:
                 "Only one side of the batch is packed: pass both cu_seq_lens_q and "
                 "decoder_cu_seq_lens_q, as DataCollatorForPackedSeq2Seq does."
             )
+        if target is not None:
+            _check_same_number(source, target)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(arguments) != len(args) + len(kwargs):
             signature.bind(self, *args, **kwargs)  # raises Python's own error
@@ -218,6 +266,15 @@ def takes_packed_batches(forward: Callable) -> Callable:
         return outputs
 
     return wrapper
+
+
+def _check_same_number(source: Packing, target: Packing) -> None:
+    sources, targets = len(source.cu_seq_lens) - 1, len(target.cu_seq_lens) - 1
+    if sources != targets:
+        raise ValueError(
+            f"cu_seq_lens_q has {sources} source sentences, but decoder_cu_seq_lens_q has "
+            f"{targets} target sentences: each source needs one target."
+        )
 
 
 def _refuse_masks(arguments: Mapping[str, Any]) -> None:
@@ -249,7 +306,7 @@ def decoder_inputs(
     cu_seq_lens = batch.get("decoder_cu_seq_lens_q")
     if cu_seq_lens is None:
         return model.prepare_decoder_input_ids_from_labels(labels)
-    return _shift_right(model, labels, Packing(cu_seq_lens))
+    return _shift_right(model, labels, Packing(cu_seq_lens, prefix="decoder_"))
 
 
 def _padded_output(side: Packing | None, value: Any) -> Any:

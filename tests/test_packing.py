@@ -226,6 +226,42 @@ def test_a_padded_batch_with_boundaries_is_refused(tiny_model, batches):
         tiny_model()(**{**flat, "input_ids": flat["input_ids"][:, 1:]})
 
 
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("side", ["", "decoder_"])
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("cu_seq_lens_q", int32(0, 7, 7, 11), r"rise strictly, but sentence 1 .* has 0 tokens"),
+        ("cu_seq_lens_q", int32(0, 7, 11, 11), r"rise strictly, but sentence 2 .* has 0 tokens"),
+        ("cu_seq_lens_q", int32(0, 7, 5, 11), r"rise strictly, but sentence 1 .* has -2 tokens"),
+        ("cu_seq_lens_q", int32(1, 4, 7, 11), r"must start at 0.*got 1"),
+        ("cu_seq_lens_q", [0, 4, 7, 11], r"int32 or int64 tensor of shape .*got a list"),
+        ("cu_seq_lens_q", int32(0, 4, 7, 11)[None], r"got one of shape \(1, 4\)"),
+        ("cu_seq_lens_q", torch.tensor([0.0, 4, 7, 11]), r"got one of .* torch.float32"),
+        ("cu_seq_lens_q", int32(0), r"got one of shape \(1,\)"),
+        ("max_length_q", 3, "max_length_q is 3, but the longest sentence has 5 tokens: pass 5"),
+    ],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_wrong_boundaries_are_refused_by_name(
+    tiny_model, batches, side, name, wrong, message, attention
+):
+    _, flat = batches([4, 2, 5], [4, 2, 5])
+    with pytest.raises(ValueError, match=f"{side}{name}.*{message}|^{side}{message}"):
+        tiny_model(attn_implementation=attention)(**{**flat, f"{side}{name}": wrong})
+
+
+def test_another_number_of_targets_than_of_sources_is_refused(tiny_model, batches):
+    _, flat = batches([4, 2, 5], [4, 2, 5])
+    with pytest.raises(ValueError, match=r"has 3 source sentences, but .* has 2 target sentences"):
+        tiny_model()(
+            **{**flat, "decoder_cu_seq_lens_q": int32(0, 4, 11), "decoder_max_length_q": 7}
+        )
+
+
 def test_a_mask_of_none_and_arguments_by_position_are_taken(tiny_model, batches):
     _, flat = batches()
     model = tiny_model()
