@@ -10,8 +10,9 @@ from transformers import DataCollatorForSeq2Seq
 class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     """DataCollatorForSeq2Seq without padding: every tensor of tokens is (1, N).
 
-    The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result. Models of
-    this package take packed and padded batches alike, with the same loss and gradients.
+    The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result.
+    Translation models of this package take packed and padded batches alike, with the same loss and
+    gradients.
     """
 
     def __call__(self, features: Any, return_tensors: str | None = None) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """The encoder alone (section 3.1) with three heads: masked words, sequences, tokens.
 
+All three take packed batches too, for example those of transformers'
+DataCollatorWithFlattening(return_flash_attn_kwargs=True).
+
 Shapes: B sequences, S tokens, D = d_model, V entries of the vocabulary, C classes.
 """
 
@@ -20,6 +23,7 @@ from .dropout_vaswani import drop_out
 from .encoder_vaswani import VaswaniEncoderModel
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import VaswaniPreTrainedModel
+from .packing_vaswani import Packing, takes_packed_batches
 
 
 class VaswaniEncoderPreTrainedModel(VaswaniPreTrainedModel):
@@ -59,6 +63,7 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
+    @takes_packed_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -137,6 +142,7 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
     """The encoder with a classifier or a regression of whole sequences."""
 
     @can_return_tuple
+    @takes_packed_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -176,7 +182,17 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
         labels: torch.Tensor,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Compute transformers' loss for `config.problem_type`."""
+        """Compute transformers' loss for `config.problem_type`.
+
+        Raises:
+            ValueError: the number or the shape of the labels is wrong, or a label is not the number
+                of a class.
+        """
+        if labels.dim() > 0 and len(labels) != len(logits):
+            raise ValueError(
+                f"Labels of shape {tuple(labels.shape)} do not fit {len(logits)} sequences: pass "
+                "one label per sequence, in a packed batch too."
+            )
         self.check_labels(labels)
         loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         if num_items_in_batch is None:
@@ -209,8 +225,13 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
                 f"Label {wrong:g} is not between 0 and 1: a sequence has a class (1) or not (0)."
             )
 
-    def pool(self, states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the mean or the first position of sequences: (B, S, D) to (B, D)."""
+    def pool(
+        self, states: torch.Tensor, attention_mask: torch.Tensor | Packing | None
+    ) -> torch.Tensor:
+        """Return the mean or the first position of sequences: (B, S, D) or (1, N, D) to (B, D)."""
+        if isinstance(attention_mask, Packing):
+            states = attention_mask.padded(states)
+            attention_mask = attention_mask.padding_mask(states.shape[1])
         if self.config.pooling == "first":
             return states[:, 0]
         if attention_mask is None or attention_mask.dim() != 2:
@@ -223,6 +244,7 @@ class VaswaniForTokenClassification(VaswaniClassifier):
     """The encoder with a classifier of every token."""
 
     @can_return_tuple
+    @takes_packed_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -116,8 +116,12 @@ class Packing:
 
     def flat(self, states: torch.Tensor) -> torch.Tensor:
         """Remove the padding of a padded batch: (B, T, ...) to (1, N, ...)."""
-        columns = torch.arange(states.shape[1], device=states.device)
-        return states[columns < self.cu_seq_lens.diff()[:, None]][None]
+        return states[self.padding_mask(states.shape[1])][None]
+
+    def padding_mask(self, width: int) -> torch.Tensor:
+        """Return the mask of the padded batch, True at real tokens: (B, width)."""
+        columns = torch.arange(width, device=self.cu_seq_lens.device)
+        return columns < self.cu_seq_lens.diff()[:, None]
 
     def _repeated(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
         """Give each token the value of its sentence: (B,) to (N,)."""
@@ -232,8 +236,8 @@ def _pop_packing(kwargs: dict[str, Any], prefix: str) -> Packing | None:
 def takes_packed_batches(forward: Callable) -> Callable:
     """Decorate `forward` to accept packed batches, and pad its outputs for them.
 
-    Padded batches are not changed. `pad_outputs=False` returns logits and hidden states of shape
-    (1, N, ...). Attention weights are always (B, H, Q, K).
+    Padded batches are not changed. `pad_outputs=False` returns logits and hidden states of tokens
+    with shape (1, N, ...). Attention weights are always (B, H, Q, K).
     """
     signature = inspect.signature(forward)
     _, *names, _ = signature.parameters  # without self and **kwargs
@@ -314,7 +318,7 @@ def _padded_output(side: Packing | None, value: Any) -> Any:
         return value
     if isinstance(value, tuple):
         return tuple(side.padded(states) for states in value)
-    return side.padded(value)
+    return side.padded(value) if value.dim() > 2 else value  # logits of whole sentences are (B, C)
 
 
 __all__ = [

@@ -1,0 +1,90 @@
+"""Encoders with a head learn from packed batches as from padded ones."""
+
+import pytest
+import torch
+from test_packing import assert_same_learning, real
+from transformers import DataCollatorWithFlattening
+
+from vaswani import (
+    VaswaniEncoderConfig,
+    VaswaniForMaskedLM,
+    VaswaniForSequenceClassification,
+    VaswaniForTokenClassification,
+)
+
+LENGTHS, CLASSES = [7, 1, 3, 11], 5
+SIZES = {"vocab_size": 19, "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4}
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def head(request):
+    """Build a small encoder with a head."""
+
+    def build(model_class, **settings):
+        config = VaswaniEncoderConfig(
+            **SIZES, encoder_ffn_dim=24, dropout=0.0, num_labels=CLASSES, **settings
+        )
+        config._attn_implementation = request.param
+        return model_class(config).double()
+
+    return build
+
+
+@pytest.fixture
+def batches(padded_batch):
+    """Build a padded batch, and the same batch from transformers' DataCollatorWithFlattening."""
+
+    def build(highest):
+        ids, mask = padded_batch(LENGTHS)
+        labels = torch.randint(highest, ids.shape).masked_fill(mask == 0, -100)
+        labels[:, 0] = -100  # the collator of transformers ignores each sentence's first label
+        rows = [
+            {"input_ids": row[:length].tolist(), "labels": own[:length].tolist()}
+            for row, own, length in zip(ids, labels, LENGTHS, strict=True)
+        ]
+        flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows, return_tensors="pt")
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}, flat
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("model_class", "highest"), [(VaswaniForMaskedLM, 19), (VaswaniForTokenClassification, CLASSES)]
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_head_of_tokens_learns_as_from_padded_batches(head, batches, model_class, highest, mode):
+    model = getattr(head(model_class), mode)()
+    padded, flat = batches(highest)
+    assert_same_learning(model, padded, flat)
+
+
+@pytest.mark.parametrize("model_class", [VaswaniForMaskedLM, VaswaniForTokenClassification])
+def test_logits_of_tokens_come_back_padded(head, batches, model_class):
+    model = head(model_class).eval()
+    padded, flat = batches(CLASSES)
+    expected, outputs = (model(**batch, output_hidden_states=True) for batch in (padded, flat))
+    assert outputs.logits.shape == expected.logits.shape
+    torch.testing.assert_close(real(outputs.logits, LENGTHS), real(expected.logits, LENGTHS))
+    pairs = zip(outputs.hidden_states, expected.hidden_states, strict=True)
+    for own, other in pairs:
+        torch.testing.assert_close(real(own, LENGTHS), real(other, LENGTHS))
+    logits = model(**flat, pad_outputs=False).logits
+    torch.testing.assert_close(logits[0], real(expected.logits, LENGTHS))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_a_classifier_of_sequences_takes_one_label_per_sentence(head, batches, pooling):
+    model = head(VaswaniForSequenceClassification, pooling=pooling)
+    padded, flat = batches(CLASSES)
+    labels = {"labels": torch.tensor([0, 4, 2, 2])}
+    assert_same_learning(model, padded | labels, {**flat, **labels})
+    expected, outputs = (model(**{**batch, **labels}) for batch in (padded, flat))
+    assert outputs.logits.shape == (len(LENGTHS), CLASSES)
+    torch.testing.assert_close(outputs.logits, expected.logits)
+
+
+def test_labels_of_tokens_are_refused_by_a_classifier_of_sequences(head, batches):
+    model = head(VaswaniForSequenceClassification)
+    _, flat = batches(CLASSES)
+    with pytest.raises(ValueError, match=r"shape \(1, 22\) do not fit 4 sequences: pass one label"):
+        model(**flat)
