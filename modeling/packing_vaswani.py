@@ -247,6 +247,7 @@ def takes_packed_batches(forward: Callable) -> Callable:
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
         source, target = _pop_packing(kwargs, ""), _pop_packing(kwargs, "decoder_")
         if source is None and target is None:
+            _refuse_restarting_positions(kwargs)
             return forward(self, *args, **kwargs)
         if source is None or (decodes and target is None):
             raise ValueError(
@@ -270,6 +271,20 @@ def takes_packed_batches(forward: Callable) -> Callable:
         return outputs
 
     return wrapper
+
+
+def _refuse_restarting_positions(kwargs: Mapping[str, Any]) -> None:
+    """Refuse a packed batch without boundaries: its sentences would attend to each other."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None:
+        return
+    if torch.compiler.is_compiling() or not (positions[..., 1:] < positions[..., :-1]).any():
+        return
+    raise ValueError(
+        "position_ids start again within a row, as in a packed batch, but there is no "
+        "cu_seq_lens_q: pass return_flash_attn_kwargs=True to DataCollatorWithFlattening, or pad "
+        "the batch."
+    )
 
 
 def _check_same_number(source: Packing, target: Packing) -> None:

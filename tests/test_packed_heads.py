@@ -88,3 +88,13 @@ def test_labels_of_tokens_are_refused_by_a_classifier_of_sequences(head, batches
     _, flat = batches(CLASSES)
     with pytest.raises(ValueError, match=r"shape \(1, 22\) do not fit 4 sequences: pass one label"):
         model(**flat)
+
+
+def test_a_packed_batch_without_boundaries_is_refused(head, batches, tiny_model):
+    _, flat = batches(CLASSES)
+    few = {name: flat[name] for name in ("input_ids", "labels", "position_ids")}
+    for model in (head(VaswaniForTokenClassification), tiny_model()):
+        with pytest.raises(ValueError, match="pass return_flash_attn_kwargs=True"):
+            model(**few)
+        rising = {**few, "position_ids": torch.arange(sum(LENGTHS))[None]}
+        assert model(**rising).loss.isfinite()
