@@ -10,7 +10,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from .generation_vaswani import VaswaniGenerationMixin
 from .incremental_vaswani import IncrementalDecoder
 from .rules_vaswani import TokenRules
-from .settings_vaswani import check_tokens
+from .settings_vaswani import check_tokens, refuse_packed
 
 
 def check_prefix(
@@ -65,6 +65,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         **kwargs: Any,
     ) -> Any:
         """Continue a text as transformers does."""
+        refuse_packed(kwargs)
         for name in ("max_length_offset", "max_length_factor"):
             if kwargs.get(name):
                 raise ValueError(

@@ -49,7 +49,13 @@ from .limits_vaswani import (
 from .linear_vaswani import prepared_copy
 from .rules_vaswani import SearchSettings, TokenRules
 from .search_vaswani import beam_search, greedy_search
-from .settings_vaswani import VaswaniGenerationConfig, check_search, check_tokens, first_setting
+from .settings_vaswani import (
+    VaswaniGenerationConfig,
+    check_search,
+    check_tokens,
+    first_setting,
+    refuse_packed,
+)
 
 if TYPE_CHECKING:
     # When this file is remote code, transformers copies the files that it imports. This line makes
@@ -181,6 +187,7 @@ class VaswaniGenerationMixin(GenerationMixin):
 
         A call without `attention_mask` masks the padding, as decoders of transformers do.
         """
+        refuse_packed(kwargs)
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         mask = self._mask_of_padding(inputs, generation_config, kwargs)

@@ -133,6 +133,21 @@ def check_tokens(settings: dict[str, Any]) -> None:
                 )
 
 
+def refuse_packed(inputs: dict[str, Any]) -> None:
+    """Refuse a packed batch, because the search needs one sentence in each row.
+
+    Raises:
+        ValueError: names the boundaries and the collator to use.
+    """
+    for name in ("cu_seq_lens_q", "decoder_cu_seq_lens_q"):
+        if inputs.get(name) is not None:
+            raise ValueError(
+                f"generate takes padded batches, got {name} of a packed batch: evaluate with "
+                "DataCollatorForSeq2Seq, or with VaswaniTrainer(batching='packed'), which packs "
+                "training batches only."
+            )
+
+
 def _is_whole(number: Any) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool)
 
@@ -245,4 +260,5 @@ __all__ = [
     "checked_factor",
     "checked_offset",
     "first_setting",
+    "refuse_packed",
 ]

@@ -17,10 +17,12 @@ from test_batching import (
     training_data,
     weights,
 )
-from transformers import MarianConfig, MarianMTModel
+from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainer
 from vaswani.corpora.packed_collator import packed
 from vaswani.corpora.token_batches import PackedBatchSampler
 from vaswani.training.trainer import VaswaniTrainer
+
+from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM
 
 
 @settings(deadline=None)
@@ -159,6 +161,26 @@ def test_a_collator_that_packs_already_is_left_alone(tmp_path):
     )
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_generation_in_the_evaluation_of_a_plain_trainer_names_the_padded_collator(tmp_path):
+    settings = {"predict_with_generate": True, "max_steps": 1}
+    trainer = make_trainer(
+        tmp_path, Seq2SeqTrainer, collate=lambda rows: packed(collator(rows)), **settings
+    )
+    trainer.train()
+    with pytest.raises(ValueError, match=r"takes padded batches.*DataCollatorForSeq2Seq"):
+        trainer.predict(training_data().select(range(9)))
+    trainer = make_trainer(tmp_path, batching="packed", **settings)
+    trainer.train()
+    assert len(trainer.predict(training_data().select(range(9))).predictions) == 9
+
+
+def test_a_language_model_generates_from_padded_batches_only():
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    model = VaswaniForCausalLM(VaswaniDecoderConfig(vocab_size=9, d_model=8, **sizes))
+    with pytest.raises(ValueError, match="takes padded batches, got cu_seq_lens_q"):
+        model.generate(torch.tensor([[3, 4, 5, 6]]), cu_seq_lens_q=torch.tensor([0, 2, 4]))
 
 
 @pytest.mark.parametrize(
