@@ -43,8 +43,8 @@ def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
         `decoder_`. `decoder_input_ids` are (1, N) if the batch has them.
 
     Raises:
-        ValueError: the batch has no labels, a sentence has no source tokens, or its padding is not
-            on the right.
+        ValueError: the batch has no labels or no target tokens, a sentence has no source tokens, or
+            its padding is not on the right.
     """
     if "cu_seq_lens_q" in batch:
         return dict(batch)
@@ -54,6 +54,11 @@ def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
             "sentences end."
         )
     source = _real_source(batch)
+    if batch["labels"].numel() == 0:
+        raise ValueError(
+            "No target of the batch has tokens, because labels have the shape "
+            f"{tuple(batch['labels'].shape)}: give each target at least its end token."
+        )
     # A -100 before the end of a target is a position without loss, not padding. A target of -100
     # alone keeps its first position.
     target = batch["labels"] != -100
@@ -71,6 +76,11 @@ def _real_source(batch: Mapping[str, Any]) -> torch.Tensor:
     given = batch.get("attention_mask")
     real = torch.ones_like(batch["input_ids"]) if given is None else given
     real = real.bool()
+    if real.numel() == 0:
+        raise ValueError(
+            "No source of the batch has tokens, because input_ids have the shape "
+            f"{tuple(real.shape)}: give each source at least its end token."
+        )
     if not real[:, 0].all():
         row = int((~real[:, 0]).nonzero()[0])
         raise ValueError(

@@ -313,6 +313,8 @@ def test_ignored_labels_inside_a_target_stay(tiny_model, batches):
         ({"labels": None}, "needs labels"),
         ({"attention_mask": [[0, 1, 1], [1, 1, 1]]}, "Sentence 0 of the batch begins with padding"),
         ({"attention_mask": [[1, 0, 1], [1, 1, 1]]}, "gaps"),
+        ({"labels": [[], []]}, r"No target .* shape \(2, 0\): give each target at least its end"),
+        ({"input_ids": [[], []]}, r"No source .* shape \(2, 0\): give each source at least"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(changes, message):
