@@ -10,8 +10,9 @@ hash of the data and the options, so a changed file or option is prepared again.
 import argparse
 from typing import Any
 
-from .data_options import FORMS, add_data_options, add_vocabulary_options
+from .data_options import FORMS, add_data_options
 from .parser import CommandError, CommandParser
+from .vocabulary_options import add_vocabulary_options
 
 
 def make_parser() -> CommandParser:

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from ..configuration.errors import InputError
-from .data_options import FORMS, add_data_options, add_vocabulary_options
+from .data_options import FORMS, add_data_options
 from .output_options import add_output_options
 from .parser import CommandError, CommandParser
 from .train_parser import TrainParser
 from .training_options import add_model_options, add_training_options
+from .vocabulary_options import add_vocabulary_options
 
 # Errors whose message says what to change.
 _SHOWN = (InputError, ModuleNotFoundError, OSError)

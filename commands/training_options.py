@@ -1,8 +1,9 @@
-"""Options about the model, its training, and what a run leaves."""
+"""Options about the model and its training."""
 
 import argparse
 import math
 
+from .optimizer_options import add_checkpoint_options, add_optimizer_options
 from .parser import positive
 
 
@@ -115,69 +116,4 @@ def add_loss_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="settings of --objective: --objective-settings reward=chrf candidates=8",
-    )
-
-
-def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the learning rate and of the precision (section 5.3)."""
-    add = parser.add_argument_group("optimizer").add_argument
-    add(
-        "--warmup",
-        type=positive,
-        default=4000,
-        metavar="N",
-        help="updates of rising learning rate (default: 4000)",
-    )
-    add(
-        "--learning-rate",
-        type=float,
-        help="peak learning rate (default: 1 / sqrt(d_model * warmup), section 5.3)",
-    )
-    add(
-        "--scheduler",
-        default="noam",
-        help="noam, which is equation 3, or any of transformers' (default: noam)",
-    )
-    add(
-        "--bf16",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="compute in bfloat16 where it is safe; faster where the hardware has it",
-    )
-    add("--seed", type=int, default=42, help="default: 42")
-    add(
-        "--trainer",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other Seq2SeqTrainingArguments: --trainer max_grad_norm=25 save_total_limit=2",
-    )
-
-
-def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of evaluations and checkpoints (section 6.1)."""
-    add = parser.add_argument_group("evaluations and checkpoints").add_argument
-    add("--eval-steps", type=positive, default=1000, metavar="N", help="default: 1000")
-    add("--save-steps", type=positive, metavar="N", help="default: --eval-steps")
-    add(
-        "--average",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="the model is the mean of the last N checkpoints (default: 1; section 6.1: 5 or 20)",
-    )
-    add(
-        "--patience",
-        type=positive,
-        metavar="N",
-        help="stop after N evaluations without a better --score",
-    )
-    add(
-        "--resume",
-        nargs="?",
-        const="must",
-        choices=("must", "auto"),
-        help="continue from the last complete checkpoint in the output folder; auto starts a new "
-        "run where there is none, for launchers that restart it",
     )

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainingArguments
 from vaswani.modeling import loss_vaswani
 from vaswani.modeling.loss_vaswani import chunked_cross_entropy, divergence
-from vaswani.training.r_drop import twice
+from vaswani.training.r_drop import repeated_batch
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
@@ -144,7 +144,7 @@ def test_without_dropout_two_passes_agree_and_train_as_one(tmp_path, accumulate)
 def divergence_of(model, batch):
     """Return the divergence of two passes with dropout, per token."""
     labels = batch["labels"]
-    inputs = twice({name: value for name, value in batch.items() if name != "labels"})
+    inputs = repeated_batch({name: value for name, value in batch.items() if name != "labels"})
     inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(
         torch.cat((labels, labels))
     )
@@ -188,7 +188,7 @@ def test_the_trainers_loss_is_the_formula_over_all_batches_of_an_update(tmp_path
         assert part.keys() == kept.keys()
         ours += loss
         torch.manual_seed(0)
-        logits = model(**twice(part), skip_logits=False).logits
+        logits = model(**repeated_batch(part), skip_logits=False).logits
         expected += as_written(logits, part["labels"], 3.0, smoothing) / tokens
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
     one = as_written(logits, part["labels"], 0.0, smoothing) / tokens

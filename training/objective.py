@@ -76,7 +76,7 @@ def sentences_of(inputs: dict[str, Any]) -> int:
     return len(inputs["labels"]) if boundaries is None else len(boundaries) - 1
 
 
-def over(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
+def mean_of(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
     """Divide a sum by the number of its items. The mean of no items is 0."""
     return total / torch.as_tensor(number, device=total.device).clamp(min=1)
 
@@ -98,7 +98,7 @@ __all__ = [
     "ObjectiveError",
     "Update",
     "is_whole",
+    "mean_of",
     "name_of",
-    "over",
     "sentences_of",
 ]

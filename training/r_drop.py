@@ -30,7 +30,7 @@ class RDrop(Objective):
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
         """Compute the share of a batch in the mean loss of its update."""
         outputs = model(
-            **twice(inputs),
+            **repeated_batch(inputs),
             r_drop=self.alpha,
             num_items_in_batch=2 * update.tokens,
             use_cache=False,
@@ -38,14 +38,14 @@ class RDrop(Objective):
         return outputs.loss
 
 
-def twice(inputs: dict[str, Any]) -> dict[str, Any]:
+def repeated_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     """Repeat a batch to compute two passes in one: (B, ...) to (2B, ...), (1, N) to (1, 2N)."""
     if "cu_seq_lens_q" not in inputs:
         return {name: torch.cat((value, value)) for name, value in inputs.items()}
-    return {name: _packed_twice(name, value) for name, value in inputs.items()}
+    return {name: _repeated_tokens(name, value) for name, value in inputs.items()}
 
 
-def _packed_twice(name: str, value: Any) -> Any:
+def _repeated_tokens(name: str, value: Any) -> Any:
     if not torch.is_tensor(value):
         return value  # the length of the longest sentence
     if "cu_seq_lens" in name:

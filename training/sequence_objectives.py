@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import first_empty, token_counts
 from ..generation.settings_vaswani import VaswaniGenerationConfig
-from .objective import Objective, ObjectiveError, Update, is_whole, over
+from .objective import Objective, ObjectiveError, Update, is_whole, mean_of
 from .rewards import Reward, reward_of, rewarded
 
 
@@ -127,8 +127,8 @@ class SequenceObjective(Objective):
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
         """Compute the share of a batch in the mean loss of its update."""
         candidates = self._candidates(model, *_sentences(inputs))
-        loss = over(self.sentence_losses(candidates).sum(), update.sentences)
-        likelihood = over(candidates.likelihood, update.tokens)
+        loss = mean_of(self.sentence_losses(candidates).sum(), update.sentences)
+        likelihood = mean_of(candidates.likelihood, update.tokens)
         return self.likelihood * likelihood + (1 - self.likelihood) * loss
 
     def _candidates(
