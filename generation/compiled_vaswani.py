@@ -18,7 +18,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .int8_vaswani import Int8Embedding
-from .library_vaswani import COMPUTED, CORES, FLOATS, compute, is_as_stored, library
+from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_stored, library
 from .linear_vaswani import compiled_product, is_changed
 from .memory_vaswani import empty
 from .products_vaswani import Product, Rounded, multiply
@@ -196,6 +196,8 @@ class CompiledEmbedding:
             return None
         weight, scale = embedding.weight.detach(), getattr(embedding, "weight_scale", None)
         scale = None if scale is None else scale.detach()
+        if weight.dim() != 2 or (scale is not None and scale.shape != weight.shape[:1]):
+            return None
         in_floats = weight if scale is None else scale
         if is_changed(embedding) or not compute(in_floats) or not is_as_stored(weight):
             return None
@@ -205,14 +207,18 @@ class CompiledEmbedding:
     def __call__(
         self, tokens: torch.Tensor, rows: torch.Tensor | None, position: torch.Tensor
     ) -> torch.Tensor | None:
-        """Embed the tokens (B, K) of some rows (R,): (R, D); None if a token has no entry.
+        """Embed the tokens (B, K) of some rows (R,): (R, D).
+
+        Return None if a token has no entry, or if the entries do not have D values.
 
         Args:
             tokens: (B, K).
             rows: (R,) numbers among B * K; None means all.
             position: (D,) the encoding of their position.
         """
-        tokens = tokens.contiguous()
+        if len(position) != self.structure.width:
+            return None
+        tokens, position = tokens.contiguous(), as_stored(position)
         states = position.new_empty(tokens.numel() if rows is None else len(rows), len(position))
         chosen = None if rows is None else rows.data_ptr()
         places = tokens.data_ptr(), chosen, len(states), position.data_ptr(), states.data_ptr()
@@ -325,7 +331,11 @@ def _fill(
         products |= {"source_query": (source.q_proj,), "source_output": (source.out_proj,)}
         norms["source_norm"] = layer.encoder_attn_layer_norm
     for name, norm in norms.items():
-        if type(norm) is not nn.LayerNorm or is_changed(norm) or norm.bias is None:
+        if type(norm) is not nn.LayerNorm or is_changed(norm):
+            return False
+        if any(
+            part is None or part.shape != norm.normalized_shape for part in (norm.weight, norm.bias)
+        ):
             return False
         if norm.weight.dtype not in COMPUTED or norm.bias.dtype not in COMPUTED:
             return False

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .library_vaswani import FLOATS, library
+from .library_vaswani import FLOATS, as_stored, library
 from .products_vaswani import Panels
 from .products_vaswani import multiply as multiply_panels
 
@@ -205,10 +205,13 @@ def _of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
 
 def _compiled(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with the kernel of this package."""
-    panels = Panels.pack([values], scale.float(), rounding.largest)
+    outputs = values.shape[:1]
+    # torch broadcasts a scale or a bias of one value. The kernel would read past its end.
+    panels = Panels.pack([values], scale.float().expand(outputs), rounding.largest)
 
     def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
-        bias = None if bias is None else bias.contiguous()
+        if bias is not None:
+            bias = as_stored(bias if bias.shape == outputs else bias.expand(outputs))
         return multiply_panels(rows, panels.product(bias, rounding.largest, relu))
 
     return product

@@ -204,6 +204,11 @@ def is_as_stored(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has the values one after the other; copy only if needed."""
+    return tensor.contiguous().resolve_neg()
+
+
 def compute(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernels can compute with these tensors: plain ones of float32 on a CPU."""
     return (
@@ -235,6 +240,7 @@ __all__ = [
     "NUMBER",
     "POINTER",
     "address",
+    "as_stored",
     "compute",
     "is_as_stored",
     "library",

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
-from .library_vaswani import library
+from .library_vaswani import as_stored, library
 from .products_vaswani import Panels, Product, can_pack, same_bytes
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
@@ -220,15 +220,26 @@ def _can_prepare(module: Any) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Tell whether a module is a linear layer on a CPU, and computes nothing else."""
+    """Tell whether a module is a linear layer on a CPU, and computes nothing else.
+
+    Its bias and its scale have a value for each output.
+    """
     if type(module) not in (nn.Linear, Int8Linear) or is_changed(module):
         return False
     weight = module.weight
-    if weight.device.type != "cpu" or weight.layout != torch.strided:
+    if weight.device.type != "cpu" or weight.layout != torch.strided or weight.dim() != 2:
+        return False
+    # torch broadcasts a bias of one value. The kernels would read past its end.
+    by_output = (module.bias, getattr(module, "weight_scale", None))
+    if any(part is not None and not _is_on_cpu(part, weight.shape[:1]) for part in by_output):
         return False
     if (weight.dtype == torch.int8) != isinstance(module, Int8Linear):
         return False
     return type(weight.data) is torch.Tensor
+
+
+def _is_on_cpu(values: torch.Tensor, shape: torch.Size) -> bool:
+    return values.device.type == "cpu" and values.shape == shape
 
 
 def is_changed(module: nn.Module) -> bool:
@@ -287,7 +298,7 @@ def compiled_product(
     if len({weight.shape[1] for weight in weights}) > 1:
         return None  # the states fit one of them only
     bias = _joined_bias(layers)
-    bias = None if bias is None else bias.detach().float().contiguous()
+    bias = None if bias is None else as_stored(bias.detach().float())
     if isinstance(layers[0], Int8Linear):
         largest = compiled_rounding(weights[0].shape[1])
         if largest is None:
@@ -314,7 +325,7 @@ def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:
         return None
     return torch.cat(
         [
-            layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+            layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
             for layer in layers
         ]
     )
@@ -330,7 +341,7 @@ def _same_values(values: torch.Tensor, weights: list[torch.Tensor]) -> bool:
         return False
     equal = _equal_bits if values.device.type != "cpu" or library() is None else same_bytes
     return all(
-        equal(part, weight.contiguous().resolve_neg())
+        equal(part, as_stored(weight))
         for part, weight in zip(values.split(rows), weights, strict=True)
     )
 

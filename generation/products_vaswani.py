@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, library
+from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored, library
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
@@ -77,7 +77,7 @@ class Panels(NamedTuple):
         panels = torch.empty(shape, dtype=torch.int32, device="cpu")
         if missing:
             panels[-1] = 0
-        weights = [_plain(weight) for weight in weights]
+        weights = [as_stored(weight) for weight in weights]
         # Fingerprints come first: if another thread then changes a weight, the next call sees it.
         fingerprints = [_fingerprint(weight) for weight in weights]
         first = 0
@@ -103,11 +103,11 @@ class Panels(NamedTuple):
             return False
         if scale is not None and self.weight_scale is not None:
             same_shape = scale.shape == self.weight_scale.shape
-            if not same_shape or not same_bytes(scale.contiguous(), self.weight_scale):
+            if not same_shape or not same_bytes(as_stored(scale), self.weight_scale):
                 return False
         elif scale is not self.weight_scale:  # both are None in a float weight
             return False
-        return all(map(_has_fingerprint, map(_plain, weights), self.fingerprints))
+        return all(map(_has_fingerprint, map(as_stored, weights), self.fingerprints))
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
         """Return a product, which is valid as long as these panels and the bias are.
@@ -121,10 +121,6 @@ class Panels(NamedTuple):
         addresses = (None if part is None else part.data_ptr() for part in parts)
         halves = self.dtype == torch.bfloat16
         return Product(self.inputs, self.outputs, *addresses, largest, relu, halves)
-
-
-def _plain(weight: torch.Tensor) -> torch.Tensor:
-    return weight.contiguous().resolve_neg()
 
 
 def _fingerprint(weight: torch.Tensor) -> torch.Tensor:
@@ -156,7 +152,7 @@ def multiply(
 
     Memory for R rounded rows is made if it is not given.
     """
-    states = states.contiguous()
+    states = as_stored(states)
     rows, inputs = states.shape
     assert states.dtype == torch.float32
     assert inputs == product.inputs

@@ -140,6 +140,27 @@ class TestProducts:
             multiply(states, values, scale, bias).double(), expected, rtol=1e-5, atol=1e-4
         )
 
+    def test_states_scale_and_bias_may_be_views_of_negative_values(self, rounding):
+        states, (values, scale), bias = (
+            torch.randn(7, 96),
+            round_weight(torch.ones(50, 96)),
+            torch.randn(50),
+        )
+        negative = map(torch._neg_view, (states, scale, bias))
+        states_view, scale_view, bias_view = negative
+        assert torch.equal(
+            multiply(states_view, values, scale_view, bias_view),
+            multiply(-states, values, -scale, -bias),
+        )
+
+    def test_a_scale_or_bias_of_one_value_counts_for_all_outputs(self, rounding):
+        states, values = torch.randn(7, 96), round_weight(torch.randn(50, 96))[0]
+        one, two = torch.tensor([1.0]), torch.tensor([2.0])
+        assert torch.equal(
+            multiply(states, values, two, one),
+            multiply(states, values, two.expand(50), one.expand(50)),
+        )
+
     @pytest.mark.parametrize("inputs", [33, 512, 2048])
     def test_a_row_does_not_depend_on_other_rows_nor_on_the_kernel(
         self, inputs, rounding, monkeypatch

@@ -199,6 +199,22 @@ class TestEmbedding:
         for token in (50, -1):
             assert embedding(torch.tensor([[3, token]]), None, torch.zeros(24)) is None
 
+    def test_entries_of_another_width_are_left_to_torch(self):
+        embedding = CompiledEmbedding.prepare(torch.nn.Embedding(50, 24), 1.0)
+        assert embedding(torch.tensor([[3]]), None, torch.zeros(16)) is None
+
+    @pytest.mark.parametrize("count", [1, 10])
+    def test_missing_scales_are_left_to_torch(self, count):
+        embedding = Int8Embedding(torch.nn.Embedding(50, 24), {})
+        embedding.weight_scale.data = embedding.weight_scale.data[:count].clone()
+        assert CompiledEmbedding.prepare(embedding, 1.0) is None
+
+    def test_a_position_may_be_a_view_of_negative_values(self):
+        table, position = torch.nn.Embedding(50, 24), torch.randn(24)
+        embedding, token = CompiledEmbedding.prepare(table, 1.0), torch.tensor([[3]])
+        states = embedding(token, None, torch._neg_view(position))
+        assert torch.equal(states, table.weight[3:4] - position)
+
     def test_other_embeddings_are_left_to_torch(self):
         class Other(torch.nn.Embedding):
             pass
