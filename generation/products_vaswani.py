@@ -7,6 +7,7 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 """
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored,
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
+# Fingerprints depend on this secret, so that no change of a weight can be made to fit its fingerprint.
+# Those of two processes cannot be compared.
+_KEY = os.urandom(_DIGEST)
 
 
 class Product(ctypes.Structure):
@@ -126,13 +130,13 @@ class Panels(NamedTuple):
 def _fingerprint(weight: torch.Tensor) -> torch.Tensor:
     """Return digests of a weight. Other bytes almost surely have other digests."""
     digests = torch.empty(_parts(weight), _DIGEST, dtype=torch.uint8, device="cpu")
-    places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
+    places = weight.data_ptr(), weight.nbytes, _KEY, digests.data_ptr()
     library().take_fingerprint(*places, torch.get_num_threads())
     return digests
 
 
 def _has_fingerprint(weight: torch.Tensor, digests: torch.Tensor) -> bool:
-    places = weight.data_ptr(), weight.nbytes, digests.data_ptr()
+    places = weight.data_ptr(), weight.nbytes, _KEY, digests.data_ptr()
     return _parts(weight) == len(digests) and bool(
         library().has_fingerprint(*places, torch.get_num_threads())
     )

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from vaswani.generation import library_vaswani
+from vaswani.generation import library_vaswani, products_vaswani
 from vaswani.generation.compiled_vaswani import CompiledEncoder, CompiledLayers
 from vaswani.generation.int8_vaswani import round_weight
 from vaswani.generation.library_vaswani import compute, library
@@ -241,6 +241,28 @@ class TestPanels:
         blocks = weight.view(-1, 4)  # of 16 bytes
         places = [8, 8 + bytes_apart // 16]
         blocks[places] = blocks[places[::-1]]
+        assert not panels.holds([weight])
+
+    def test_a_second_change_cannot_cancel_the_first(self):
+        """After one round of AES, one of 255 second changes would."""
+        weight = torch.randint(0, 256, (64, 16), dtype=torch.uint8).view(torch.int8)
+        panels = Panels.pack([weight], torch.ones(64))
+        lane = weight.view(torch.uint8).view(-1, 128)[:, 16:32].numpy()
+        before = lane.copy()
+        lane[0, 0] ^= 1
+        for change in range(1, 256):
+            double = change << 1 if change < 128 else change << 1 ^ 0x11B  # in AES's field
+            for place, byte in enumerate((double, change, change, double ^ change)):
+                lane[1, place] = before[1, place] ^ byte
+            assert not panels.holds([weight], torch.ones(64))
+        lane[:] = before
+        assert panels.holds([weight], torch.ones(64))
+
+    def test_processes_have_fingerprints_of_their_own(self, monkeypatch):
+        weight = torch.randn(40, 16)
+        panels = Panels.pack([weight])
+        assert panels.holds([weight])
+        monkeypatch.setattr(products_vaswani, "_KEY", bytes(128))
         assert not panels.holds([weight])
 
     def test_rows_of_zeros_belong_to_a_layer(self):

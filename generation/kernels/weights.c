@@ -74,26 +74,31 @@ EXPORT void pack_rows(const char *weight, int64_t rows, int64_t words, int32_t *
     }
 }
 
-// A fingerprint of a weight has a digest of each part.
+// A fingerprint of a weight has a digest of each part. Its lanes start from a secret key, because
+// otherwise a change could be constructed that no digest shows.
 enum { DIGEST_BYTES = 128 };
 struct digest {
     __m128i lanes[DIGEST_BYTES / 16];
 };
 
-// Mix 128 bytes into a digest: each block of 16 is the key of a round of AES in its lane.
+// Mix 128 bytes into a digest: each block of 16 is added in its lane between two rounds of AES. After
+// a single round, one guess in 64 would find the next block that cancels a change of one byte.
 INLINE void mix(struct digest *digest, const char *bytes)
 {
 #pragma GCC unroll 8
     for (int lane = 0; lane < DIGEST_BYTES / 16; lane++) {
         const __m128i block = _mm_loadu_si128((const __m128i *)(bytes + 16 * lane));
-        digest->lanes[lane] = _mm_aesenc_si128(digest->lanes[lane], block);
+        const __m128i added = _mm_aesenc_si128(digest->lanes[lane], block);
+        digest->lanes[lane] = _mm_aesenc_si128(added, _mm_setzero_si128());
     }
 }
 
-INLINE struct digest digest_of(const char *bytes, int64_t count)
+INLINE struct digest digest_of(const char *bytes, int64_t count, const char *key)
 {
     enum { AHEAD = 1 << 12 }; // bytes
-    struct digest digest = {{_mm_set_epi64x(0, count)}};
+    struct digest digest;
+    memcpy(&digest, key, DIGEST_BYTES);
+    digest.lanes[0] = _mm_xor_si128(digest.lanes[0], _mm_set_epi64x(0, count));
     int64_t i = 0;
     for (; i + DIGEST_BYTES <= count; i += DIGEST_BYTES) {
         for (int64_t line = 0; line < DIGEST_BYTES; line += 64)
@@ -108,17 +113,19 @@ INLINE struct digest digest_of(const char *bytes, int64_t count)
 
 // Write the fingerprint (parts, DIGEST_BYTES) of a weight, or return whether it differs.
 //
-// A change of one block always shows, because a round of AES maps digests one to one. A later change
-// in the same lane hides it only if all of its bytes, at least 4, have the values that cancel it.
-INLINE int visit_parts(const int writes, const char *weight, int64_t count, char *digests,
-                       int threads)
+// key: DIGEST_BYTES random bytes, which are the same whenever fingerprints are compared.
+//
+// A change of one block always shows, because rounds of AES map digests one to one. A later change in
+// the same lane hides it only if all 16 bytes have the values that cancel it. These depend on the key.
+INLINE int visit_parts(const int writes, const char *weight, int64_t count, const char *key,
+                       char *digests, int threads)
 {
     int differ = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
     if (count > 4 * PART)
     for (int64_t first = 0; first < count; first += PART) {
         const int64_t size = count - first < PART ? count - first : PART;
-        const struct digest digest = digest_of(weight + first, size);
+        const struct digest digest = digest_of(weight + first, size, key);
         char *place = digests + first / PART * DIGEST_BYTES;
         if (writes)
             memcpy(place, &digest, DIGEST_BYTES);
@@ -128,12 +135,14 @@ INLINE int visit_parts(const int writes, const char *weight, int64_t count, char
     return differ;
 }
 
-EXPORT void take_fingerprint(const char *weight, int64_t count, char *digests, int threads)
+EXPORT void take_fingerprint(const char *weight, int64_t count, const char *key, char *digests,
+                             int threads)
 {
-    visit_parts(1, weight, count, digests, threads);
+    visit_parts(1, weight, count, key, digests, threads);
 }
 
-EXPORT int has_fingerprint(const char *weight, int64_t count, char *digests, int threads)
+EXPORT int has_fingerprint(const char *weight, int64_t count, const char *key, char *digests,
+                           int threads)
 {
-    return !visit_parts(0, weight, count, digests, threads);
+    return !visit_parts(0, weight, count, key, digests, threads);
 }
