@@ -18,8 +18,8 @@ from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored,
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
-# Fingerprints depend on this secret, so that no change of a weight can be made to fit its fingerprint.
-# Those of two processes cannot be compared.
+# Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
+# constructed. Two processes therefore have different fingerprints of the same weight.
 _KEY = os.urandom(_DIGEST)
 
 
