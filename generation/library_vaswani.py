@@ -132,19 +132,24 @@ def _keep(compiled: Path, cached: Path) -> None:
 
 def _forbidden_instructions() -> list[str]:
     """Return flags against instructions of this CPU that torch or oneDNN is told not to use."""
-    limits = [
-        os.environ.get(name, "").lower() for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    ]
-    if "avx2" in (os.environ.get("ATEN_CPU_CAPABILITY", "").lower(), *limits):
-        # Older compilers do not know AVX-VNNI, and older CPUs do not have it.
-        return ["-mno-avx512f", *(["-mno-avxvnni"] if " avx_vnni" in _cpu() else [])]
-    below_amx = any("avx512" in limit and "amx" not in limit for limit in limits)
-    below_bfloat16 = bool({"avx512_core", "avx512_core_vnni"} & set(limits))
-    without_bfloat16 = below_bfloat16 and " avx512_bf16" in _cpu()  # older compilers do not know it
-    return [
-        *(["-DNO_TILES"] if below_amx else []),
-        *(["-mno-avx512bf16"] if without_bfloat16 else []),
-    ]
+    names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
+    limits = {os.environ.get(name, "").lower() for name in names} - {"", "all", "default"}
+    # The kernels need AVX2, so lower limits count as AVX2.
+    below_avx512 = any("avx512" not in limit and "avx10" not in limit for limit in limits)
+    flags: list[str] = []
+    unwanted: set[str] = set()
+    if below_avx512 or os.environ.get("ATEN_CPU_CAPABILITY", "").lower() == "avx2":
+        flags, unwanted = ["-mno-avx512f"], {"avx_vnni"}
+    else:
+        if any("amx" not in limit for limit in limits):
+            flags = ["-DNO_TILES"]
+        if "avx512_core" in limits:
+            unwanted = {"avx512_bf16", "avx512_vnni", "avx_vnni"}
+        elif "avx512_core_vnni" in limits:
+            unwanted = {"avx512_bf16"}
+    # Older compilers do not know these flags, and older CPUs do not need them.
+    flags += [f"-mno-{name.replace('_', '')}" for name in sorted(unwanted) if f" {name}" in _cpu()]
+    return flags
 
 
 def _cpu() -> str:

@@ -735,6 +735,45 @@ class TestEncoder:
         assert calls == [1]
 
 
+class TestLimits:
+    """Limits of oneDNN and torch, which the compiler gets as flags."""
+
+    @pytest.fixture(autouse=True)
+    def cpu(self, monkeypatch):
+        for name in ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA"):
+            monkeypatch.delenv(name, raising=False)
+        flags = "flags : avx2 aes avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8"
+        monkeypatch.setattr(library_vaswani, "_cpu", lambda: flags)
+
+    @pytest.mark.parametrize(
+        ("limits", "flags"),
+        [
+            (("", "all", "default", "avx512_core_amx", "avx10_1_512_amx"), []),
+            (
+                ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"),
+                ["-mno-avx512f", "-mno-avxvnni"],
+            ),
+            (
+                ("avx512_core",),
+                ["-DNO_TILES", "-mno-avx512bf16", "-mno-avx512vnni", "-mno-avxvnni"],
+            ),
+            (("avx512_core_vnni",), ["-DNO_TILES", "-mno-avx512bf16"]),
+            (("avx512_core_bf16", "avx512_core_fp16", "avx10_1_512"), ["-DNO_TILES"]),
+        ],
+    )
+    def test_each_limit_of_onednn_forbids_newer_instructions(self, limits, flags, monkeypatch):
+        for limit in limits:
+            for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+                with monkeypatch.context() as context:
+                    context.setenv(name, limit.upper())
+                    assert library_vaswani._forbidden_instructions() == flags
+
+    def test_older_compilers_get_no_flags_for_newer_cpus(self, monkeypatch):
+        monkeypatch.setattr(library_vaswani, "_cpu", lambda: "flags : avx2 aes")
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+        assert library_vaswani._forbidden_instructions() == ["-DNO_TILES"]
+
+
 class TestCompilation:
     """Where kernels come from, and what happens without them."""
 
