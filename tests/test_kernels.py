@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import os
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -783,6 +782,12 @@ class TestCompilation:
         monkeypatch.setattr(constants, "HF_HOME", str(home))
         return home
 
+    @pytest.fixture
+    def warned(self, monkeypatch):
+        texts = []
+        monkeypatch.setattr(library_vaswani.logger, "warning_once", texts.append)
+        return texts
+
     def load(self):
         return library.__wrapped__()
 
@@ -822,17 +827,49 @@ class TestCompilation:
         assert bad.read_bytes() == whole
         assert bad.stat().st_mode & 0o777 == 0o755
 
+    @compiled
+    @pytest.mark.parametrize("replaceable", [True, False])
+    def test_a_damaged_file_is_never_loaded(self, replaceable, home, monkeypatch):
+        """Loading a file that is cut off kills the process."""
+        folders, whole = [], b"a library"
+        monkeypatch.setattr(
+            library_vaswani, "_compile", lambda sources, flags, target: target.write_bytes(whole)
+        )
+        monkeypatch.setattr(library_vaswani, "_load", lambda file: folders.append(file.parent))
+        self.load()
+        (file,) = (home / "vaswani").iterdir()
+        kept = file.read_bytes()
+        if not replaceable:
+            monkeypatch.setattr(library_vaswani, "_keep", lambda *_: None)
+        for damaged in (b"", kept[:-1], kept[:20], b"A" + kept[1:], kept[:-1] + b"A"):
+            file.write_bytes(damaged)
+            self.load()
+            assert file.read_bytes() == (kept if replaceable else damaged)
+        assert [folder == home / "vaswani" for folder in folders] == [True] + [replaceable] * 5
+
     @pytest.mark.parametrize("obstacle", ["turned off", "no compiler", "failing compiler"])
-    def test_obstacles_leave_torchs_operators(self, obstacle, tmp_path, monkeypatch):
+    def test_obstacles_leave_torchs_operators(self, obstacle, warned, tmp_path, monkeypatch):
         if obstacle == "turned off":
             monkeypatch.setenv("VASWANI_KERNELS", "0")
         else:
             monkeypatch.setenv("PATH", str(tmp_path))
         if obstacle == "failing compiler":
             gcc = tmp_path / "gcc"
-            gcc.write_text(f"#!{shutil.which('sh')}\necho no >&2\nexit 1\n")
+            gcc.write_text("#!/bin/sh\necho no >&2\nexit 1\n")
             gcc.chmod(0o755)
         assert self.load() is None
+        expected = {"turned off": "", "no compiler": "install it", "failing compiler": ": no\n"}
+        if library() is not None:  # this machine would compile them
+            assert len(warned) == (obstacle != "turned off")
+            assert expected[obstacle] in "".join(warned)
+
+    def test_a_cpu_that_is_not_described_has_none(self, warned, monkeypatch):
+        def fail(*_, **__):
+            raise FileNotFoundError("/proc/cpuinfo")
+
+        monkeypatch.setattr(library_vaswani.Path, "read_text", fail)
+        assert self.load() is None
+        assert not warned
 
     @compiled
     def test_without_a_cache_they_are_compiled_for_this_process(self, home):
