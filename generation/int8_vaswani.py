@@ -102,7 +102,11 @@ class Int8Linear(_Int8Weight, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight: (..., in) to (..., out)."""
         self._refuse_training(input)
-        if input.device.type != "cpu" or not multiplies_exactly():
+        tensors = input, self.weight, self.weight_scale, self.bias
+        # The kernels read memory of the CPU. torch's product reports tensors of other devices.
+        if not all(tensor is None or tensor.is_cpu for tensor in tensors) or (
+            not multiplies_exactly()
+        ):
             return F.linear(input, self.float_weight().to(input.dtype), self.bias)
         return multiply(input, self.weight, self.weight_scale, self.bias)
 

@@ -66,6 +66,7 @@ class VaswaniInt8Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
+            _refuse_offloaded(model)
             self.quantization_config.weight_error = model.round_to_int8()
         model.requires_grad_(False)
         return model
@@ -183,6 +184,16 @@ def refuse_int8(model: Any, action: str) -> None:
             f"{action} needs float weights, but this model has int8 weights: use the model that "
             "they were rounded from, or what model.dequantize() returns."
         )
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    """Refuse to round a model some of whose weights are not in memory."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"Rounding needs all weights in memory, but device_map offloads {name}: round the "
+                "model without device_map and save it, because an int8 folder can be offloaded."
+            )
 
 
 def _has_int8(module: nn.Module) -> bool:

@@ -235,6 +235,14 @@ class TestProducts:
         with torch.no_grad():
             assert torch.equal(layer(states), expected)
 
+    @pytest.mark.parametrize("name", ["weight", "weight_scale", "bias"])
+    @torch.no_grad()
+    def test_a_tensor_on_another_device_gives_an_error_of_torch(self, name):
+        layer = Int8Linear(torch.nn.Linear(64, 48).eval(), {})
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).to("meta"), False))
+        with pytest.raises((RuntimeError, NotImplementedError), match="device"):
+            layer(torch.randn(5, 64))
+
     @pytest.mark.parametrize("number", [1, 3])
     @torch.no_grad()
     def test_without_exact_sums_prepared_layers_keep_a_float_copy(self, number, monkeypatch):
@@ -388,6 +396,15 @@ class TestLoading:
         # Rounding what was rounded changes nothing.
         again = load(tmp_path, quantization_config=VaswaniInt8Config())
         assert torch.equal(again.lm_head.weight, load(saved_int8).lm_head.weight)
+
+    def test_offloaded_weights_are_not_rounded_but_offloaded_int8_weights_answer(
+        self, saved, saved_int8, rounded, tmp_path
+    ):
+        device_map = {"model.encoder": "cpu", "model.decoder": "disk", "lm_head": "cpu"}
+        places = {"device_map": device_map, "offload_folder": str(tmp_path)}
+        with pytest.raises(ValueError, match=r"but device_map offloads model\.decoder\.layers\.0"):
+            load(saved, quantization_config=VaswaniInt8Config(), **places)
+        assert torch.equal(logits(load(saved_int8, **places)), logits(rounded))
 
     def test_a_language_model_and_the_parts_of_a_folder(self, saved_int8, tmp_path):
         torch.manual_seed(0)
