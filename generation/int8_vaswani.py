@@ -88,6 +88,34 @@ class _Int8Weight(nn.Module):
         """Return the weight in floating point (out, in)."""
         return self.weight * self.weight_scale[:, None]
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the tensors, but refuse float values, because torch would truncate them."""
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is None or weight.dtype == torch.int8:
+            super()._load_from_state_dict(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+            return
+        error_msgs.append(
+            f"{prefix}weight is int8, but the state_dict has {weight.dtype}: load it into a float "
+            "model, or call model.dequantize() first."
+        )
+
 
 class Int8Linear(_Int8Weight, nn.Linear):
     """A linear layer with int8 weights, made from `linear`."""

@@ -2,16 +2,17 @@
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..configuration.places_vaswani import check_model_type, check_place
+from .quantization_vaswani import has_int8
 
 # Weights of these dtypes are searched for NaN and infinity. Quantised weights have other dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +48,20 @@ def _entries_above(module: str, device_map: dict[str, Any]) -> list[str]:
     parts = module.split(".")
     prefixes = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
     return [prefix for prefix in prefixes if prefix in device_map]
+
+
+def _refuse_float_values_with_scales(files: Iterable[str]) -> None:
+    """Refuse int8 files with float values, because transformers would truncate them silently."""
+    dtypes: dict[str, str] = {}
+    for file in filter(lambda file: str(file).endswith(".safetensors"), files):
+        with safe_open(file, framework="pt") as weights:
+            dtypes |= {name: weights.get_slice(name).get_dtype() for name in list(weights.keys())}
+    for name, dtype in dtypes.items():
+        if f"{name}_scale" in dtypes and dtype != "I8":
+            raise OSError(
+                f"{name} is {dtype} in a file of int8 weights, which need I8: save or round the "
+                "model again."
+            )
 
 
 def _are_copies(first: Any, second: Any) -> bool:
@@ -116,6 +131,8 @@ class StrictlyLoadedModel(PreTrainedModel):
                 )
         if "state_dict" not in kwargs:
             model.refuse_half_loaded(place, info["missing_keys"])
+        mismatched = {name for name, *_ in info["mismatched_keys"]}
+        model.refuse_new_int8(place, info["missing_keys"] | mismatched)
         if name := first_not_finite(model):
             raise OSError(
                 f"{name} of {place} holds NaN or infinity: training failed before it was saved, or "
@@ -153,6 +170,21 @@ class StrictlyLoadedModel(PreTrainedModel):
                     f"{place} has no {stack} for {type(self).__name__}, whose {stack} would be "
                     f"random ({sorted(lacking)[0]} is missing): load the folder with the class "
                     "that saved it, or pass output_loading_info=True to load the model anyway."
+                )
+
+    def refuse_new_int8(self, place: Any, new: Collection[str]) -> None:
+        """Refuse new int8 weights, because they cannot be trained.
+
+        Raises:
+            OSError: the checkpoint lacks an int8 weight or its scale, or has it in another size.
+        """
+        for name, module in self.named_modules():
+            lacking = {f"{name}.weight", f"{name}.weight_scale"}.intersection(new)
+            if has_int8(module) and lacking:
+                raise OSError(
+                    f"{place} has no {min(lacking)} that fits {type(self).__name__}, and new int8 "
+                    "weights cannot be trained: start from the float folder that was rounded, or "
+                    "pass output_loading_info=True to load the model anyway, with zeros there."
                 )
 
     def save_pretrained(
@@ -213,6 +245,8 @@ class StrictlyLoadedModel(PreTrainedModel):
     ) -> Any:
         if load_config.device_map and "disk" in load_config.device_map.values():
             place_tied_weights_together(model, load_config.device_map)
+        if any(map(has_int8, model.modules())):
+            _refuse_float_values_with_scales(checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )

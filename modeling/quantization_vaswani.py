@@ -8,7 +8,7 @@ weights stay tied. LayerNorm, biases and learned positions keep their dtype.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ class RoundableModel(PreTrainedModel):
         settings = vars(self.config)
         form = settings.get("quantization_config")
         stated = vars(form) if isinstance(form, VaswaniInt8Config) else form or {}
-        is_int8 = any(map(_has_int8, self.modules()))
+        is_int8 = any(map(has_int8, self.modules()))
         if is_int8 or not isinstance(stated, dict) or stated.get("quant_method") != _METHOD:
             super().save_pretrained(*args, **kwargs)
             return
@@ -196,7 +196,8 @@ def _refuse_offloaded(model: nn.Module) -> None:
             )
 
 
-def _has_int8(module: nn.Module) -> bool:
+def has_int8(module: nn.Module) -> TypeGuard[Int8Linear | Int8Embedding]:
+    """Tell whether a module is made for int8 weights."""
     return isinstance(module, Int8Linear | Int8Embedding)
 
 
@@ -230,4 +231,4 @@ def _relative_change(rounded: dict[torch.Tensor, Any]) -> float | None:
     return round((change / total) ** 0.5, 5) if total else 0.0
 
 
-__all__ = ["RoundableModel", "VaswaniInt8Config", "VaswaniInt8Quantizer", "refuse_int8"]
+__all__ = ["RoundableModel", "VaswaniInt8Config", "VaswaniInt8Quantizer", "has_int8", "refuse_int8"]

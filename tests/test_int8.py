@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import platform
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from launches import environment
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import (
     AutoModel,
@@ -42,8 +44,11 @@ from vaswani.training.trainer import VaswaniTrainer
 from vaswani import (
     VaswaniConfig,
     VaswaniDecoderConfig,
+    VaswaniEncoderConfig,
+    VaswaniEncoderModel,
     VaswaniForCausalLM,
     VaswaniForConditionalGeneration,
+    VaswaniForSequenceClassification,
     VaswaniInt8Config,
     join_halves,
     split_halves,
@@ -406,6 +411,54 @@ class TestLoading:
             load(saved, quantization_config=VaswaniInt8Config(), **places)
         assert torch.equal(logits(load(saved_int8, **places)), logits(rounded))
 
+    def changed(self, saved_int8, folder, name, change):
+        """Copy a folder with a changed weight, or without it."""
+        shutil.copytree(saved_int8, folder)
+        weights = load_file(folder / "model.safetensors")
+        value = change(weights.pop(name), weights)
+        weights |= {} if value is None else {name: value}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def test_a_missing_int8_weight_is_named(self, saved_int8, rounded, tmp_path):
+        name = "model.decoder.layers.0.fc1.weight"
+        folder = self.changed(saved_int8, tmp_path / "lacking", name, lambda *_: None)
+        with pytest.raises(OSError, match=rf"lacks {name}: its weights do not fit"):
+            load(folder)
+        model, report = load(folder, output_loading_info=True)
+        assert report["missing_keys"] == {name}
+        layer, loaded = model.get_submodule(name.removesuffix(".weight")), rounded.state_dict()
+        assert not layer.weight.any()
+        assert torch.equal(layer.weight_scale, loaded[f"{name}_scale"])
+
+    def test_a_float_weight_among_int8_weights_is_named(self, saved_int8, tmp_path):
+        name = "model.decoder.layers.0.fc1.weight"
+        folder = self.changed(
+            saved_int8,
+            tmp_path / "mixed",
+            name,
+            lambda values, weights: values * weights[f"{name}_scale"][:, None],
+        )
+        with pytest.raises(OSError, match=rf"{name} is F32 in a file of int8 weights"):
+            load(folder)
+
+    @pytest.mark.parametrize("options", [{}, {"num_labels": 7, "ignore_mismatched_sizes": True}])
+    def test_a_new_head_on_int8_weights_is_refused(self, options, tmp_path):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 300, "d_model": 64, "encoder_layers": 1, "encoder_ffn_dim": 128}
+        config = VaswaniEncoderConfig(**sizes, encoder_attention_heads=4)
+        saved_class = VaswaniForSequenceClassification if options else VaswaniEncoderModel
+        saved_class(config).save_pretrained(tmp_path / "float")
+        kind, int8 = {"quantization_config": VaswaniInt8Config()}, tmp_path / "int8"
+        saved_class.from_pretrained(tmp_path / "float", **kind).save_pretrained(int8)
+        with pytest.raises(OSError, match=r"no classifier\.weight that .* start from the float"):
+            VaswaniForSequenceClassification.from_pretrained(int8, **options)
+        model, _ = VaswaniForSequenceClassification.from_pretrained(
+            int8, **options, output_loading_info=True
+        )
+        assert not model(SOURCE).logits.any()
+        VaswaniForSequenceClassification.from_pretrained(tmp_path / "float", **options)
+
     def test_a_language_model_and_the_parts_of_a_folder(self, saved_int8, tmp_path):
         torch.manual_seed(0)
         sizes = {"vocab_size": 300, "d_model": 128, "decoder_layers": 1, "decoder_ffn_dim": 256}
@@ -478,6 +531,14 @@ class TestClients:
         assert not torch.equal(logits(other), logits(rounded))
         other.load_state_dict(rounded.state_dict())
         assert torch.equal(logits(other), logits(rounded))
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_float_values_do_not_go_into_int8_weights(self, saved, rounded, assign):
+        before = logits(rounded)
+        message = r"lm_head\.weight is int8, but the state_dict has torch\.float32"
+        with pytest.raises(RuntimeError, match=message):
+            rounded.load_state_dict(load(saved).state_dict(), strict=False, assign=assign)
+        assert torch.equal(logits(rounded), before)
 
     def test_training_is_refused_with_one_sentence(self, rounded, tmp_path):
         with pytest.raises(ValueError, match=r"cannot be trained: .*dequantize\(\) first\.$"):
