@@ -128,15 +128,20 @@ class Int8Linear(_Int8Weight, nn.Linear):
         self.train(linear.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply by the weight: (..., in) to (..., out)."""
+        """Multiply by the weight: (..., in) to (..., out).
+
+        Exported programs multiply in floating point, because ONNX has no such int8 product and
+        sums of 8-bit products may overflow on the CPU that runs them.
+        """
         self._refuse_training(input)
-        tensors = input, self.weight, self.weight_scale, self.bias
-        # The kernels read memory of the CPU. torch's product reports tensors of other devices.
-        if not all(tensor is None or tensor.is_cpu for tensor in tensors) or (
-            not multiplies_exactly()
-        ):
+        if torch.compiler.is_exporting() or not self._has_kernel(input) or not multiplies_exactly():
             return F.linear(input, self.float_weight().to(input.dtype), self.bias)
         return multiply(input, self.weight, self.weight_scale, self.bias)
+
+    def _has_kernel(self, states: torch.Tensor) -> bool:
+        """Tell whether all tensors are on the CPU. torch's product reports those that are not."""
+        tensors = states, self.weight, self.weight_scale, self.bias
+        return all(tensor is None or tensor.is_cpu for tensor in tensors)
 
     def _refuse_training(self, states: torch.Tensor) -> None:
         if torch.is_grad_enabled() and (self.training or states.requires_grad):

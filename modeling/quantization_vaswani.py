@@ -124,9 +124,9 @@ class RoundableModel(PreTrainedModel):
         """
         settings = vars(self.config)
         form = settings.get("quantization_config")
-        stated = vars(form) if isinstance(form, VaswaniInt8Config) else form or {}
-        is_int8 = any(map(has_int8, self.modules()))
-        if is_int8 or not isinstance(stated, dict) or stated.get("quant_method") != _METHOD:
+        # Remote code may have made the form. Its class then has another identity.
+        stated = form if isinstance(form, dict) else getattr(form, "__dict__", {})
+        if stated.get("quant_method") != _METHOD or any(map(has_int8, self.modules())):
             super().save_pretrained(*args, **kwargs)
             return
         del settings["quantization_config"]

@@ -24,6 +24,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+from transformers.utils.quantization_config import QuantizationConfigMixin
 from vaswani.commands.main import main
 from vaswani.conversion import ctranslate2, onnx, to_marian, to_torch
 from vaswani.conversion.errors import ConversionError
@@ -524,6 +525,24 @@ class TestClients:
         assert model.config.quantization_config is not None
         assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
         assert torch.equal(logits(load(tmp_path)), logits(model.eval()))
+
+    def test_a_configuration_of_remote_code_is_recognised(self, rounded, tmp_path):
+        class FormOfRemoteCode(QuantizationConfigMixin):
+            """Has the attributes of `VaswaniInt8Config`, but is another class."""
+
+        rounded.config.quantization_config = FormOfRemoteCode("vaswani_int8")
+        AutoModelForSeq2SeqLM.from_config(rounded.config).save_pretrained(tmp_path)
+        assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+    def test_exported_programs_multiply_in_floating_point(self, monkeypatch):
+        # Measuring the kernels while torch traces would fail.
+        monkeypatch.setattr(int8_vaswani, "multiplies_exactly", lambda: pytest.fail("measured"))
+        layer = Int8Linear(torch.nn.Linear(64, 48).eval(), {}).requires_grad_(False)
+        expected = functional.linear(states := torch.randn(5, 64), layer.float_weight(), layer.bias)
+        with torch.no_grad():
+            program = torch.export.export(layer, (states,))
+        assert "_int_mm" not in program.graph_module.code
+        assert torch.equal(program.module()(states), expected)
 
     def test_a_state_dict_goes_from_model_to_model(self, saved_int8, rounded):
         other = load(saved_int8)
