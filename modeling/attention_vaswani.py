@@ -13,6 +13,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from .dropout_vaswani import drop_out
 from .packed_attention_vaswani import attention_function
 from .pickling_vaswani import PicklableModule
+from .quantization_vaswani import AdaptableModule
 
 
 def eager_attention_forward(
@@ -47,7 +48,7 @@ def linear_with_gain(
     return linear
 
 
-class VaswaniAttention(PicklableModule):
+class VaswaniAttention(PicklableModule, AdaptableModule):
     """MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O (section 3.2.2).
 
     The model has all three kinds of 3.2.3: encoder self-attention, masked decoder self-attention,

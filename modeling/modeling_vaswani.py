@@ -48,7 +48,7 @@ from .packing_vaswani import (
 )
 from .pickling_vaswani import PicklableModule
 from .positions_vaswani import LearnedPositions, SinusoidalPositions
-from .quantization_vaswani import RoundableModel, has_int8
+from .quantization_vaswani import AdaptableModule, RoundableModel, has_int8
 
 if TYPE_CHECKING:
     # transformers copies the files that remote code imports. This line makes transformers copy the
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .heads_vaswani import VaswaniForMaskedLM  # noqa: F401
 
 
-class VaswaniLayer(PicklableModule, GradientCheckpointingLayer):
+class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer):
     """The common part of encoder and decoder layers: self-attention and feed-forward (3.1)."""
 
     def __init__(

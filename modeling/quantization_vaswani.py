@@ -91,7 +91,35 @@ if _METHOD not in AUTO_QUANTIZER_MAPPING:
     register_quantizer(_METHOD)(VaswaniInt8Quantizer)
 
 
-class RoundableModel(PreTrainedModel):
+class AdaptableModule(nn.Module):
+    """A module that lets PEFT wrap its layers, but no adapter be merged into int8 weights.
+
+    PEFT casts merged weights to the dtype of the old ones. In int8, most kinds of adapters would
+    give wrong answers without an error.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. PEFT replaces a layer by its wrapper in this way."""
+        super().__setattr__(name, value)
+        for module in value.modules() if isinstance(value, nn.Module) else ():
+            base_layer = getattr(module, "base_layer", None)
+            if isinstance(base_layer, nn.Module) and any(map(has_int8, base_layer.modules())):
+                module.merge = refuse_merge  # type: ignore[assignment]
+
+
+def refuse_merge(*args: Any, **kwargs: Any) -> None:
+    """Take the place of `merge` in adapters of layers with int8 weights.
+
+    Raises:
+        ValueError: always. The error names the ways out.
+    """
+    raise ValueError(
+        "An adapter cannot be merged into int8 weights: merge it into the model that they were "
+        "rounded from, or call model.dequantize() first."
+    )
+
+
+class RoundableModel(AdaptableModule, PreTrainedModel):
     """A model whose linear layers and embeddings can have int8 weights."""
 
     def round_to_int8(self) -> float | None:
@@ -142,6 +170,9 @@ class RoundableModel(PreTrainedModel):
         """
         restored: dict[nn.Parameter, nn.Parameter] = {}
         self._replace_modules(lambda module: _float_form(module, restored))
+        for module in self.modules():
+            if vars(module).get("merge") is refuse_merge:
+                del module.merge
         self._set_tied_keys(
             lambda tied: {name: tied[name] for name in tied if not name.endswith("_scale")}
         )
@@ -231,4 +262,12 @@ def _relative_change(rounded: dict[torch.Tensor, Any]) -> float | None:
     return round((change / total) ** 0.5, 5) if total else 0.0
 
 
-__all__ = ["RoundableModel", "VaswaniInt8Config", "VaswaniInt8Quantizer", "has_int8", "refuse_int8"]
+__all__ = [
+    "AdaptableModule",
+    "RoundableModel",
+    "VaswaniInt8Config",
+    "VaswaniInt8Quantizer",
+    "has_int8",
+    "refuse_int8",
+    "refuse_merge",
+]

@@ -593,6 +593,46 @@ class TestClients:
         with pytest.raises(ValueError, match="do not support training"):
             Seq2SeqTrainer(model=on_int8, args=arguments)
 
+    @pytest.mark.parametrize("call", [{}, {"safe_merge": True}])
+    @pytest.mark.parametrize(
+        "config",
+        [
+            peft.LoraConfig(r=4, target_modules=["fc1"]),
+            peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+            peft.LoraConfig(r=4, target_modules=["embed_tokens"]),
+            peft.LoraConfig(r=4, target_modules=["lm_head"]),
+            peft.IA3Config(target_modules=["fc1"], feedforward_modules=["fc1"]),
+            peft.OFTConfig(r=0, oft_block_size=8, target_modules=["fc2"]),
+        ],
+    )
+    def test_an_adapter_is_not_merged_into_int8_weights(self, config, call, rounded):
+        before, weights = logits(rounded), copy.deepcopy(rounded.state_dict())
+        adapted = peft.get_peft_model(rounded, copy.deepcopy(config))
+        for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+            with pytest.raises(ValueError, match=r"merged into int8 .*dequantize\(\) first\.$"):
+                merge(**call)
+        unloaded = adapted.unload()
+        assert torch.equal(logits(unloaded), before)
+        for name, tensor in unloaded.state_dict().items():
+            assert torch.equal(tensor, weights[name])
+
+    def test_a_second_adapter_is_not_merged_either(self, rounded):
+        adapted = peft.get_peft_model(rounded, peft.LoraConfig(target_modules=["fc1"]))
+        adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
+        with pytest.raises(ValueError, match="merged into int8 weights"):
+            adapted.merge_and_unload(adapter_names=["other"], safe_merge=True)
+        with pytest.raises(ValueError, match="merged into int8 weights"):
+            pickle.loads(pickle.dumps(adapted)).merge_adapter()
+
+    def test_an_adapter_is_merged_into_dequantized_weights(self, rounded):
+        config = peft.LoraConfig(target_modules=["fc1", "q_proj"], init_lora_weights=False)
+        rounded.add_adapter(config)
+        rounded.delete_adapter("default")
+        adapted = peft.get_peft_model(rounded, config)
+        rounded.dequantize()
+        expected = logits(adapted.eval())
+        torch.testing.assert_close(logits(adapted.merge_and_unload()), expected)
+
     def test_a_vocabulary_is_not_resized(self, rounded):
         with pytest.raises(ValueError, match="cannot be resized"):
             rounded.resize_token_embeddings(2010)
