@@ -27,6 +27,7 @@ from .modeling_vaswani import (
     VaswaniPreTrainedModel,
     refuse_inputs_of_other_half,
 )
+from .packing_vaswani import Packing
 
 
 def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
@@ -80,6 +81,9 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
             check_prefix(prefix_mask, attention_mask, position_ids, len(inputs), width)
         if position_ids is None and inputs is not None and _is_plain(attention_mask):
             position_ids = _positions(attention_mask, inputs.shape[1])
+        if position_ids is None and inputs is not None and kwargs.get("cu_seq_lens_q") is not None:
+            # The decoder tells the sentences of a packed batch apart by their positions.
+            position_ids = Packing(kwargs["cu_seq_lens_q"]).position_ids(inputs.shape[1])[None]
         return self.decoder(
             input_ids,
             attention_mask,
@@ -137,7 +141,8 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         Args:
             input_ids: (B, T) tokens.
             attention_mask: (B, T), 1 at real tokens; None means no padding.
-            position_ids: (B, T) positions counted from 0; None counts the real tokens.
+            position_ids: (B, T) positions counted from 0; None counts the real tokens, in each
+                sentence of a packed batch if `cu_seq_lens_q` is given.
             past_key_values: the cache of an earlier call. Pass only new tokens with it.
             inputs_embeds: (B, T, D) in place of `input_ids`, before scaling by sqrt(d_model).
             encoder_hidden_states: (B, S, D) an encoder's output, for `add_cross_attention` only.

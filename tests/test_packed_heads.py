@@ -1,4 +1,4 @@
-"""Encoders with a head learn from packed batches as from padded ones."""
+"""Encoders and language models take packed batches of transformers as padded ones."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ from test_packing import assert_same_learning, real
 from transformers import DataCollatorWithFlattening
 
 from vaswani import (
+    VaswaniDecoderConfig,
     VaswaniEncoderConfig,
+    VaswaniForCausalLM,
     VaswaniForMaskedLM,
     VaswaniForSequenceClassification,
     VaswaniForTokenClassification,
@@ -98,3 +100,20 @@ def test_a_packed_batch_without_boundaries_is_refused(head, batches, tiny_model)
             model(**few)
         rising = {**few, "position_ids": torch.arange(sum(LENGTHS))[None]}
         assert model(**rising).loss.isfinite()
+
+
+@pytest.mark.parametrize("names", ["position_ids", "cu_seq_lens_q", "both"])
+def test_texts_of_a_language_model_do_not_see_each_other(padded_batch, names):
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    config = VaswaniDecoderConfig(vocab_size=19, d_model=16, **sizes)
+    model = VaswaniForCausalLM(config).double().eval()
+    ids, mask = padded_batch(LENGTHS)
+    rows = [
+        {"input_ids": row[row_mask == 1].tolist()} for row, row_mask in zip(ids, mask, strict=True)
+    ]
+    flat = DataCollatorWithFlattening(
+        return_position_ids=names != "cu_seq_lens_q",
+        return_flash_attn_kwargs=names != "position_ids",
+    )(rows, return_tensors="pt")
+    alone = [model(torch.tensor([row["input_ids"]])).logits[0] for row in rows]
+    torch.testing.assert_close(model(**flat).logits[0], torch.cat(alone))
