@@ -202,11 +202,11 @@ def multiply(
         bias: (out,).
     """
     kernels = _exact_kernels(_rounding())
-    kernel = _of_floats
-    if _of_int8 in kernels and (_rounding() is _8_BITS or torch.compiler.is_compiling()):
-        kernel = _of_int8  # without VNNI, it is slower than packing
-    elif _compiled in kernels and values.shape[1] % 4 == 0:
-        kernel = _compiled
+    kernel = _float_product
+    if _int8_product in kernels and (_rounding() is _8_BITS or torch.compiler.is_compiling()):
+        kernel = _int8_product  # without VNNI, it is slower than packing
+    elif _compiled_product in kernels and values.shape[1] % 4 == 0:
+        kernel = _compiled_product
     return _multiply_rows(kernel(values, scale, _rounding()), states, bias)
 
 
@@ -221,7 +221,7 @@ def _multiply_rows(
     return output if states.dim() == 2 else output.view(*states.shape[:-1], output.shape[1])
 
 
-def _of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
+def _product_of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
     """Return a product that scales each row of states, and leaves the rest to `sums`."""
 
     def product(rows: torch.Tensor, bias: torch.Tensor | None, relu: bool) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
 # Kernels. Each makes a product of a weight's values (out, in), its scale (out,) and a rounding.
 
 
-def _compiled(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
+def _compiled_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with the kernel of this package."""
     outputs = values.shape[:1]
     # torch broadcasts a scale or a bias of one value. The kernel would read past its end.
@@ -254,7 +254,7 @@ def _compiled(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) ->
     return product
 
 
-def _of_int8(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
+def _int8_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply signed integers, without packing."""
     scale = scale.float() * rounding.step
 
@@ -262,10 +262,10 @@ def _of_int8(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> 
         rounded = rows.add_(rounding.to_signed).view(torch.int32).to(torch.int8)
         return torch._int_mm(rounded, values.t()) * scale
 
-    return _of_rounded(sums, rounding)
+    return _product_of_rounded(sums, rounding)
 
 
-def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
+def _float_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply integers in float32, without packing. Sums of few products are exact there."""
     scale = scale.float() * rounding.step
     at_once = _EXACT // (_LARGEST * rounding.largest)
@@ -275,10 +275,10 @@ def _of_floats(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
         totals = [F.linear(row, part.float()).double() for row, part in parts]
         return torch.stack(totals).sum(dim=0).float() * scale
 
-    return _of_rounded(sums, rounding)
+    return _product_of_rounded(sums, rounding)
 
 
-def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
+def _onednn_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with oneDNN, which is fast with many rows."""
     packed = torch.ops.onednn.qlinear_prepack(values, None)
     scale = scale.float() * rounding.step
@@ -291,10 +291,10 @@ def _of_onednn(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
             rounded, 1.0, zero_point, packed, scale, zeros, None, 1.0, 0, number, none, [], ""
         )
 
-    return _of_rounded(sums, rounding)
+    return _product_of_rounded(sums, rounding)
 
 
-def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
+def _fbgemm_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply unsigned by signed integers with FBGEMM, which is fast with few rows and on AVX2."""
     quantized = torch.ops.quantized
     zeros = torch.zeros_like(scale, dtype=torch.int64)
@@ -314,10 +314,10 @@ def _of_fbgemm(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -
             rows.round_(), 1.0, rounding.zero_point, packed
         )
 
-    return _of_rounded(sums, rounding)
+    return _product_of_rounded(sums, rounding)
 
 
-_PACKING_KERNELS = (_compiled, _of_onednn, _of_fbgemm)
+_PACKING_KERNELS = (_compiled_product, _onednn_product, _fbgemm_product)
 
 
 @functools.cache
@@ -342,8 +342,8 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
     sums = (rows.double() @ values.t().double()).float()
     expected = sums * (scale * rounding.step) * rounding.largest
     exact = []
-    for kernel in (_of_int8, *_PACKING_KERNELS):
-        if kernel is _compiled and library() is None:
+    for kernel in (_int8_product, *_PACKING_KERNELS):
+        if kernel is _compiled_product and library() is None:
             continue
         try:
             found = kernel(values, scale, rounding)(rows, None, False)
@@ -371,7 +371,7 @@ def multiplies_exactly() -> bool:
 def compiled_rounding(inputs: int) -> int | None:
     """Return the largest integer of the compiled kernel's states; None without the kernel."""
     rounding = _rounding()
-    supported = inputs % 4 == 0 and _compiled in _exact_kernels(rounding)
+    supported = inputs % 4 == 0 and _compiled_product in _exact_kernels(rounding)
     return rounding.largest if supported else None
 
 
@@ -379,9 +379,9 @@ def _fastest(rows: int, inputs: int, threads: int) -> Callable:
     """Choose a kernel for packed weights. All kernels have the same results."""
     measured = next((number for number in _ROWS if rows <= number), _ROWS[-1])
     for kernel in _ranking(measured, threads):
-        if inputs % 4 == 0 or kernel is not _compiled:
+        if inputs % 4 == 0 or kernel is not _compiled_product:
             return kernel
-    return _of_floats
+    return _float_product
 
 
 @functools.cache

@@ -178,8 +178,8 @@ class TestProducts:
         whole = multiply(states, values, scale, bias)
         kernels = int8_vaswani._exact_kernels(rounding)
         if inputs % 4:
-            kernels = [kernel for kernel in kernels if kernel is not int8_vaswani._compiled]
-        for kernel in (*kernels, int8_vaswani._of_floats):
+            kernels = [kernel for kernel in kernels if kernel is not int8_vaswani._compiled_product]
+        for kernel in (*kernels, int8_vaswani._float_product):
             monkeypatch.setattr(int8_vaswani, "_fastest", lambda *_, kernel=kernel: kernel)
             weight = PackedInt8(values, scale)
             for rows in (0, 1, 2, 3, 5, 8, 17, 64):
@@ -195,8 +195,8 @@ class TestProducts:
             onednn = "onednn" in products[0].__qualname__
             return 1.0 if onednn == (len(states) > 32) else 2.0
 
-        kernels = int8_vaswani._of_fbgemm, int8_vaswani._of_onednn
-        monkeypatch.setattr(int8_vaswani, "_of_rounded", lambda sums, rounding: sums)
+        kernels = int8_vaswani._fbgemm_product, int8_vaswani._onednn_product
+        monkeypatch.setattr(int8_vaswani, "_product_of_rounded", lambda sums, rounding: sums)
         monkeypatch.setattr(int8_vaswani, "_exact_kernels", lambda _: kernels)
         monkeypatch.setattr(int8_vaswani, "_shortest_time", seconds)
         monkeypatch.setattr(int8_vaswani, "_ranking", int8_vaswani._ranking.__wrapped__)
@@ -204,7 +204,7 @@ class TestProducts:
         assert chosen == [kernels[0], kernels[0], kernels[1], kernels[1]]
 
     def test_the_compiled_kernel_serves_multiples_of_4_inputs(self, monkeypatch):
-        ranking = int8_vaswani._compiled, int8_vaswani._of_fbgemm
+        ranking = int8_vaswani._compiled_product, int8_vaswani._fbgemm_product
         monkeypatch.setattr(int8_vaswani, "_ranking", lambda *_: ranking)
         assert int8_vaswani._fastest(1, 512, 2) is ranking[0]
         assert int8_vaswani._fastest(1, 33, 2) is ranking[1]
