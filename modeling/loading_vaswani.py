@@ -173,11 +173,13 @@ class StrictlyLoadedModel(PreTrainedModel):
                 )
 
     def refuse_new_int8(self, place: Any, new: Collection[str]) -> None:
-        """Refuse new int8 weights, because they cannot be trained.
+        """Refuse an int8 checkpoint to which weights would be added, which cannot be trained.
 
         Raises:
             OSError: the checkpoint lacks an int8 weight or its scale, or has it in another size.
         """
+        if not getattr(getattr(self, "hf_quantizer", None), "pre_quantized", False):
+            return  # float weights, some of them new, were rounded together
         for name, module in self.named_modules():
             lacking = {f"{name}.weight", f"{name}.weight_scale"}.intersection(new)
             if has_int8(module) and lacking:

@@ -458,7 +458,8 @@ class TestLoading:
             int8, **options, output_loading_info=True
         )
         assert not model(SOURCE).logits.any()
-        VaswaniForSequenceClassification.from_pretrained(tmp_path / "float", **options)
+        for way in ({}, kind):
+            VaswaniForSequenceClassification.from_pretrained(tmp_path / "float", **options, **way)
 
     def test_a_language_model_and_the_parts_of_a_folder(self, saved_int8, tmp_path):
         torch.manual_seed(0)
