@@ -1,5 +1,7 @@
 """LoRA on every linear layer: training, saving, loading and merging without side effects."""
 
+import copy
+
 import pytest
 import torch
 from test_batching import collator, make_trainer, training_data
@@ -91,6 +93,17 @@ def test_only_adapters_are_trained(tied):
         layer, _, kind = name.rpartition(".")
         wrapped = f"{layer}.base_layer.{kind}"
         assert torch.equal(after[wrapped if wrapped in after else name], value)
+
+
+def test_a_copy_of_an_adapted_model_is_adapted(tied):
+    model = adapted(tied)
+    trained(model, updates=2)
+    again = copy.deepcopy(model)
+    assert type(again) is type(model)
+    expected = logits(model)
+    torch.testing.assert_close(logits(again), expected, rtol=0, atol=0)
+    trained(model, updates=2)
+    torch.testing.assert_close(logits(again), expected, rtol=0, atol=0)
 
 
 def test_a_saved_adapter_gives_the_same_logits_on_the_saved_model(tied, tmp_path):
