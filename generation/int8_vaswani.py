@@ -127,6 +127,11 @@ class Int8Linear(_Int8Weight, nn.Linear):
         self.register_parameter("bias", linear.bias)
         self.train(linear.training)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight by the configuration: (out, in)."""
+        return self.out_features, self.in_features
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight: (..., in) to (..., out).
 
@@ -160,6 +165,11 @@ class Int8Embedding(_Int8Weight, nn.Embedding):
             setattr(self, name, getattr(embedding, name))
         self.take_weight(embedding.weight, rounded)
         self.train(embedding.training)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight by the configuration: (V, D)."""
+        return self.num_embeddings, self.embedding_dim
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up tokens (...): (..., D)."""

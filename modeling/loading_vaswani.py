@@ -181,8 +181,12 @@ class StrictlyLoadedModel(PreTrainedModel):
         if not getattr(getattr(self, "hf_quantizer", None), "pre_quantized", False):
             return  # float weights, some of them new, were rounded together
         for name, module in self.named_modules():
+            if not has_int8(module):
+                continue
             lacking = {f"{name}.weight", f"{name}.weight_scale"}.intersection(new)
-            if has_int8(module) and lacking:
+            if module.weight.shape != module.shape:  # transformers 5.17 loads other sizes silently
+                lacking.add(f"{name}.weight")
+            if lacking:
                 raise OSError(
                     f"{place} has no {min(lacking)} that fits {type(self).__name__}, and new int8 "
                     "weights cannot be trained: start from the float folder that was rounded, or "

@@ -454,10 +454,11 @@ class TestLoading:
         saved_class.from_pretrained(tmp_path / "float", **kind).save_pretrained(int8)
         with pytest.raises(OSError, match=r"no classifier\.weight that .* start from the float"):
             VaswaniForSequenceClassification.from_pretrained(int8, **options)
-        model, _ = VaswaniForSequenceClassification.from_pretrained(
-            int8, **options, output_loading_info=True
-        )
-        assert not model(SOURCE).logits.any()
+        if not options:
+            model, _ = VaswaniForSequenceClassification.from_pretrained(
+                int8, output_loading_info=True
+            )
+            assert not model(SOURCE).logits.any()
         for way in ({}, kind):
             VaswaniForSequenceClassification.from_pretrained(tmp_path / "float", **options, **way)
 
