@@ -31,7 +31,8 @@ Engines:
 
 - "ours" follows the paper's search.
 - "ours, the peer's rule" follows CTranslate2's rule. It ranks by score / length and stops when as
-  many hypotheses are finished as there are beams. MarianMT follows this rule too.
+  many hypotheses are finished as there are beams. MarianMT follows this rule too, except on the
+  EPYC with AVX-512, where it searched longer.
 - A row has the number of threads of every engine. With "best" threads, each engine has the number
   with which it is faster.
 
@@ -113,8 +114,8 @@ def hosts(folder: Path) -> list[str]:
             str(facts["gigaflops"][f"{kind}, 512 rows"]) for kind in ("float32", "bfloat16")
         ]
         memory, fault = facts["memory_gigabytes_per_second"], facts["page_fault_nanoseconds"]
-        cpu = results["hardware"]["cpu"]
-        rows.append([host[0], cpu, *caches, str(memory), str(fault), *products, *dates[host]])
+        measured = [*caches, str(memory), str(fault), *products]
+        rows.append([host[0], results["hardware"]["cpu"], *measured, ", ".join(dates[host])])
     names = ["host", "CPU", "L2", "L3", "memory, GB/s", "page fault, ns"]
     return _lines([*names, "float32, GFLOP/s", "bfloat16, GFLOP/s", "date"], rows)
 

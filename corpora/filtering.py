@@ -1,6 +1,5 @@
 """Pairs that are left out of training, with counts by reason."""
 
-import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import regex
 
+from ..configuration.named_functions import function_of
 from .reading import DataError, Pair
 
 
@@ -44,27 +44,16 @@ class Rules:
         """Return a text that changes when a rule or the code of the function changes."""
         source = ""
         if self.function:
-            module = inspect.getmodule(function_of(self.function))
+            module = inspect.getmodule(_filter_of(self.function))
             source = inspect.getsource(module) if module else ""
         return repr(asdict(self)) + source
 
 
-def function_of(name: str) -> Callable[[str, str], Any]:
-    """Import `module:function`.
-
-    Raises:
-        DataError: there is no such module or function.
-    """
-    module, _, function = name.partition(":")
+def _filter_of(name: str) -> Callable[[str, str], Any]:
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(
-            f"--filter {name}: {error}. Give MODULE:FUNCTION, with a module that Python can import."
-        ) from error
-    if not callable(found):
-        raise DataError(f"--filter {name} is {found!r}, which is not callable: name a function.")
-    return found
+        return function_of(name)
+    except ValueError as error:
+        raise DataError(f"--filter {error}") from error
 
 
 class TextFilter:
@@ -86,7 +75,7 @@ class TextFilter:
                 ("script", lambda source, target: not (first(source) or second(target)))
             )
         if rules.function:
-            self._checks.append(("filter", function_of(rules.function)))
+            self._checks.append(("filter", _filter_of(rules.function)))
 
     def __call__(self, pairs: Sequence[Pair]) -> tuple[list[Pair], Counter[str]]:
         """Return the pairs that are kept, and how many pairs each check left out."""

@@ -18,7 +18,7 @@ def token_counts(dataset: Any) -> np.ndarray:
         ValueError: a column is missing.
     """
     columns = ("input_ids", "labels")
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+    if _is_table(dataset):
         missing = [column for column in columns if column not in dataset.column_names]
         if missing:
             raise ValueError(
@@ -39,10 +39,19 @@ def token_counts(dataset: Any) -> np.ndarray:
         ) from error
 
 
+def counts_fast(dataset: Any) -> bool:
+    """Tell whether `token_counts` reads a table with the tokens, instead of making every row."""
+    return _is_table(dataset) and {"input_ids", "labels"} <= set(dataset.column_names)
+
+
+def _is_table(dataset: Any) -> bool:
+    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+
+
 def first_empty(lengths: Any, side: int) -> int | None:
     """Return the first row without tokens on a side, 0 for the source and 1 for the target."""
     rows = np.flatnonzero(np.asarray(lengths)[:, side] == 0)
     return int(rows[0]) if len(rows) else None
 
 
-__all__ = ["first_empty", "token_counts"]
+__all__ = ["counts_fast", "first_empty", "token_counts"]

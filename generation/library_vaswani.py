@@ -108,7 +108,7 @@ def library() -> Any:
 
 
 def _compile(sources: list[Path], flags: list[str], target: Path) -> None:
-    """Compile C files to a library. Each file has a compiler of its own, which uses all cores."""
+    """Compile C files to a library. One gcc per file uses all cores."""
     objects = [target.with_name(f"{source.stem}.o") for source in sources]
 
     def run(*arguments: Any) -> None:
@@ -153,7 +153,7 @@ def _keep(compiled: Path, cached: Path) -> None:
             with copied.open("wb") as file:
                 file.write(content + hashlib.sha256(content).digest())
                 file.flush()
-                # Without this, a crash of the machine could leave the new name with an empty file.
+                # A crash of the machine could otherwise leave the new name with an empty file.
                 os.fsync(file.fileno())
             copied.chmod(0o755)
             copied.replace(cached)  # another process may do the same
@@ -163,14 +163,14 @@ def _forbidden_instructions() -> list[str]:
     """Return flags against instructions of this CPU that torch or oneDNN is told not to use."""
     names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
     limits = {os.environ.get(name, "").lower() for name in names} - {"", "all", "default"}
-    # The kernels need AVX2, so lower limits count as AVX2.
-    below_avx512 = any("avx512" not in limit and "avx10" not in limit for limit in limits)
+    # The kernels need AVX2, so lower limits count as AVX2. Unknown limits are ignored.
+    below_avx512 = any(limit.startswith(("sse", "avx2")) or limit == "avx" for limit in limits)
     flags: list[str] = []
     unwanted: set[str] = set()
     if below_avx512 or os.environ.get("ATEN_CPU_CAPABILITY", "").lower() == "avx2":
         flags, unwanted = ["-mno-avx512f"], {"avx_vnni"}
     else:
-        if any("amx" not in limit for limit in limits):
+        if any(limit.startswith("avx") and "amx" not in limit for limit in limits):
             flags = ["-DNO_TILES"]
         if "avx512_core" in limits:
             unwanted = {"avx512_bf16", "avx512_vnni", "avx_vnni"}

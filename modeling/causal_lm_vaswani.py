@@ -27,7 +27,7 @@ from .modeling_vaswani import (
     VaswaniPreTrainedModel,
     refuse_inputs_of_other_half,
 )
-from .packing_vaswani import Packing
+from .packing_vaswani import Packing, refuse_masks
 
 
 def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
@@ -81,9 +81,16 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
             check_prefix(prefix_mask, attention_mask, position_ids, len(inputs), width)
         if position_ids is None and inputs is not None and _is_plain(attention_mask):
             position_ids = _positions(attention_mask, inputs.shape[1])
-        if position_ids is None and inputs is not None and kwargs.get("cu_seq_lens_q") is not None:
-            # The decoder tells the sentences of a packed batch apart by their positions.
-            position_ids = Packing(kwargs["cu_seq_lens_q"]).position_ids(inputs.shape[1])[None]
+        boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is not None and inputs is not None:
+            refuse_masks({"attention_mask": attention_mask})
+            packing = Packing(boundaries, kwargs.get("max_length_q"))
+            position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
+        # The mask tells the sentences of a packed batch apart by their positions, but only without
+        # a cache.
+        positions_alone = position_ids is not None and attention_mask is None
+        if boundaries is not None or (use_cache is None and positions_alone):
+            use_cache = past_key_values is not None
         return self.decoder(
             input_ids,
             attention_mask,

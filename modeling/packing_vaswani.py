@@ -246,8 +246,9 @@ def takes_packed_batches(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
         source, target = _pop_packing(kwargs, ""), _pop_packing(kwargs, "decoder_")
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if source is None and target is None:
-            _refuse_restarting_positions(kwargs)
+            _refuse_restarting_positions(arguments)
             return forward(self, *args, **kwargs)
         if source is None or (decodes and target is None):
             raise ValueError(
@@ -256,10 +257,9 @@ def takes_packed_batches(forward: Callable) -> Callable:
             )
         if target is not None:
             _check_same_number(source, target)
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(arguments) != len(args) + len(kwargs):
             signature.bind(self, *args, **kwargs)  # raises Python's own error
-        _refuse_masks(arguments)
+        refuse_masks(arguments)
         arguments["attention_mask"] = source
         if target is not None:
             _prepare_decoder(self, arguments, target)
@@ -273,10 +273,13 @@ def takes_packed_batches(forward: Callable) -> Callable:
     return wrapper
 
 
-def _refuse_restarting_positions(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a packed batch without boundaries: its sentences would attend to each other."""
-    positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("attention_mask") is not None:
+def _refuse_restarting_positions(arguments: Mapping[str, Any]) -> None:
+    """Refuse a packed batch without boundaries: its sentences would attend to each other.
+
+    On a GPU, the check would wait for the values, so it is left out.
+    """
+    positions = arguments.get("position_ids")
+    if positions is None or arguments.get("attention_mask") is not None or not positions.is_cpu:
         return
     if torch.compiler.is_compiling() or not (positions[..., 1:] < positions[..., :-1]).any():
         return
@@ -296,7 +299,12 @@ def _check_same_number(source: Packing, target: Packing) -> None:
         )
 
 
-def _refuse_masks(arguments: Mapping[str, Any]) -> None:
+def refuse_masks(arguments: Mapping[str, Any]) -> None:
+    """Refuse a mask beside the boundaries of a packed batch.
+
+    Raises:
+        ValueError: `attention_mask` or `decoder_attention_mask` is given.
+    """
     for name in ("attention_mask", "decoder_attention_mask"):
         if arguments.get(name) is not None:
             raise ValueError(
@@ -344,5 +352,6 @@ __all__ = [
     "causal_mask",
     "decoder_inputs",
     "position_encodings",
+    "refuse_masks",
     "takes_packed_batches",
 ]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from collections import Counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from num2words import num2words
 from transformers import AutoTokenizer
 from vaswani.commands.main import main
 from vaswani.commands.train import make_parser, recipe_of
+from vaswani.configuration.named_functions import function_of
 from vaswani.corpora.corpus import parse_corpora
 from vaswani.corpora.filtering import Rules, TextFilter
 from vaswani.corpora.mapped import MappedPairs
@@ -342,3 +344,10 @@ def test_a_tagged_model_translates_into_the_language_of_the_tag(write, tmp_path)
             ["train", "--model", str(tmp_path / "run"), "--train", there, "--tag", "fr",
              "--steps", "1", "--output", str(tmp_path / "more")]
         )  # fmt: skip
+
+
+def test_a_named_function_may_be_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "own_rules.py").write_text("def keep(source, target): return source != target\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert function_of("own_rules:keep")("a", "b")

@@ -115,5 +115,37 @@ def test_texts_of_a_language_model_do_not_see_each_other(padded_batch, names):
         return_position_ids=names != "cu_seq_lens_q",
         return_flash_attn_kwargs=names != "position_ids",
     )(rows, return_tensors="pt")
-    alone = [model(torch.tensor([row["input_ids"]])).logits[0] for row in rows]
-    torch.testing.assert_close(model(**flat).logits[0], torch.cat(alone))
+    alone = torch.cat([model(torch.tensor([row["input_ids"]])).logits[0] for row in rows])
+    torch.testing.assert_close(model(**flat).logits[0], alone)
+    unlabelled = {name: value for name, value in flat.items() if name != "labels"}
+    torch.testing.assert_close(model(**unlabelled).logits[0], alone)
+    states = model.model(**unlabelled).last_hidden_state
+    torch.testing.assert_close(model.lm_head(states)[0], alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 5])}, "end at 5, but the packed batch has 7 tokens"),
+        ({"attention_mask": torch.ones(1, 7)}, "attention_mask is given with cu_seq_lens_q"),
+    ],
+)
+def test_wrong_boundaries_of_texts_are_refused(changes, complaint):
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    model = VaswaniForCausalLM(VaswaniDecoderConfig(vocab_size=19, d_model=16, **sizes))
+    batch = {"input_ids": torch.arange(4, 11)[None], "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    with pytest.raises(ValueError, match=complaint):
+        model(**{**batch, **changes})
+
+
+def test_positions_of_padding_are_no_packed_batch(head):
+    ids, mask = torch.tensor([[0, 0, 4, 5, 6]]), torch.tensor([[0, 0, 1, 1, 1]])
+    positions = torch.tensor([[1, 1, 0, 1, 2]])
+    for model_class in (VaswaniForMaskedLM, VaswaniForSequenceClassification):
+        model = head(model_class).eval()
+        expected = model(ids, attention_mask=mask).logits
+        for found in (
+            model(ids, attention_mask=mask, position_ids=positions),
+            model(ids, mask, position_ids=positions),
+        ):
+            torch.testing.assert_close(found.logits, expected)

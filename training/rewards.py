@@ -1,7 +1,6 @@
 """Rewards of translations: the quality of each hypothesis, measured with its reference."""
 
 import functools
-import importlib
 import math
 import multiprocessing
 import pickle
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from ..configuration.extras import needs
+from ..configuration.named_functions import function_of
 from .objective import ObjectiveError, is_whole, name_of
 
 # A function that takes hypotheses and references and returns a number per pair. Higher is better.
@@ -113,26 +113,14 @@ def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
     if reward in REWARDS:
         return REWARDS[reward]
     if isinstance(reward, str) and ":" in reward:
-        return _imported(reward)
+        try:
+            return function_of(reward)
+        except ValueError as error:
+            raise ObjectiveError(f"The reward {error}") from error
     raise ObjectiveError(
         f"There is no reward {reward!r}: choose one of {', '.join(REWARDS)}, or pass a function "
         "(hypotheses, references) -> list of floats, or its name as MODULE:FUNCTION."
     )
-
-
-def _imported(name: str) -> Reward:
-    """Import `module:function`."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module may raise any error
-        raise ObjectiveError(
-            f"The reward {name} cannot be imported: {error}. Give MODULE:FUNCTION, with a module "
-            "that Python can import."
-        ) from error
-    if not callable(found):
-        raise ObjectiveError(f"The reward {name} is {found!r}, which is not callable.")
-    return found
 
 
 def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> list[float]:

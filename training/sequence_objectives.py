@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers.trainer_utils import has_length
 
 from ..corpora.packed_collator import packed
-from ..corpora.token_counts import first_empty, token_counts
+from ..corpora.token_counts import counts_fast, first_empty, token_counts
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .objective import Objective, ObjectiveError, Update, is_whole, mean_of
 from .rewards import Reward, reward_of, rewarded
@@ -101,10 +100,13 @@ class SequenceObjective(Objective):
             )
         reference = self._texts([[token for token in first["labels"] if token >= 0]])[0]
         rewarded(self.reward, [reference, ""], [reference, reference])
-        if trainer.max_source_tokens is None and has_length(trainer.train_dataset):
+        if trainer.max_source_tokens is None:
             # Otherwise the sampler of token batches checks the lengths, which it counts anyway.
             known = trainer.lengths
-            self.check_lengths(token_counts(trainer.train_dataset) if known is None else known)
+            if known is None and counts_fast(trainer.train_dataset):
+                known = token_counts(trainer.train_dataset)
+            if known is not None:
+                self.check_lengths(known)
 
     def check_lengths(self, lengths: np.ndarray) -> None:
         """Refuse data with an empty source or reference.
@@ -171,8 +173,8 @@ class SequenceObjective(Objective):
     def _samples(self, own: Any, sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sample k translations of each source from P(y|x). They end as labels do.
 
-        The samples have no dropout. Of the model's generation settings, only the limits of the
-        length count.
+        The samples have no dropout. Only the length limits of the model's generation settings
+        count.
         """
         ids = nn.utils.rnn.pad_sequence(sources, batch_first=True)
         lengths = torch.tensor([len(source) for source in sources], device=ids.device)

@@ -115,8 +115,9 @@ INLINE struct digest digest_of(const char *bytes, int64_t count, const char *key
 //
 // key: DIGEST_BYTES random bytes, which are the same whenever fingerprints are compared.
 //
-// A change of one block always shows, because rounds of AES map digests one to one. A later change in
-// the same lane hides it only if all 16 bytes have the values that cancel it. These depend on the key.
+// A change of one block always shows, because rounds of AES map digests one to one. A later change
+// in the same lane hides it only if all 16 bytes have the values that cancel it. The values depend
+// on the key.
 INLINE int visit_parts(const int writes, const char *weight, int64_t count, const char *key,
                        char *digests, int threads)
 {
