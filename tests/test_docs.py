@@ -577,14 +577,18 @@ def test_bleu_of_int8_comes_from_its_results_file():
     assert f"The largest loss is {results['largest_loss']:.3f}" in page.text
 
 
-def test_bleu_of_states_of_7_bits_comes_from_its_results_file():
-    page, results = DOCS["results"], results_of("int8-avx2")
-    assert results["command"] in page.commands()
-    assert results["hardware"]["flags"] == ["avx2"]
-    (model,) = results["models"]
-    before, after = model["test"]["float_bleu"], model["test"]["bleu"]
-    found = f"by {after - before:.3f}, from {before:.3f} to {after:.3f}"
-    assert found in page.words
+def test_bleu_of_states_of_7_bits_comes_from_its_results_files():
+    page, changes = DOCS["results"], []
+    for name in ("int8-avx2", "int8-avx2-valid"):
+        results = results_of(name)
+        assert results["command"] in page.commands()
+        assert results["hardware"]["flags"] == ["avx2"]
+        (model,) = results["models"]
+        before, after = model["test"]["float_bleu"], model["test"]["bleu"]
+        changes.append((f"{after - before:+.3f}", f"from {before:.3f} to {after:.3f}"))
+    (test, scores), (valid, _) = changes
+    assert f"moves the BLEU of a third seed by {test}, {scores}" in page.words
+    assert f"On the validation set, it moves BLEU by {valid}" in page.words
 
 
 # from-fairseq.md
