@@ -2,7 +2,7 @@
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
 The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles
-them for this CPU the first time that a model decodes, in 5 to 8 CPU seconds, and the Hugging Face
+them for this CPU the first time that a model decodes, in some seconds, and the Hugging Face
 cache keeps the result. Where that is impossible, `library()` is None, and torch's operators compute
 the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
 """

@@ -231,14 +231,14 @@ def is_plain(module: Any) -> bool:
         return False
     # torch broadcasts a bias of one value. The kernels would read past its end.
     by_output = (module.bias, getattr(module, "weight_scale", None))
-    if any(part is not None and not _is_on_cpu(part, weight.shape[:1]) for part in by_output):
+    if any(part is not None and not _fits_kernels(part, weight.shape[:1]) for part in by_output):
         return False
     if (weight.dtype == torch.int8) != isinstance(module, Int8Linear):
         return False
     return type(weight.data) is torch.Tensor
 
 
-def _is_on_cpu(values: torch.Tensor, shape: torch.Size) -> bool:
+def _fits_kernels(values: torch.Tensor, shape: torch.Size) -> bool:
     return values.device.type == "cpu" and values.shape == shape
 
 

@@ -48,7 +48,7 @@ from .packing_vaswani import (
 )
 from .pickling_vaswani import PicklableModule
 from .positions_vaswani import LearnedPositions, SinusoidalPositions
-from .quantization_vaswani import AdaptableModule, RoundableModel, has_int8
+from .quantization_vaswani import AdaptableModule, RoundableModel, has_int8, init_int8
 
 if TYPE_CHECKING:
     # transformers copies the files that remote code imports. This line makes transformers copy the
@@ -172,11 +172,8 @@ class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings, RoundableModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draw embeddings from N(0, 1/d_model), and matrices as `initializer` says."""
-        if has_int8(module):  # int8 values are not drawn, so missing weights are zeros
-            init.ones_(module.weight_scale)
-            for tensor in (module.weight, getattr(module, "bias", None)):
-                if tensor is not None:
-                    init.zeros_(tensor)
+        if has_int8(module):
+            init_int8(module)
         elif isinstance(module, nn.Linear):
             fairseq = self.config.initializer == "fairseq"
             gain = getattr(module, "fairseq_gain", 1.0) if fairseq else 1.0

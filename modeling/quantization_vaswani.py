@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -232,6 +233,17 @@ def has_int8(module: nn.Module) -> TypeGuard[Int8Linear | Int8Embedding]:
     return isinstance(module, Int8Linear | Int8Embedding)
 
 
+def init_int8(module: Int8Linear | Int8Embedding) -> None:
+    """Fill parameters that a checkpoint lacks with zeros, and scales with ones.
+
+    Integers cannot be drawn as float weights are.
+    """
+    init.ones_(module.weight_scale)
+    for tensor in (module.weight, getattr(module, "bias", None)):
+        if tensor is not None:
+            init.zeros_(tensor)
+
+
 def _float_form(module: nn.Module, restored: dict[nn.Parameter, nn.Parameter]) -> nn.Module:
     """Return a float form of a module with int8 weights; other modules as they are."""
     float_form: Any
@@ -268,6 +280,7 @@ __all__ = [
     "VaswaniInt8Config",
     "VaswaniInt8Quantizer",
     "has_int8",
+    "init_int8",
     "refuse_int8",
     "refuse_merge",
 ]
