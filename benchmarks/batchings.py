@@ -3,11 +3,9 @@
 from typing import Any
 
 import torch
-from base_model import VOCAB_SIZE, padded
-from vaswani.commands.parser import settings
+from base_model import padded
 from vaswani.corpora.packed_collator import packed
 from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
-from vaswani.training.presets import PRESETS
 from worker import PeakMemory, timed
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
@@ -21,7 +19,7 @@ class BatchingContender:
     Args:
         name: "packed", "random" or "sorted".
         pairs: token ids of sources and targets.
-        size: "tiny", as in `vaswani train --preset tiny`, or "base".
+        fields: fields of the configuration that differ from the base size.
     """
 
     def __init__(
@@ -31,7 +29,7 @@ class BatchingContender:
         device: str,
         threads: int,
         pairs: tuple[list[list[int]], list[list[int]]],
-        size: str,
+        fields: dict[str, Any],
     ) -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -39,9 +37,6 @@ class BatchingContender:
         self.bf16 = precision == "bfloat16"
         self.memory = PeakMemory(device)
         self.before = self.memory.now()
-        fields: dict[str, Any] = {"vocab_size": VOCAB_SIZE}
-        if size == "tiny":
-            fields = {"vocab_size": 8000, **settings(PRESETS["tiny"]["set"])}
         self.model = VaswaniForConditionalGeneration(VaswaniConfig.preset("base", **fields))
         self.model.to(device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
@@ -67,11 +62,9 @@ class BatchingContender:
         sources, targets = self.pairs
         kind = TokenBatchSampler if self.name == "sorted" else PackedBatchSampler
         plan = list(kind([tuple(map(len, pair)) for pair in zip(*self.pairs, strict=True)], tokens))
-        size, batches = self.model.config.vocab_size, []
+        batches = []
         for rows in plan[:number]:
             batch = padded([sources[row] for row in rows], [targets[row] for row in rows])
-            for name in ("input_ids", "labels"):  # the tokenizer has the base model's vocabulary
-                batch[name] = batch[name].where(batch[name] < size, batch[name] % (size - 3) + 3)
             batch = packed(batch) if self.name == "packed" else batch
             batches.append(
                 {

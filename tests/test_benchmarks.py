@@ -24,10 +24,13 @@ import engines  # noqa: E402
 import host  # noqa: E402
 import int8  # noqa: E402
 import memory  # noqa: E402
+import passes  # noqa: E402
 import punctuation  # noqa: E402
 import quantization  # noqa: E402
 import ratios  # noqa: E402
 import score  # noqa: E402
+import training_processes  # noqa: E402
+import training_run  # noqa: E402
 
 import generation  # noqa: E402
 import training  # noqa: E402
@@ -398,19 +401,20 @@ class InThisProcess:
 @pytest.fixture
 def small_training(corpus, tmp_path, monkeypatch, model):
     """The training benchmark with small models on the corpus of a dozen sentences."""
-    monkeypatch.setattr(training.VaswaniConfig, "preset", lambda *_, **__: model.config)
-    for module in (training, base_model):
+    monkeypatch.setattr(VaswaniConfig, "preset", lambda *_, **__: model.config)
+    for module in (training, passes, base_model):
         monkeypatch.setattr(module, "VOCAB_SIZE", 330)
     monkeypatch.setattr(training, "DEFAULT_MODEL", tmp_path / "vocabulary")
     (tmp_path / "vocabulary").mkdir()
     monkeypatch.setattr(training, "Worker", InThisProcess)
+    monkeypatch.setattr(training_processes, "run_alone", lambda job, _: training_run.measure(job))
     monkeypatch.setattr(training, "PAUSE", 0)
 
 
 def test_marian_and_we_are_trained_with_the_same_loss(model):
     contenders = {}
     for name, network in (("ours", model), ("MarianMT", engines.marian_twin(model))):
-        contenders[name] = training.Contender.__new__(training.Contender)
+        contenders[name] = passes.NetworkContender.__new__(passes.NetworkContender)
         contenders[name].name, contenders[name].model = name, network.train()
         for module in network.modules():
             if isinstance(getattr(module, "dropout", None), float):
@@ -430,7 +434,7 @@ def test_training_report_is_whole(tmp_path, capsys):
     assert {"command", "commit", "hardware", "versions", "date", "aims"} < results.keys()
     assert results["matrix_flops_per_second"]["float32"] > 0
     for part, names in (
-        ("trainer", {"ours", "MarianMT"}),
+        ("trainer", {"packed", "sorted", "MarianMT"}),
         ("network", {"ours", "MarianMT"}),
         ("loss", {"ours", "plain", "torch"}),
     ):
@@ -443,6 +447,7 @@ def test_training_report_is_whole(tmp_path, capsys):
     assert ours["flops"] == pytest.approx(theirs["flops"], rel=0.1)
     rate = results["matrix_flops_per_second"]["float32"]
     assert ours["share_of_matrix_rate"] == ours["flops_per_second"] / rate
+    assert {ratio["peer"] for ratio in results["ratios"]["trainer"]} == {"sorted", "MarianMT"}
     assert {ratio["peer"] for ratio in results["ratios"]["loss"]} >= {"plain"}
     assert "ours over" in capsys.readouterr().out
 
@@ -506,10 +511,37 @@ def test_training_ratios_are_medians_and_aims_are_judged():
     ]
     ratios = training.compare(rows, "MarianMT")
     assert [(ratio["speed"], ratio["memory"]) for ratio in ratios] == [(3.0, 0.25)]
-    aims = training.judge({"trainer": ratios, "network": ratios})
+    args = training.parse_args(["--earlier", "0.1"])
+    aims = training.judge({"trainer": ratios, "network": ratios}, args)
     assert [aim["met"] for aim in aims] == [True, True, True]
     slower = [{**ratios[0], "speed": 1.3, "memory": 0.6}]
-    assert [aim["met"] for aim in training.judge({"trainer": slower})] == [False, False]
+    assert [aim["met"] for aim in training.judge({"trainer": slower}, args)] == [False, False]
+    earlier = {"trainer": [{**slower[0], "peer": "0.1"}]}
+    for size, met in (("base", True), ("tiny", False)):
+        args.size = size
+        assert [aim["met"] for aim in training.judge(earlier, args)] == [met]
+
+
+@pytest.mark.slow
+def test_an_earlier_version_trains_in_turns_with_this_one(corpus, tmp_path, monkeypatch):
+    git = ["git", "-C", str(BENCHMARKS.parent), "rev-parse", "HEAD"]
+    if subprocess.run(git, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this is no clone of the repository")
+    monkeypatch.setattr(base_model, "VOCAB_SIZE", 330)
+    monkeypatch.setattr(training, "TINY_VOCAB_SIZE", 330)
+    monkeypatch.setattr(training, "DEFAULT_MODEL", tmp_path)
+    report, spent = tmp_path / "training.json", tmp_path / "profile.json"
+    options = ["--quick", "--parts", "trainer", "--size", "tiny", "--earlier", "HEAD"]
+    training.main([*options, "--tokens", "64", "--json", str(report)])
+    rows = json.loads(report.read_text())["trainer"]
+    assert [row["name"] for row in rows] == ["packed", "sorted", "MarianMT", "HEAD"]
+    assert rows[1]["padding"] == rows[3]["padding"]
+    training.main([*options, "--tokens", "64", "--profile", str(spent)])
+    for row in json.loads(spent.read_text())["profiles"]:
+        assert row["calls"] > 100
+        assert row["operators"][0]["ms"] > row["operators"][-1]["ms"] > 0
+    with pytest.raises(SystemExit, match=r"--earlier nowhere: .*nowhere"):
+        training.main([*options, "--earlier", "nowhere"])
 
 
 def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
