@@ -27,7 +27,7 @@ from .modeling_vaswani import (
     VaswaniPreTrainedModel,
     refuse_inputs_of_other_half,
 )
-from .packing_vaswani import Packing, refuse_masks
+from .packing_vaswani import Packing, refuse_masks_and_caches
 
 
 def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
@@ -83,13 +83,14 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
             position_ids = _positions(attention_mask, inputs.shape[1])
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is not None and inputs is not None:
-            refuse_masks({"attention_mask": attention_mask})
+            given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
+            refuse_masks_and_caches(given)
             packing = Packing(boundaries, kwargs.get("max_length_q"))
             position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
+            use_cache = False
         # The mask tells the sentences of a packed batch apart by their positions, but only without
         # a cache.
-        positions_alone = position_ids is not None and attention_mask is None
-        if boundaries is not None or (use_cache is None and positions_alone):
+        if use_cache is None and position_ids is not None and attention_mask is None:
             use_cache = past_key_values is not None
         return self.decoder(
             input_ids,

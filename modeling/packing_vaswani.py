@@ -259,7 +259,7 @@ def takes_packed_batches(forward: Callable) -> Callable:
             _check_same_number(source, target)
         if len(arguments) != len(args) + len(kwargs):
             signature.bind(self, *args, **kwargs)  # raises Python's own error
-        refuse_masks(arguments)
+        refuse_masks_and_caches(arguments)
         arguments["attention_mask"] = source
         if target is not None:
             _prepare_decoder(self, arguments, target)
@@ -299,11 +299,11 @@ def _check_same_number(source: Packing, target: Packing) -> None:
         )
 
 
-def refuse_masks(arguments: Mapping[str, Any]) -> None:
-    """Refuse a mask beside the boundaries of a packed batch.
+def refuse_masks_and_caches(arguments: Mapping[str, Any]) -> None:
+    """Refuse masks and caches beside the boundaries of a packed batch.
 
     Raises:
-        ValueError: `attention_mask` or `decoder_attention_mask` is given.
+        ValueError: `attention_mask`, `decoder_attention_mask` or `past_key_values` is given.
     """
     for name in ("attention_mask", "decoder_attention_mask"):
         if arguments.get(name) is not None:
@@ -311,6 +311,11 @@ def refuse_masks(arguments: Mapping[str, Any]) -> None:
                 f"A packed batch has no padding, but {name} is given with cu_seq_lens_q: leave "
                 f"{name} out, or pad the batch and leave cu_seq_lens_q out."
             )
+    if arguments.get("past_key_values") is not None:
+        raise ValueError(
+            "A packed batch has whole sentences, but past_key_values is given with cu_seq_lens_q: "
+            "leave one of them out."
+        )
 
 
 def _prepare_decoder(model: Any, arguments: dict[str, Any], target: Packing) -> None:
@@ -352,6 +357,6 @@ __all__ = [
     "causal_mask",
     "decoder_inputs",
     "position_encodings",
-    "refuse_masks",
+    "refuse_masks_and_caches",
     "takes_packed_batches",
 ]

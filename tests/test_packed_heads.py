@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_packing import assert_same_learning, real
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, DynamicCache
 
 from vaswani import (
     VaswaniDecoderConfig,
@@ -136,6 +136,18 @@ def test_wrong_boundaries_of_texts_are_refused(changes, complaint):
     batch = {"input_ids": torch.arange(4, 11)[None], "cu_seq_lens_q": torch.tensor([0, 3, 7])}
     with pytest.raises(ValueError, match=complaint):
         model(**{**batch, **changes})
+
+
+def test_a_packed_batch_with_a_cache_is_refused(tiny_model):
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    language_model = VaswaniForCausalLM(VaswaniDecoderConfig(vocab_size=19, d_model=16, **sizes))
+    batch = {"input_ids": torch.arange(4, 11)[None], "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    both = {**batch, "decoder_cu_seq_lens_q": batch["cu_seq_lens_q"]}
+    both["decoder_input_ids"] = batch["input_ids"]
+    for model, packed in ((language_model, batch), (tiny_model(), both)):
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match="past_key_values is given with cu_seq_lens_q"):
+            model(**packed, past_key_values=cache)
 
 
 def test_positions_of_padding_are_no_packed_batch(head):
