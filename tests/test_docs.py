@@ -102,6 +102,9 @@ def run_blocks(page, without=None, smaller=None, names=None):
     return names
 
 
+PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm")}
+
+
 def results_of(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
@@ -430,6 +433,39 @@ def test_training_speed_comes_from_its_results_file():
             for row in rows
         ]
         assert cells == [*speeds, f"{rows[2]['peak_mb'] / 1024:.1f} GB"]
+
+
+def test_training_compared_with_version_0_1_comes_from_its_results_files():
+    page, expected, bounds = DOCS["results"], [], []
+    for size in ("tiny", "base"):
+        results, spent = (
+            results_of(f"training-{size}-avx2"),
+            results_of(f"training-profile-{size}-avx2"),
+        )
+        assert {results["command"], spent["command"]} <= set(page.commands())
+        speeds = {row["name"]: f"{row['tokens_per_second']:,.0f}" for row in results["trainer"]}
+        ratios = {ratio["peer"]: ratio for ratio in results["ratios"]["trainer"]}
+        (passes,) = results["ratios"]["network"]
+        numbers = [ratios["55ba48e"]["speed"], ratios["MarianMT"]["speed"]]
+        numbers += [ratios["MarianMT"]["memory"], passes["speed"]]
+        names = ("packed", "sorted", "55ba48e", "MarianMT")
+        expected.append(
+            [size, *(speeds[name] for name in names), *(f"{number:.2f}" for number in numbers)]
+        )
+        met = [aim["aim"] for aim in results["aims"] if aim["met"] and "trainer" not in aim["aim"]]
+        assert met == [f"speed, network, {size}, float32, against MarianMT"] * (size == "tiny")
+        assert not any(aim["met"] for aim in results["aims"] if "55ba48e" in aim["aim"])
+        (earlier,) = (row for row in spent["profiles"] if row["name"] == "55ba48e")
+        products = sum(one["ms"] for one in earlier["operators"] if one["name"] in PRODUCTS)
+        bounds.append((products / earlier["ms"], earlier["ms"] / products))
+    assert page.rows("size | packed | sorted | 0.1") == expected
+    (tiny, tiny_bound), (base, base_bound) = bounds
+    assert (
+        f"{tiny:.0%} of an update of version 0.1 at tiny size and {base:.0%} at base" in page.words
+    )
+    assert f"would be {tiny_bound:.2f} and {base_bound:.2f} times as fast" in page.words
+    (share,) = (row["share_of_matrix_rate"] for row in results["network"] if row["name"] == "ours")
+    assert f"base size reach {share:.0%} of the rate of large matrix products" in page.words
 
 
 def test_costs_of_data_come_from_their_results_file():

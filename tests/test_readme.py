@@ -9,6 +9,7 @@ from documents import ROOT, Page, converter_call, printed_by
 from num2words import num2words
 from vaswani.commands.main import main
 
+PRECISIONS = ("float32", "bfloat16")
 PAGE = Page(ROOT / "README.md")
 COMMANDS = PAGE.commands()
 SETUP = [
@@ -59,8 +60,9 @@ def test_conversions_are_understood_by_their_converters(monkeypatch):
 def test_results_come_from_results_files():
     rows = {}
     for *cells, link in PAGE.rows("task | result"):
-        (path,) = re.findall(r"\((benchmarks/results/[\w-]+\.json)\)", link)
-        rows[path.split("/")[-1]] = cells, json.loads((ROOT / path).read_text(encoding="utf-8"))
+        path, *others = re.findall(r"\((benchmarks/results/[\w-]+\.json)\)", link)
+        found = [json.loads((ROOT / file).read_text(encoding="utf-8")) for file in (path, *others)]
+        rows[path.split("/")[-1]] = cells, found if others else found[0]
     assert len(rows) == 3
     (_, bleu, _), results = rows["multi30k-tiny-r-drop.json"]
     assert bleu == f"{results['test']['mean']:.2f} BLEU, mean of {len(results['runs'])} seeds"
@@ -71,13 +73,19 @@ def test_results_come_from_results_files():
     seeds = len(results["runs"])
     single = f"{mean:.2f}% word error rate, mean of {seeds} seeds"
     assert errors == f"{single}; {voted:.2f}% by majority vote of the seeds"
-    (_, speed, _), results = rows["training.json"]
-    ratios = {
-        ratio["precision"]: ratio["speed"]
+    (_, speed, _), hosts = rows["training.json"]
+    ratios = [
+        (ratio["precision"], f"{ratio['speed']:.2f}")
+        for results in hosts
         for ratio in results["ratios"]["trainer"]
-        if ratio["tokens_per_batch"] == 4096
-    }
-    assert speed == ", ".join(f"{value:.2f} times in {name}" for name, value in ratios.items())
+        if (ratio["peer"], ratio["tokens_per_batch"]) == ("MarianMT", 4096)
+    ]
+    single, half = ([value for name, value in ratios if name == kind] for kind in PRECISIONS)
+    assert speed == (
+        f"{' and '.join(single)} times in float32 on two hosts, {' and '.join(half)} times in "
+        "bfloat16 on one"
+    )
+    assert (len(single), len(half)) == (2, 1)
 
 
 def test_decoding_speed_has_the_ranges_over_hosts():
