@@ -110,14 +110,14 @@ def folded(pairs: Pairs, vocab_size: int) -> Pairs:
 
 
 def take_turns(
-    workers: dict[tuple[str, str], Worker], jobs: list[tuple[Any, ...]], rounds: int
+    workers: dict[tuple[str, str], Any], jobs: list[tuple[int, int]], rounds: int
 ) -> list[dict[str, Any]]:
-    """Let every worker do every job in turn, round after round.
+    """Let every worker do every job (tokens, updates) in turn, round after round.
 
     A worker that dies, for example for lack of memory, gets no more jobs. Its row says why.
     """
     rows = []
-    for job in jobs:
+    for tokens, updates in jobs:
         taken: dict[tuple[str, str], list[dict[str, float]]] = {
             contender: [] for contender in workers
         }
@@ -127,12 +127,12 @@ def take_turns(
             for contender in order:
                 time.sleep(PAUSE)
                 try:
-                    taken[contender].append(workers[contender](*job))
+                    taken[contender].append(workers[contender](tokens, updates))
                 except RuntimeError as error:
                     del workers[contender]
                     row = dict(zip(("name", "precision"), contender, strict=True))
-                    rows.append({**row, "tokens_per_batch": job[-2], "died": str(error)})
-                    print(f"{contender[0]:10}{contender[1]:10}{job[-2]:8}  {error}", flush=True)
+                    rows.append({**row, "tokens_per_batch": tokens, "died": str(error)})
+                    print(f"{contender[0]:10}{contender[1]:10}{tokens:8}  {error}", flush=True)
         for (name, precision), measured in taken.items():
             if (name, precision) not in workers:
                 continue
@@ -141,7 +141,7 @@ def take_turns(
             row = {
                 "name": name,
                 "precision": precision,
-                "tokens_per_batch": job[-2],
+                "tokens_per_batch": tokens,
                 "tokens_per_second": statistics.median(speeds),
                 "rounds": speeds,
                 "peak_mb": max(one["peak_mb"] for one in measured),

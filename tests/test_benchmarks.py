@@ -549,13 +549,13 @@ def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
         def __init__(self, most):
             self.most = most
 
-        def __call__(self, part, tokens, updates):
+        def __call__(self, tokens, updates):
             if tokens > self.most:
                 raise RuntimeError("its process ended with exit code -9")
             return {"seconds": 1.0, "tokens": tokens, "peak_mb": 1.0}
 
     workers = {("ours", "float32"): Contender(9000), ("MarianMT", "float32"): Contender(5000)}
-    rows = training.take_turns(workers, [("trainer", tokens, 1) for tokens in (4096, 8192)], 2)
+    rows = training.take_turns(workers, [(4096, 1), (8192, 1)], 2)
     assert [row.get("died") for row in rows] == [
         None,
         None,
