@@ -41,9 +41,9 @@ class BatchingContender:
         self.model.to(device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
-    def __call__(self, tokens: int, updates: int) -> dict[str, float]:
-        """Measure updates with `tokens` real tokens each."""
-        batches = self.batches(tokens, updates + 2)
+    def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
+        """Measure updates with `tokens` real tokens each, in an order by `seed`."""
+        batches = self.batches(tokens, updates + 2, seed)
         self.memory.now()
         self.memory.forget()
         self.update(batches[:2])
@@ -57,11 +57,12 @@ class BatchingContender:
             "peak_mb": self.memory.peak() - self.before,
         }
 
-    def batches(self, tokens: int, number: int) -> list[dict[str, Any]]:
-        """Return the first batches of an epoch."""
+    def batches(self, tokens: int, number: int, seed: int) -> list[dict[str, Any]]:
+        """Return the first batches of an epoch, in an order by `seed`."""
         sources, targets = self.pairs
         kind = TokenBatchSampler if self.name == "sorted" else PackedBatchSampler
-        plan = list(kind([tuple(map(len, pair)) for pair in zip(*self.pairs, strict=True)], tokens))
+        lengths = [tuple(map(len, pair)) for pair in zip(*self.pairs, strict=True)]
+        plan = list(kind(lengths, tokens, seed=seed))
         batches = []
         for rows in plan[:number]:
             batch = padded([sources[row] for row in rows], [targets[row] for row in rows])

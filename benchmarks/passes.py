@@ -59,12 +59,12 @@ class NetworkContender:
         self.model: Any = ours if name == "ours" else to_marian(ours)
         self.model.to(device).train()
 
-    def __call__(self, tokens: int, updates: int) -> dict[str, float]:
-        """Measure passes of batches of so many tokens."""
+    def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
+        """Measure passes of batches of so many tokens, in an order by `seed`."""
         self.model.zero_grad(set_to_none=True)
         self.memory.now()
         self.memory.forget()
-        measured = self._passes(tokens, updates)
+        measured = self._passes(tokens, updates, seed)
         measured["peak_mb"] = self.memory.peak() - self.before
         self.model.zero_grad(set_to_none=True)
         self.memory.now()  # gives back what the next contender may need
@@ -83,10 +83,11 @@ class NetworkContender:
         outputs = self.model(**inputs)
         return LabelSmoother(epsilon=SMOOTHING)(outputs, labels)
 
-    def _passes(self, tokens: int, updates: int) -> dict[str, float]:
+    def _passes(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
         sources, targets = self.pairs
         batches = []
-        for rows in list(TokenBatchSampler(lengths_of(self.pairs), tokens))[: updates + 1]:
+        sampler = TokenBatchSampler(lengths_of(self.pairs), tokens, seed=seed)
+        for rows in list(sampler)[: updates + 1]:
             batch = padded([sources[i] for i in rows], [targets[i] for i in rows])
             batches.append({name: tensor.to(self.device) for name, tensor in batch.items()})
 
@@ -99,16 +100,19 @@ class NetworkContender:
 
         work(batches[:1])
         seconds = timed(lambda: work(batches[1:]))
-        labels = [batch["labels"] for batch in batches[1:]]
+        sizes = [batch["input_ids"].numel() + batch["labels"].numel() for batch in batches[1:]]
         with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
             work(batches[1:2])
-        first = labels[0].numel()
-        numbers = sum(label.numel() for label in labels)
+        real = {
+            name: sum(int((batch[name] != padding).sum()) for batch in batches[1:])
+            for name, padding in (("attention_mask", 0), ("labels", -100))
+        }
         return {
             "seconds": seconds,
-            "tokens": sum(int((label != -100).sum()) for label in labels),
-            "padding": 1 - sum(int((label != -100).sum()) for label in labels) / numbers,
-            "flops": counter.get_total_flops() * numbers / first,
+            "tokens": real["labels"],
+            "source_tokens": real["attention_mask"],
+            "padding": 1 - sum(real.values()) / sum(sizes),
+            "flops": counter.get_total_flops() * sum(sizes) / sizes[0],
         }
 
 
@@ -130,8 +134,9 @@ class LossContender:
         if name == "torch" and not hasattr(F, "linear_cross_entropy"):
             raise RuntimeError(f"torch {torch.__version__} has no linear_cross_entropy")
 
-    def __call__(self, tokens: int, updates: int) -> dict[str, float]:
-        """Measure forward and backward passes of so many tokens."""
+    def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
+        """Measure forward and backward passes of so many tokens, which are random by `seed`."""
+        torch.manual_seed(seed)
         states = torch.randn(tokens, 512, device=self.device, requires_grad=True)
         targets = torch.randint(0, VOCAB_SIZE, (tokens,), device=self.device)
 

@@ -1,20 +1,20 @@
 r"""Training speed and memory against MarianMTModel and earlier versions, in one run.
 
-    python benchmarks/training.py                     all tables: most of an hour on two cores
-    python benchmarks/training.py --quick             small batches, float32: under a minute
+    python benchmarks/training.py                     all tables: hours on two cores
+    python benchmarks/training.py --quick             small batches, float32: a few minutes
     python benchmarks/training.py --earlier 55ba48e   version 0.1 trains, too
     python benchmarks/training.py --json results.json --device cuda
     python benchmarks/training.py --profile FILE      where an update spends its time
 
-Models have random weights, and train on Multi30k (English-German). Size "base" is the paper's base
-size with 37,000 tokens and dropout 0.1. Size "tiny" is that of `vaswani train --preset tiny` with
-the 10,000 tokens of the recipe multi30k-packed. Label smoothing is 0.1. There are four
-measurements:
+The models start from random weights, and train on Multi30k (English-German). Size "base" is the
+paper's base size with 37,000 tokens and dropout 0.1. Size "tiny" is that of the recipe
+multi30k-packed: `vaswani train --preset tiny` with 10,000 tokens and dropout 0.3. Label smoothing
+is 0.1. There are four measurements:
 
 "trainer": a run as a user starts it. "packed" and "sorted" are the batches of VaswaniTrainer, with
 a budget of real and of padded tokens. MarianMT is Seq2SeqTrainer(label_smoothing_factor=0.1) with
-random batches of as many sentences as "sorted" has on average. A commit of `--earlier` trains with
-"sorted" batches. Speed counts real target tokens, not padding.
+random batches of as many sentences as "sorted" has on average. The package at each commit of
+`--earlier` trains with sorted batches. Speed counts real target tokens, not padding.
 
 "network": forward and backward passes without an optimizer. Both models get our batches.
 
@@ -23,13 +23,13 @@ take turns: plain (logits, then torch's cross_entropy), ours, and torch's linear
 last one runs without label smoothing, because it has none when it works in chunks.
 
 "batching": updates of our model with equal numbers of real tokens. The batches are packed random
-sentences, padded random sentences, and padded sorted sentences.
+sentences, padded random sentences, and padded sorted sentences. "tiny" has 8,000 tokens here.
 
 Every contender has a process of its own, in "trainer" a new one for each turn. The contenders take
-turns in every round, so that a slow minute of the machine affects all of them. Times are medians
-over rounds. A ratio is the median over rounds of the peer's time per token divided by ours. Memory
-is the peak of the process minus its memory before it had a model. It includes weights, gradients
-and, in "trainer", Adam's averages.
+turns in every round, so that a slow minute of the machine affects all of them. Each round has
+other batches. Times are medians over rounds. A ratio is the median over rounds of the peer's time
+per token divided by ours. Memory is the peak of the process minus its memory before it had a model.
+It includes weights, gradients and, in "trainer", Adam's averages.
 """
 
 import argparse
@@ -75,9 +75,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, help="turns of every contender (default: 3, 1 with --quick)")
     add("--updates", type=int, help="in a turn (default: 4, 1 with --quick)")
     add("--parts", nargs="+", choices=PARTS, help="default: all but batching")
-    add("--size", choices=("tiny", "base"), help="default: base, for batching tiny")
-    add("--earlier", nargs="+", default=[], metavar="COMMIT", help="versions that train, too")
-    add("--profile", type=Path, metavar="FILE", help="only write where updates spend their time")
+    add("--size", choices=("tiny", "base"), help="default: base; tiny for batching")
+    add(
+        "--earlier",
+        nargs="+",
+        default=[],
+        metavar="COMMIT",
+        help="versions whose trainer takes part",
+    )
+    add("--profile", type=Path, metavar="FILE", help="only write the operators of an update")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
@@ -93,11 +99,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def fields_of(size: str) -> dict[str, Any]:
+def fields_of(part: str, size: str) -> dict[str, Any]:
     """Return the fields of a configuration of `size` that differ from the base size."""
     if size == "base":
         return {"vocab_size": VOCAB_SIZE}
-    return {"vocab_size": TINY_VOCAB_SIZE, **settings(PRESETS["tiny"]["set"])}
+    tiny = PRESETS["tiny"]
+    number = tiny["vocab_size"] if part == "batching" else TINY_VOCAB_SIZE
+    return {"vocab_size": number, **settings(tiny["set"])}
+
+
+def size_of(part: str, args: argparse.Namespace) -> str:
+    """Return the size of the models of a part."""
+    return args.size or ("tiny" if part == "batching" else "base")
 
 
 def folded(pairs: Pairs, vocab_size: int) -> Pairs:
@@ -127,7 +140,7 @@ def take_turns(
             for contender in order:
                 time.sleep(PAUSE)
                 try:
-                    taken[contender].append(workers[contender](tokens, updates))
+                    taken[contender].append(workers[contender](tokens, updates, turn))
                 except RuntimeError as error:
                     del workers[contender]
                     row = dict(zip(("name", "precision"), contender, strict=True))
@@ -137,13 +150,21 @@ def take_turns(
             if (name, precision) not in workers:
                 continue
             speeds = [one["tokens"] / one["seconds"] for one in measured]
-            more = {key: measured[0][key] for key in ("padding", "flops") if key in measured[0]}
+            more = {
+                key: statistics.mean(one[key] for one in measured)
+                for key in ("padding", "flops")
+                if key in measured[0]
+            }
             row = {
                 "name": name,
                 "precision": precision,
                 "tokens_per_batch": tokens,
                 "tokens_per_second": statistics.median(speeds),
                 "rounds": speeds,
+                "tokens_of_rounds": [
+                    {key: one[key] for key in ("source_tokens", "tokens") if key in one}
+                    for one in measured
+                ],
                 "peak_mb": max(one["peak_mb"] for one in measured),
                 **more,
             }
@@ -189,12 +210,15 @@ def compare(rows: list[dict[str, Any]], peer: str, own: str = "ours") -> list[di
         if name != peer or ours is None:
             continue
         pairs = zip(ours["rounds"], theirs["rounds"], strict=True)
+        speeds = [mine / other for mine, other in pairs]
         ratios.append(
             {
+                "own": own,
                 "peer": peer,
                 "precision": precision,
                 "tokens_per_batch": tokens,
-                "speed": statistics.median(mine / other for mine, other in pairs),
+                "speed": statistics.median(speeds),
+                "speed_of_rounds": speeds,
                 "memory": ours["peak_mb"] / theirs["peak_mb"],
             }
         )
@@ -203,8 +227,9 @@ def compare(rows: list[dict[str, Any]], peer: str, own: str = "ours") -> list[di
 
 def judge(ratios: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> list[dict]:
     """Compare the ratios with our aims for 4096 tokens."""
-    size, aims = args.size or "base", []
+    aims = []
     for part, found in ratios.items():
+        size = size_of(part, args)
         for ratio in found:
             if ratio["tokens_per_batch"] != 4096:
                 continue
@@ -234,18 +259,27 @@ def write_profile(contenders: dict[tuple[str, str], TrainingProcess], args: Any)
     """Profile one update of each contender, print its operators, and write them to a file."""
     profiles = []
     for (name, precision), contender in contenders.items():
-        found = contender(args.tokens[-1], 1, profiled=True)["operators"]
+        measured = contender(args.tokens[-1], 1, seed=0, profiled=True)
+        found = measured["operators"]
         total = {
-            "ms": round(sum(one["ms"] for one in found), 1),
-            "calls": sum(one["calls"] for one in found if one["name"].startswith("aten::")),
+            "ms": round(sum(operator["ms"] for operator in found), 1),
+            "calls": sum(
+                operator["calls"] for operator in found if operator["name"].startswith("aten::")
+            ),
+            **{key: measured[key] for key in ("source_tokens", "tokens", "padding")},
         }
         print(f"\n{name} {precision}: {total['ms']:.0f} ms, {total['calls']} operator calls")
-        for one in found[:PROFILED]:
-            share = one["ms"] / total["ms"]
-            print(f"{one['name']:48.48}{one['calls']:8}{one['ms']:10.1f} ms{share:7.1%}")
+        for operator in found[:PROFILED]:
+            name_and_calls = f"{operator['name']:48.48}{operator['calls']:8}"
+            share = operator["ms"] / total["ms"]
+            print(f"{name_and_calls}{operator['ms']:10.1f} ms{share:7.1%}")
         row = {"name": name, "precision": precision, **total, "operators": found[:PROFILED]}
         profiles.append(row)
-    about = {"device": args.device, "size": args.size, "tokens_per_batch": args.tokens[-1]}
+    about = {
+        "device": args.device,
+        "size": size_of("trainer", args),
+        "tokens_per_batch": args.tokens[-1],
+    }
     args.profile.parent.mkdir(parents=True, exist_ok=True)
     args.profile.write_text(
         json.dumps({**circumstances(), **about, "profiles": profiles}, indent=1) + "\n",
@@ -259,7 +293,7 @@ def contenders_of(
     """Start the contenders of a part, with a folder `work` for their files."""
     if part == "loss":
         return start(LossContender, LOSSES, args)
-    fields = fields_of(args.size or ("tiny" if part == "batching" else "base"))
+    fields = fields_of(part, size_of(part, args))
     pairs = folded(pairs, fields["vocab_size"])
     if part == "batching":
         return start(BatchingContender, BATCHINGS, args, pairs, fields)
@@ -287,25 +321,25 @@ def main(argv: list[str] | None = None) -> None:
     sources, targets = (tokenizer(read_lines("train", side))["input_ids"] for side in ("en", "de"))
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        for commit in args.earlier:
-            write_commit(commit, work / commit)
+        commits = {commit: write_commit(commit, work / commit) for commit in args.earlier}
         if args.profile:
             write_profile(contenders_of("trainer", args, (sources, targets), work), args)
         else:
-            measure_parts(args, (sources, targets), work)
+            measure_parts(args, (sources, targets), commits, work)
 
 
-def measure_parts(args: argparse.Namespace, pairs: Pairs, work: Path) -> None:
+def measure_parts(
+    args: argparse.Namespace, pairs: Pairs, commits: dict[str, str], work: Path
+) -> None:
     """Measure the parts of the command line, print tables, and write the results file."""
+    rates: dict[str, list[float]] = {precision: [] for precision in args.precisions}
     results: dict[str, Any] = {
         **circumstances(),
         "device": args.device,
-        "size": args.size,
+        "sizes": {part: size_of(part, args) for part in args.parts if part != "loss"},
+        "earlier": commits,
         "rounds": args.rounds,
         "updates": args.updates,
-        "matrix_flops_per_second": {
-            precision: matrix_rate(args.device, precision) for precision in args.precisions
-        },
     }
     ratios: dict[str, list[dict[str, Any]]] = {}
     for part in PARTS:
@@ -314,21 +348,26 @@ def measure_parts(args: argparse.Namespace, pairs: Pairs, work: Path) -> None:
         workers = contenders_of(part, args, pairs, work)
         print(f"\n{part}\n{'name':10}{'precision':10}{'tokens':>8}{'tokens/s':>12}{'peak MB':>10}")
         jobs = [(tokens, args.updates) for tokens in args.tokens]
+        for precision, measured in rates.items():
+            measured.append(matrix_rate(args.device, precision))
         results[part] = take_turns(workers, jobs, args.rounds)
-        for row in results[part]:
-            if "flops_per_second" in row:
-                rate = results["matrix_flops_per_second"][row["precision"]]
-                row["share_of_matrix_rate"] = row["flops_per_second"] / rate
-                print(
-                    f"{row['name']:10}{row['precision']:10}{row['tokens_per_batch']:8}  "
-                    f"{row['share_of_matrix_rate']:.0%} of the rate of large matrix products",
-                    flush=True,
-                )
+        for precision, measured in rates.items():
+            measured.append(matrix_rate(args.device, precision))
         own = "packed" if part in ("trainer", "batching") else "ours"
         peers = dict.fromkeys(row["name"] for row in results[part] if row["name"] != own)
         ratios[part] = [ratio for peer in peers for ratio in compare(results[part], peer, own)]
         for worker in workers.values():
             worker.close()
+    # A slow moment of the machine would make the share too large.
+    results["matrix_flops_per_second"] = {name: max(found) for name, found in rates.items()}
+    for row in results.get("network", []):
+        if "flops_per_second" in row:
+            rate = results["matrix_flops_per_second"][row["precision"]]
+            row["share_of_matrix_rate"] = row["flops_per_second"] / rate
+            print(
+                f"{row['name']:10}{row['precision']:10}{row['tokens_per_batch']:8}  "
+                f"{row['share_of_matrix_rate']:.0%} of the rate of large matrix products"
+            )
     results |= {"ratios": ratios, "aims": judge(ratios, args)}
     print(f"\n{'ours over':22}{'precision':10}{'tokens':>8}{'speed':>8}{'memory':>8}")
     for part, found in ratios.items():

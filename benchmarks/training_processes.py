@@ -14,6 +14,8 @@ from typing import Any
 from training_run import Job
 from vaswani.corpora.token_batches import TokenBatchSampler
 
+import vaswani
+
 
 class TrainingProcess:
     """Trains for each measurement in a new process, with this package or an earlier version of it.
@@ -29,57 +31,62 @@ class TrainingProcess:
     ) -> None:
         self.job, self.lengths, self.package = job, lengths, package
 
-    def __call__(self, tokens: int, updates: int, profiled: bool = False) -> dict[str, Any]:
-        """Measure updates with batches of so many tokens."""
+    def __call__(
+        self, tokens: int, updates: int, seed: int, profiled: bool = False
+    ) -> dict[str, Any]:
+        """Measure updates with batches of so many tokens, in an order by `seed`."""
         sentences = round(len(self.lengths) / len(TokenBatchSampler(self.lengths, tokens)))
-        changes = {"tokens": tokens, "sentences": sentences, "updates": updates}
+        changes = {"tokens": tokens, "sentences": sentences, "updates": updates, "seed": seed}
         return run_alone(dataclasses.replace(self.job, **changes, profiled=profiled), self.package)
-
-    def wait(self) -> None:
-        """Return at once: a process starts with each measurement."""
 
     def close(self) -> None:
         """Return at once: a process ends with its measurement."""
 
 
 def run_alone(job: Job, package: Path | None) -> dict[str, Any]:
-    """Run training_run.py, with the package in a folder if one is given.
+    """Run training_run.py, with the package in a folder, or with the one of this process.
 
     Raises:
-        RuntimeError: the process died, or it trained with another package.
+        RuntimeError: the process died, or it imported another package too.
     """
     program = Path(__file__).with_name("training_run.py")
-    variables = {} if package is None else {"PYTHONPATH": str(package)}
+    package = package or Path(vaswani.__file__).resolve().parent.parent
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         given, report = Path(folder) / "job.json", Path(folder) / "report.json"
         given.write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         run = subprocess.run(
             [sys.executable, str(program), str(given), str(report)],
-            env={**os.environ, **variables},
+            env={**os.environ, "PYTHONPATH": path},
             cwd=folder,
             capture_output=True,
             text=True,
             check=False,
         )
         if run.returncode != 0:
-            last = run.stderr.strip().splitlines()[-1:]
-            raise RuntimeError(f"its process ended with exit code {run.returncode} {last}")
+            last = "".join(run.stderr.strip().splitlines()[-1:])
+            raise RuntimeError(f"the training ended with exit code {run.returncode}: {last}")
         measured = json.loads(report.read_text(encoding="utf-8"))
-    if package is not None and not Path(measured["package"]).is_relative_to(package):
-        raise RuntimeError(f"it trained with {measured['package']}")
+    for file in measured.pop("files"):
+        if not Path(file).is_relative_to(package):
+            raise RuntimeError(f"the training imported {file}, which is not in {package}")
     return measured
 
 
-def write_commit(commit: str, folder: Path) -> None:
-    """Write the files of a commit of this repository to a new folder.
+def write_commit(commit: str, folder: Path) -> str:
+    """Write the files of a commit of this repository to a new folder, and return its hash.
 
     Raises:
         SystemExit: git knows no such commit.
     """
     root = Path(__file__).resolve().parent.parent
-    command = ["git", "-C", str(root), "archive", "--format=tar", commit]
-    run = subprocess.run(command, capture_output=True, check=False)
+    git = ["git", "-C", str(root)]
+    run = subprocess.run(
+        [*git, "archive", "--format=tar", commit], capture_output=True, check=False
+    )
     if run.returncode != 0:
         raise SystemExit(f"--earlier {commit}: {run.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(run.stdout)) as archive:
         archive.extractall(folder, filter="data")
+    found = subprocess.run([*git, "rev-parse", commit], capture_output=True, check=True, text=True)
+    return found.stdout.strip()

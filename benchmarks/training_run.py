@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -28,7 +29,6 @@ from transformers.utils import logging
 from vaswani.training.trainer import VaswaniTrainer
 from worker import PeakMemory, synchronize
 
-import vaswani
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
 SMOOTHING = 0.1
@@ -47,6 +47,7 @@ class Job:
         tokens: budget of a batch, on either side.
         sentences: number of sentences in a batch of MarianMT.
         updates: how many count. Two more come before them.
+        seed: of the order of the pairs.
         profiled: whether to report the operators of the updates, which takes time.
     """
 
@@ -60,23 +61,36 @@ class Job:
     tokens: int = 0
     sentences: int = 0
     updates: int = 0
+    seed: int = 0
     profiled: bool = False
 
 
 class CountingCollator:
-    """Wraps a collator, and counts the real and the padded target tokens of each batch."""
+    """Wraps a collator, and counts the real tokens of each batch."""
 
     def __init__(self, collator: Callable) -> None:
         self.collator = collator
-        self.real: list[int] = []
-        self.all: list[int] = []
+        self.sources: list[int] = []
+        self.targets: list[int] = []
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Collate rows and count."""
         batch = self.collator(rows)
-        self.real.append(int((batch["labels"] != -100).sum()))
-        self.all.append(batch["labels"].numel())
+        self.sources.append(int(batch["attention_mask"].sum()))
+        self.targets.append(int((batch["labels"] != -100).sum()))
         return batch
+
+
+class PositionCounter:
+    """Counts the positions that a model computes in each forward pass, on both sides."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.positions: list[int] = []
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model: Any, args: Any, inputs: dict[str, torch.Tensor]) -> None:
+        target = inputs["labels"] if "labels" in inputs else inputs["decoder_input_ids"]
+        self.positions.append(inputs["input_ids"].numel() + target.numel())
 
 
 class Clock(TrainerCallback):
@@ -112,9 +126,12 @@ class Clock(TrainerCallback):
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Train, and return seconds, real target tokens, padding and peak memory of the updates.
+    """Train, and measure the updates.
 
-    "package" is the file of the package that trained.
+    Returns:
+        "seconds"; "tokens" and "source_tokens", real ones; "padding", the share of padded
+        positions on both sides; "peak_mb"; "files" of the package's modules; and "operators" if
+        they are profiled.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -124,6 +141,8 @@ def measure(job: Job) -> dict[str, Any]:
         {"input_ids": source, "attention_mask": [1] * len(source), "labels": target}
         for source, target in zip(*json.loads(Path(job.pairs).read_text()), strict=True)
     ]
+    if job.name == "MarianMT":  # imported here, before the memory is measured
+        from vaswani.conversion.to_marian import to_marian  # 0.1 has it elsewhere
     memory = PeakMemory(job.device)
     before = memory.now()
     model: Any = VaswaniForConditionalGeneration(VaswaniConfig.preset("base", **job.fields))
@@ -133,8 +152,6 @@ def measure(job: Job) -> dict[str, Any]:
     if job.name == "packed":
         own["batching"] = "packed"
     elif job.name == "MarianMT":
-        from vaswani.conversion.to_marian import to_marian  # 0.1 has it elsewhere
-
         model, own, trainer = to_marian(model), {}, Seq2SeqTrainer
         arguments["per_device_train_batch_size"] = job.sentences
         arguments["label_smoothing_factor"] = SMOOTHING
@@ -146,11 +163,13 @@ def measure(job: Job) -> dict[str, Any]:
     clock = Clock(job.updates, profiler)
     tokenizer = VaswaniTokenizer.from_pretrained(job.tokenizer)
     collator = CountingCollator(DataCollatorForSeq2Seq(tokenizer, model=model))
+    counter = PositionCounter(model)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         arguments |= {
             "output_dir": folder,
             "max_steps": clock.last,
             "learning_rate": 1e-5,
+            "seed": job.seed,
             "bf16": job.precision == "bfloat16",
             "use_cpu": job.device == "cpu",
             "report_to": "none",
@@ -167,23 +186,32 @@ def measure(job: Job) -> dict[str, Any]:
             **own,
         ).train()
     counted = slice(clock.WARM_UP, clock.last)
-    real = sum(collator.real[counted])
+    sources, targets = sum(collator.sources[counted]), sum(collator.targets[counted])
     return {
         "seconds": clock.seconds,
-        "tokens": real,
-        "padding": 0.0 if job.name == "packed" else 1 - real / sum(collator.all[counted]),
+        "tokens": targets,
+        "source_tokens": sources,
+        "padding": 1 - (sources + targets) / sum(counter.positions[counted]),
         "peak_mb": memory.peak() - before,
-        "package": vaswani.__file__,
+        "files": package_files(),
         **({"operators": operators(profiler, job.device)} if profiler else {}),
     }
+
+
+def package_files() -> list[str]:
+    """Return the files of all imported modules of the package."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "vaswani"]
+    return sorted(file for module in modules if (file := getattr(module, "__file__", None)))
 
 
 def operators(recorded: profile, device: str) -> list[dict[str, Any]]:
     """Return the operators of a profile, by the milliseconds that each takes itself."""
     spent = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     found = [
         {"name": event.key, "calls": event.count, "ms": round(getattr(event, spent) / 1000, 3)}
         for event in recorded.key_averages()
+        if event.device_type == kind
     ]
     return sorted(found, key=lambda operator: -operator["ms"])
 

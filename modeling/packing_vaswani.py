@@ -314,7 +314,8 @@ def refuse_masks_and_caches(arguments: Mapping[str, Any]) -> None:
     if arguments.get("past_key_values") is not None:
         raise ValueError(
             "A packed batch has whole sentences, but past_key_values is given with cu_seq_lens_q: "
-            "leave one of them out."
+            "leave one of them out. PEFT's prefix tuning passes a cache: train it with padded "
+            "batches."
         )
 
 

@@ -447,7 +447,10 @@ def test_training_report_is_whole(tmp_path, capsys):
     assert ours["flops"] == pytest.approx(theirs["flops"], rel=0.1)
     rate = results["matrix_flops_per_second"]["float32"]
     assert ours["share_of_matrix_rate"] == ours["flops_per_second"] / rate
-    assert {ratio["peer"] for ratio in results["ratios"]["trainer"]} == {"sorted", "MarianMT"}
+    packed, _, marian = results["trainer"]
+    assert packed["padding"] == 0 < marian["padding"]
+    pairs = {(ratio["own"], ratio["peer"]) for ratio in results["ratios"]["trainer"]}
+    assert pairs == {("packed", "sorted"), ("packed", "MarianMT")}
     assert {ratio["peer"] for ratio in results["ratios"]["loss"]} >= {"plain"}
     assert "ours over" in capsys.readouterr().out
 
@@ -535,13 +538,31 @@ def test_an_earlier_version_trains_in_turns_with_this_one(corpus, tmp_path, monk
     training.main([*options, "--tokens", "64", "--json", str(report)])
     rows = json.loads(report.read_text())["trainer"]
     assert [row["name"] for row in rows] == ["packed", "sorted", "MarianMT", "HEAD"]
+    assert rows[0]["padding"] == 0
     assert rows[1]["padding"] == rows[3]["padding"]
+    assert rows[1]["tokens_of_rounds"] == rows[3]["tokens_of_rounds"]
     training.main([*options, "--tokens", "64", "--profile", str(spent)])
     for row in json.loads(spent.read_text())["profiles"]:
         assert row["calls"] > 100
-        assert row["operators"][0]["ms"] > row["operators"][-1]["ms"] > 0
+        assert row["ms"] >= sum(operator["ms"] for operator in row["operators"])
+        assert "aten::mm" in {operator["name"] for operator in row["operators"]}
     with pytest.raises(SystemExit, match=r"--earlier nowhere: .*nowhere"):
         training.main([*options, "--earlier", "nowhere"])
+
+
+def test_a_training_that_imports_another_package_is_refused(tmp_path, monkeypatch):
+    files = [str(tmp_path / "vaswani" / "__init__.py"), str(BENCHMARKS / "elsewhere.py")]
+
+    def run(command, **_):
+        Path(command[3]).write_text(json.dumps({"seconds": 1.0, "files": files}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(training_processes.subprocess, "run", run)
+    job = training_run.Job("packed", "float32", "cpu", 1, {}, "", "")
+    with pytest.raises(RuntimeError, match=r"imported .*elsewhere\.py, which is not in"):
+        training_processes.run_alone(job, tmp_path)
+    files.pop()
+    assert training_processes.run_alone(job, tmp_path) == {"seconds": 1.0}
 
 
 def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
@@ -549,7 +570,7 @@ def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
         def __init__(self, most):
             self.most = most
 
-        def __call__(self, tokens, updates):
+        def __call__(self, tokens, updates, seed):
             if tokens > self.most:
                 raise RuntimeError("its process ended with exit code -9")
             return {"seconds": 1.0, "tokens": tokens, "peak_mb": 1.0}

@@ -148,6 +148,7 @@ def test_a_packed_batch_with_a_cache_is_refused(tiny_model):
         cache = DynamicCache(config=model.config)
         with pytest.raises(ValueError, match="past_key_values is given with cu_seq_lens_q"):
             model(**packed, past_key_values=cache)
+        assert model(**packed, use_cache=True).get("past_key_values") is None
 
 
 def test_positions_of_padding_are_no_packed_batch(head):
