@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from base_model import padded
+from passes import Pairs, lengths_of
 from vaswani.corpora.packed_collator import packed
 from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from worker import PeakMemory, timed
@@ -28,7 +29,7 @@ class BatchingContender:
         precision: str,
         device: str,
         threads: int,
-        pairs: tuple[list[list[int]], list[list[int]]],
+        pairs: Pairs,
         fields: dict[str, Any],
     ) -> None:
         torch.set_num_threads(threads)
@@ -42,7 +43,7 @@ class BatchingContender:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
-        """Measure updates with `tokens` real tokens each, in an order by `seed`."""
+        """Measure updates of `tokens` real tokens each. `seed` sets the order of the pairs."""
         batches = self.batches(tokens, updates + 2, seed)
         self.memory.now()
         self.memory.forget()
@@ -58,11 +59,10 @@ class BatchingContender:
         }
 
     def batches(self, tokens: int, number: int, seed: int) -> list[dict[str, Any]]:
-        """Return the first batches of an epoch, in an order by `seed`."""
+        """Return the first batches of an epoch. `seed` sets the order of the pairs."""
         sources, targets = self.pairs
         kind = TokenBatchSampler if self.name == "sorted" else PackedBatchSampler
-        lengths = [tuple(map(len, pair)) for pair in zip(*self.pairs, strict=True)]
-        plan = list(kind(lengths, tokens, seed=seed))
+        plan = list(kind(lengths_of(self.pairs), tokens, seed=seed))
         batches = []
         for rows in plan[:number]:
             batch = padded([sources[row] for row in rows], [targets[row] for row in rows])

@@ -60,7 +60,7 @@ class NetworkContender:
         self.model.to(device).train()
 
     def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
-        """Measure passes of batches of so many tokens, in an order by `seed`."""
+        """Measure passes of batches of `tokens` tokens. `seed` sets the order of the pairs."""
         self.model.zero_grad(set_to_none=True)
         self.memory.now()
         self.memory.forget()
@@ -135,7 +135,7 @@ class LossContender:
             raise RuntimeError(f"torch {torch.__version__} has no linear_cross_entropy")
 
     def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
-        """Measure forward and backward passes of so many tokens, which are random by `seed`."""
+        """Measure forward and backward passes of `tokens` random tokens."""
         torch.manual_seed(seed)
         states = torch.randn(tokens, 512, device=self.device, requires_grad=True)
         targets = torch.randint(0, VOCAB_SIZE, (tokens,), device=self.device)

@@ -34,7 +34,7 @@ class TrainingProcess:
     def __call__(
         self, tokens: int, updates: int, seed: int, profiled: bool = False
     ) -> dict[str, Any]:
-        """Measure updates with batches of so many tokens, in an order by `seed`."""
+        """Measure updates of batches of `tokens` tokens. `seed` sets the order of the pairs."""
         sentences = round(len(self.lengths) / len(TokenBatchSampler(self.lengths, tokens)))
         changes = {"tokens": tokens, "sentences": sentences, "updates": updates, "seed": seed}
         return run_alone(dataclasses.replace(self.job, **changes, profiled=profiled), self.package)

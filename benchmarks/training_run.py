@@ -36,7 +36,7 @@ SMOOTHING = 0.1
 
 @dataclasses.dataclass
 class Job:
-    """What one process trains.
+    """The settings of a training.
 
     Args:
         name: "packed" or "sorted" for batches of our trainer, or "MarianMT".
@@ -48,7 +48,7 @@ class Job:
         sentences: number of sentences in a batch of MarianMT.
         updates: how many count. Two more come before them.
         seed: of the order of the pairs.
-        profiled: whether to report the operators of the updates, which takes time.
+        profiled: whether to report the operators of the updates. Profiling slows them down.
     """
 
     name: str

@@ -157,7 +157,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             encoder_attention_mask: (B, S), 1 at real source tokens.
             labels: (B, T) the same tokens as `input_ids`, -100 at positions to ignore. The model
                 shifts them, and returns the loss first.
-            use_cache: return `past_key_values`; ignored with `labels`.
+            use_cache: return `past_key_values`; ignored with `labels` and in packed batches.
             logits_to_keep: number of last positions that get logits, or their list; 0 means all.
             prefix_mask: (B, T), 1 at tokens that see each other in both directions.
             num_items_in_batch: real tokens of the whole update, from the Trainer.

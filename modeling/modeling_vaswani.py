@@ -554,7 +554,7 @@ class VaswaniForConditionalGeneration(
             decoder_inputs_embeds: (B, T, D) in place of `decoder_input_ids`.
             labels: (B, T) target tokens from the tokenizer, -100 at positions to ignore. The model
                 shifts them right, and returns the loss first.
-            use_cache: return `past_key_values`; ignored with `labels`.
+            use_cache: return `past_key_values`; ignored with `labels` and in packed batches.
             logits_to_keep: number of last positions that get logits, or their list; 0 means all.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
