@@ -138,7 +138,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--output", default="runs/quickstart", help="folder of the model (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=1000, help="updates (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="updates (default: %(default)s)")
     parser.add_argument(
         "--train-size", type=int, default=20_000, help="numbers seen (default: %(default)s)"
     )
@@ -153,7 +153,10 @@ def main() -> None:
     args = parse_args()
     started = time.monotonic()
     set_seed(1)
-    numbers = random.sample(range(LARGEST), args.train_size + args.test_size)
+    size = args.train_size + args.test_size
+    short = random.sample(range(1000), min(1000, size) // 2)  # otherwise about 20
+    numbers = short + random.sample(range(1000, LARGEST), size - len(short))
+    random.shuffle(numbers)
     english, german = number_words(numbers)
     seen, unseen = slice(args.train_size), slice(args.train_size, None)
 
