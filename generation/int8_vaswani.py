@@ -135,11 +135,12 @@ class Int8Linear(_Int8Weight, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight: (..., in) to (..., out).
 
-        Exported programs multiply in floating point, because ONNX has no such int8 product and
-        sums of 8-bit products may overflow on the CPU that runs them.
+        Exported and traced programs multiply in floating point, because ONNX has no such int8
+        product and sums of 8-bit products may overflow on the CPU that runs them.
         """
         self._refuse_training(input)
-        if torch.compiler.is_exporting() or not self._has_kernel(input) or not multiplies_exactly():
+        exported = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        if exported or not self._has_kernel(input) or not multiplies_exactly():
             return F.linear(input, self.float_weight().to(input.dtype), self.bias)
         return multiply(input, self.weight, self.weight_scale, self.bias)
 
@@ -211,13 +212,14 @@ def multiply(
         scale: (out,) of the weight.
         bias: (out,).
     """
-    kernels = _exact_kernels(_rounding())
+    rounding = _8_BITS if _rounds_to_8_bits() else _7_BITS
+    compiling = torch.compiler.is_compiling()
     kernel = _float_product
-    if _int8_product in kernels and (_rounding() is _8_BITS or torch.compiler.is_compiling()):
+    if _has_int8_product() and (rounding is _8_BITS or compiling):
         kernel = _int8_product  # without VNNI, it is slower than packing
-    elif _compiled_product in kernels and values.shape[1] % 4 == 0:
+    elif not compiling and compiled_rounding(values.shape[1]):
         kernel = _compiled_product
-    return _multiply_rows(kernel(values, scale, _rounding()), states, bias)
+    return _multiply_rows(kernel(values, scale, rounding), states, bias)
 
 
 def _multiply_rows(
@@ -282,7 +284,8 @@ def _float_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Roundin
 
     def sums(rows: torch.Tensor) -> torch.Tensor:
         parts = zip(rows.round_().split(at_once, 1), values.split(at_once, 1), strict=True)
-        totals = [F.linear(row, part.float()).double() for row, part in parts]
+        with torch.autocast("cpu", enabled=False):  # bfloat16 would round integers
+            totals = [F.linear(row, part.float()).double() for row, part in parts]
         return torch.stack(totals).sum(dim=0).float() * scale
 
     return _product_of_rounded(sums, rounding)
@@ -373,9 +376,26 @@ def _rounding() -> _Rounding:
     return _8_BITS
 
 
+# What compiled programs must know of this CPU. torch.compile takes the answers as they are; it would
+# trace through `functools.cache` into the measurements.
+
+
+@torch.compiler.assume_constant_result
 def multiplies_exactly() -> bool:
     """Tell whether this CPU has exact products of packed int8 weights."""
     return bool(set(_PACKING_KERNELS) & set(_exact_kernels(_rounding())))
+
+
+@torch.compiler.assume_constant_result
+def _rounds_to_8_bits() -> bool:
+    """Tell whether states are rounded to 8 bits on this CPU, and not to 7."""
+    return _rounding() is _8_BITS
+
+
+@torch.compiler.assume_constant_result
+def _has_int8_product() -> bool:
+    """Tell whether torch's product of int8 matrices is exact on this CPU."""
+    return _int8_product in _exact_kernels(_rounding())
 
 
 def compiled_rounding(inputs: int) -> int | None:

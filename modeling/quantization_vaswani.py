@@ -61,6 +61,11 @@ class VaswaniInt8Quantizer(HfQuantizer):
                 f"VaswaniInt8Config is for models of Vaswani, not for {type(model).__name__}: "
                 "choose another quantization_config, such as TorchAoConfig."
             )
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "int8 weights cannot be divided among processes: divide the float model, or load "
+                "without tp_plan and distributed_config."
+            )
         if self.pre_quantized:
             model.round_to_int8()
         return model

@@ -24,6 +24,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from vaswani.commands.main import main
 from vaswani.conversion import ctranslate2, onnx, to_marian, to_torch
@@ -546,6 +547,30 @@ class TestClients:
         assert "_int_mm" not in program.graph_module.code
         assert torch.equal(program.module()(states), expected)
 
+    def test_a_traced_program_multiplies_in_floating_point(self, rounded):
+        trace = torch.jit.trace(
+            lambda ids: rounded(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits,
+            SOURCE,
+            check_trace=False,
+        )
+        wanted = logits(copy.deepcopy(rounded).dequantize(), SOURCE + 1)
+        torch.testing.assert_close(trace(SOURCE + 1), wanted)
+
+    @exact
+    def test_a_compiled_model_is_one_graph_and_answers_alike(self, rounded):
+        compiled = torch.compile(rounded, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            found = compiled(input_ids=SOURCE, decoder_input_ids=SOURCE, use_cache=False).logits
+        assert torch.equal(found, logits(rounded))
+
+    @pytest.mark.parametrize("inputs", [64, 66])
+    def test_sums_are_exact_under_autocast(self, inputs):
+        layer = Int8Linear(torch.nn.Linear(inputs, 48).eval(), {}).requires_grad_(False)
+        states = torch.randn(40, inputs)
+        expected = layer(states)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(states), expected)
+
     def test_a_state_dict_goes_from_model_to_model(self, saved_int8, rounded):
         other = load(saved_int8)
         other.model.decoder.layers[0].fc1.weight.data.neg_()
@@ -668,6 +693,16 @@ class TestClients:
         for error in ("abc", -5, float("nan")):
             with pytest.raises(ValueError, match=f"weight_error must be .*, got {error!r}"):
                 VaswaniInt8Config(error)
+
+    def test_division_among_processes_is_refused(self, saved, saved_int8):
+        for folder, options in (
+            (saved, {"quantization_config": VaswaniInt8Config()}),
+            (saved_int8, {}),
+        ):
+            config = VaswaniConfig.from_pretrained(folder)
+            config.distributed_config = DistributedConfig(tp_plan="auto")
+            with pytest.raises(ValueError, match="cannot be divided among processes"):
+                load(folder, config=config, **options)
 
     def test_the_card_says_what_rounding_lost(self, saved, saved_int8, tmp_path):
         text = write_model_card(saved_int8, output=tmp_path).read_text()

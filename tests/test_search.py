@@ -67,13 +67,16 @@ def log_probabilities_of(model, source, tokens):
     return logits.log_softmax(dim=-1)[range(len(tokens)), list(tokens)].sum().item()
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("penalty_type", ["gnmt", "hf"])
 @pytest.mark.parametrize("alpha", [0.6, 1.0, 0.0, -0.5])
-def test_a_wide_beam_finds_the_best_of_all_sentences(tiny_model, seed, penalty_type, alpha):
+def test_a_wide_beam_finds_the_best_of_all_sentences(tiny_model, seed, penalty_type, alpha, int8):
     model = tiny_model(seed=seed, vocab_size=4, pad_token_id=0)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
+    if int8:
+        model.round_to_int8()
     source = {"input_ids": torch.tensor([[3, 1, 2]])}
     longest = 3
     ranking = []
@@ -135,6 +138,7 @@ CALLS = st.fixed_dictionaries(
         "ends": st.sampled_from([2, [2, 5], [2, 7, 9]]),
         "prefix": st.sampled_from([0, 3]),
         "rules": st.sampled_from([{}, *RULES]),
+        "int8": st.booleans(),
     }
 )
 
@@ -151,6 +155,8 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     model = tiny_model(seed=call["seed"], vocab_size=call["vocab_size"], decoder_layers=1)
     with torch.no_grad():
         model.lm_head.weight.mul_(2)  # make decisions clearer, and sentences shorter
+    if call["int8"]:
+        model.round_to_int8()
     input_ids, mask = padded_batch(call["lengths"], call["seed"], call["vocab_size"])
     kwargs = {
         name: call[name]
@@ -189,6 +195,8 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
 def test_greedy_search_equals_transformers(tiny_model, source, searches, rules, limit):
     for seed in range(8):
         model = tiny_model(seed=seed)
+        if seed % 2:
+            model.round_to_int8()
         call = {**source, **rules, **limit, "return_dict_in_generate": True}
         ours = model.generate(**call).sequences
         theirs = model.generate(**call, output_scores=True).sequences

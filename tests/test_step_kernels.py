@@ -58,9 +58,12 @@ class TestChoice:
         assert torch.equal(found[1], places // vocabulary)
         assert torch.equal(found[2], places % vocabulary)
 
-    def test_the_best_token_is_the_first_of_equal_ones(self):
+    def test_the_best_token_is_the_first_of_equal_ones_and_nan_is_best_as_in_torch(self):
         logits = torch.randint(0, 5, (9, 1003)).float()
         logits[3] = -torch.inf
+        logits[4, 700] = torch.inf
+        logits[5, [702, 1001]] = torch.nan
+        logits[6, [1002, 3]] = torch.tensor([torch.nan, torch.inf])
         assert torch.equal(best_tokens(logits), logits.argmax(dim=1))
 
     def test_equal_scores_are_found_once_each(self):

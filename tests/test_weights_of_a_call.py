@@ -35,6 +35,7 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniInt8C
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMS = [*DTYPES, torch.int8]
+in_float32_and_int8 = pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 SOURCE = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
 # torch's operators and the kernels round differently.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.int8: 0.2}
@@ -426,16 +427,18 @@ def test_a_call_after_loading_a_file_answers_from_the_file(dtype, tmp_path):
     assert equal(answer(model), answer(build(dtype, seed=3)))
 
 
+@pytest.mark.parametrize("dtype", FORMS)
 @pytest.mark.parametrize("call", [{"num_beams": 1}, {"do_sample": True, "num_beams": 1}])
-def test_greedy_search_and_sampling_see_a_change(call):
-    model = build(torch.bfloat16)
+def test_greedy_search_and_sampling_see_a_change(call, dtype):
+    model = build(dtype)
 
     def tokens(of):
         torch.manual_seed(0)
         return of.generate(SOURCE, max_new_tokens=6, eos_token_id=None, **call)
 
-    tokens(model)
-    layer_of(model).fc2.weight.data[:, 128:] *= -8
+    before = tokens(model)
+    layer_of(model).fc2.weight.data.neg_()
+    assert not torch.equal(tokens(model), before)
     assert torch.equal(tokens(model), tokens(copy.deepcopy(model)))
 
 
@@ -448,12 +451,16 @@ def test_a_global_hook_sees_the_modules_of_the_model(num_beams):
     assert seen <= set(model.modules())
 
 
-def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while():
+@in_float32_and_int8
+def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while(dtype):
     # Afterwards torch restores another weight for a module with two names, such as a
     # shared embedding.
-    model = build(share_encoder_decoder_embeddings=False)
+    model = build(dtype, share_encoder_decoder_embeddings=False)
     before = answer(model)
-    others = {name: value * 0.5 for name, value in model.named_parameters()}
+    others = {
+        name: value * 0.5 if value.is_floating_point() else value
+        for name, value in model.named_parameters()
+    }
     with _reparametrize_module(model, others, tie_weights=True):
         meanwhile = answer(model)
     assert not equal(meanwhile, before)
@@ -487,13 +494,14 @@ class OpenCall:
         self.thread.join()
 
 
-def test_calls_beside_an_open_one_see_a_change():
-    model = build()
+@in_float32_and_int8
+def test_calls_beside_an_open_one_see_a_change(dtype):
+    model = build(dtype)
     before = answer(model)
     with OpenCall(model):
         load_in_place(model)
         answers = [answer(model) for _ in range(5)]
-    expected = answer(build(seed=3))
+    expected = answer(build(dtype, seed=3))
     assert not equal(before, expected)
     assert all(equal(found, expected) for found in answers)
 
@@ -502,13 +510,15 @@ def copied_by_pickle(model):
     return pickle.loads(pickle.dumps(model))
 
 
+@in_float32_and_int8
 @pytest.mark.parametrize("make", [copy.deepcopy, AveragedModel, copied_by_pickle, copy.copy])
-def test_a_copy_made_during_a_call_is_a_model_of_its_own(make):
-    model = build()
+def test_a_copy_made_during_a_call_is_a_model_of_its_own(make, dtype):
+    model = build(dtype)
     expected = answer(model)
     with OpenCall(model):
         copied = make(model)
-    if make is not copy.copy:  # a shallow copy shares the parameters
+    trained = dtype != torch.int8
+    if trained and make is not copy.copy:  # a shallow copy shares the parameters
         copied.train()(input_ids=SOURCE, labels=SOURCE).loss.backward()
         assert all(parameter.grad is not None for parameter in copied.parameters())
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -531,9 +541,10 @@ def attributes(model):
     }
 
 
+@in_float32_and_int8
 @pytest.mark.parametrize("call", [{"num_beams": 4}, {}, {"do_sample": True}])
-def test_an_open_call_has_replaced_no_attribute(call, monkeypatch):
-    model = build()
+def test_an_open_call_has_replaced_no_attribute(call, dtype, monkeypatch):
+    model = build(dtype)
     model.generate(SOURCE, max_new_tokens=2, **call)
     before, seen = attributes(model), []
     pack = linear_vaswani._pack
@@ -550,8 +561,9 @@ def test_an_open_call_has_replaced_no_attribute(call, monkeypatch):
     assert attributes(model) == before
 
 
-def test_500_interrupts_leave_the_model_as_it_was():
-    model = build(decoder_layers=1)
+@in_float32_and_int8
+def test_500_interrupts_leave_the_model_as_it_was(dtype):
+    model = build(dtype, decoder_layers=1)
     expected = answer(model)
     before = attributes(model)
     started = time.perf_counter()
@@ -575,12 +587,13 @@ def test_500_interrupts_leave_the_model_as_it_was():
     assert equal(answer(model), expected)
 
 
-def test_eight_threads_answer_while_another_trains():
-    model, changed = build(), build(seed=3)
+@in_float32_and_int8
+def test_eight_threads_answer_while_another_writes(dtype):
+    model, changed = build(dtype), build(dtype, seed=3)
     old, new = answer(model), answer(changed)
     stop, failures = threading.Event(), []
 
-    def train():
+    def write():
         weights = [copy.deepcopy(source.state_dict()) for source in (model, changed)]
         for state in itertools.cycle(weights):
             model.load_state_dict(state)
@@ -594,13 +607,13 @@ def test_eight_threads_answer_while_another_trains():
         except Exception as error:  # errors in threads would be lost
             failures.append(error)
 
-    trainer = threading.Thread(target=train)
-    trainer.start()
+    writer = threading.Thread(target=write)
+    writer.start()
     with ThreadPoolExecutor(8) as pool:
         for _ in range(8):
             pool.submit(ask)
     stop.set()
-    trainer.join()
+    writer.join()
     assert not failures
     model.load_state_dict(changed.state_dict())
     with ThreadPoolExecutor(8) as pool:
@@ -615,43 +628,45 @@ sys.path[:0] = [{tests!r}, {root!r}]
 import torch
 torch.set_num_threads(1)
 from test_weights_of_a_call import OpenCall, answer, build, equal, load_in_place
-model = build()
+model = build({dtype})
 answer(model)
 with OpenCall(model):
     child = os.fork()
     if child == 0:
         load_in_place(model)
-        os._exit(0 if equal(answer(model), answer(build(seed=3))) else 3)
+        os._exit(0 if equal(answer(model), answer(build({dtype}, seed=3))) else 3)
     status = os.waitpid(child, 0)[1]
-assert equal(answer(model), answer(build()))
+assert equal(answer(model), answer(build({dtype})))
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
+@in_float32_and_int8
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="this system has no fork")
-def test_a_process_forked_during_a_call_answers_from_its_own_weights():
+def test_a_process_forked_during_a_call_answers_from_its_own_weights(dtype):
     folder = Path(__file__).resolve().parent
-    script = FORK.format(tests=str(folder), root=str(folder.parent))
+    script = FORK.format(tests=str(folder), root=str(folder.parent), dtype=dtype)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
 
 
-def test_60_models_and_300_calls_leave_no_memory_behind():
+@in_float32_and_int8
+def test_60_models_and_300_calls_leave_no_memory_behind(dtype):
     def used():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     if not Path("/proc/self/statm").exists():
         pytest.skip("this system does not tell the memory of a process")
     sizes = {"decoder_ffn_dim": 1024, "decoder_layers": 1}
-    kept = build(**sizes)
+    kept = build(dtype, **sizes)
     for _ in range(5):
         answer(kept, max_new_tokens=3)
     gc.collect()
     before, known, gone = used(), len(linear_vaswani._packed_of), []
     for _ in range(60):
-        model = build(**sizes)
+        model = build(dtype, **sizes)
         for _ in range(2):
             answer(model, max_new_tokens=3)
         gone.append(weakref.ref(model))

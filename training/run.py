@@ -432,6 +432,7 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "max_grad_norm": 0.0,
         "bf16": options.bf16,
         **device_settings(),
+        "ddp_find_unused_parameters": False,  # every update uses all parameters
         "seed": options.seed,
         "logging_steps": 100,
         "eval_strategy": "steps" if options.valid else "no",

@@ -41,17 +41,26 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
     }
 }
 
-// Find the first of the best tokens of each row of logits (R, V): (R,).
+INLINE int has_nan(const float *values, int64_t count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < count; i++)
+        found |= values[i] != values[i];
+    return found;
+}
+
+// Find the first of the best tokens of each row of logits (R, V): (R,). NaN is best, as in torch.
 EXPORT void best_tokens(const float *logits, int64_t rows, int64_t vocabulary, int64_t *tokens,
                         int threads)
 {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *values = logits + row * vocabulary;
+        const int nan = has_nan(values, vocabulary);
         const float highest = maximum(values, vocabulary);
         tokens[row] = 0; // if all logits are -inf
         for (int64_t token = 0; token < vocabulary; token++)
-            if (values[token] == highest) {
+            if (nan ? values[token] != values[token] : values[token] == highest) {
                 tokens[row] = token;
                 break;
             }
