@@ -40,11 +40,13 @@ Settings:
 
 - `glibc` and `tcmalloc` are allocators of memory.
 - `native` uses all instructions of the host. `avx2` and `avx512_vnni` disable newer instructions.
-- `short` sentences are those of Multi30k. `long` sentences have 40 to 60 tokens.
+- `short` sentences are those of Multi30k. `long` sentences have 40 to 60 tokens. Their translations
+  are short if the benchmark's model learned little: the next table has the lengths.
 
 A ratio is the peer's time divided by ours in the same round. Tables have medians over rounds."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
+The last columns have the mean tokens of a translation of short and of long sentences.
 """
 _RATIOS = """\
 Ranges over all files, with glibc, native instructions and short sentences.
@@ -103,9 +105,13 @@ def hosts(folder: Path) -> list[str]:
     """Return the lines of a table: the hosts that were measured, and the dates of their files."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     dates: dict[tuple[str, str], dict[str, None]] = {}
+    lengths: dict[tuple[tuple[str, str], str], list[float]] = {}
     for host, _, results in _files(folder):
         found[host] = results
         dates.setdefault(host, {})[results["date"]] = None
+        for row in results["speed"]:
+            mean = row["tokens"] / row["sentences"]
+            lengths.setdefault((host, row["text"]), []).append(mean)
     rows = []
     for host, results in found.items():
         facts = results["host"]
@@ -115,9 +121,11 @@ def hosts(folder: Path) -> list[str]:
         ]
         memory, fault = facts["memory_gigabytes_per_second"], facts["page_fault_nanoseconds"]
         measured = [*caches, str(memory), str(fault), *products]
+        measured += [_range(lengths.get((host, text), []), 0) for text in ("short", "long")]
         rows.append([host[0], results["hardware"]["cpu"], *measured, ", ".join(dates[host])])
     names = ["host", "CPU", "L2", "L3", "memory, GB/s", "page fault, ns"]
-    return _lines([*names, "float32, GFLOP/s", "bfloat16, GFLOP/s", "date"], rows)
+    names += ["float32, GFLOP/s", "bfloat16, GFLOP/s", "short", "long", "date"]
+    return _lines(names, rows)
 
 
 def aims() -> list[str]:

@@ -255,6 +255,25 @@ def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
     ]
 
 
+def test_hosts_have_the_lengths_of_their_translations(tmp_path):
+    texts = {"short": 120, "long": 400}
+    speed = [
+        speed_row("ours", "int8", [1.0], text=text, tokens=tokens, sentences=10)
+        for text, tokens in texts.items()
+    ]
+    speed.append(speed_row("Peer", "int8", [1.0], text="long", tokens=430, sentences=10))
+    host = {
+        "caches": {},
+        "gigaflops": {"float32, 512 rows": 1, "bfloat16, 512 rows": 2},
+        "memory_gigabytes_per_second": 3,
+        "page_fault_nanoseconds": 4,
+    }
+    results = {"hardware": {"cpu": "EPYC", "cores": 2, "flags": []}, "host": host, "speed": speed}
+    (tmp_path / "epyc.json").write_text(json.dumps(results | {"date": "2000-01-01"}))
+    (row,) = decoding_report.hosts(tmp_path)[2:]
+    assert row.endswith("| 12 | 40 to 43 | 2000-01-01 |")
+
+
 def test_numbers_of_threads_are_not_mixed(tmp_path):
     for threads, median in ((2, 3.0), (1, 1.5)):
         row = speed_row("ours", "int8", []) | {"rule": "ours", "peer": "Peer", "median": median}

@@ -616,6 +616,8 @@ def test_the_lowest_ratios_with_tcmalloc_come_from_the_report_of_all_hosts():
         if row[1:5] == ["CTranslate2 int8", "beam 4", "1", "tcmalloc"]
     )
     assert f"go down to {same_rule} and {papers}." in DOCS["results"].words
+    readme = Page(ROOT / "README.md").words
+    assert f"the least of these ratios are {same_rule} and {papers}" in readme
 
 
 def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_files():
