@@ -547,6 +547,27 @@ class TestClients:
         assert "_int_mm" not in program.graph_module.code
         assert torch.equal(program.module()(states), expected)
 
+    @pytest.mark.slow
+    def test_transformers_exporter_takes_an_int8_model(self, tmp_path):
+        onnx_ir, onnxruntime = map(pytest.importorskip, ("onnx_ir", "onnxruntime"))
+        exporters = pytest.importorskip("transformers.exporters")
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 300, "d_model": 64, "encoder_layers": 1, "encoder_ffn_dim": 128}
+        model = VaswaniEncoderModel(VaswaniEncoderConfig(**sizes, encoder_attention_heads=4)).eval()
+        model.round_to_int8()
+        inputs = {"input_ids": SOURCE, "attention_mask": MASK}
+        graph = exporters.OnnxExporter().export(
+            copy.deepcopy(model).requires_grad_(False), inputs, exporters.OnnxConfig(dynamic=True)
+        )
+        graph = getattr(graph, "program", graph)  # of transformers after 5.17
+        onnx_ir.save(getattr(graph, "model", graph), tmp_path / "model.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+        arrays = {name: tensor[:2, :4].numpy() for name, tensor in inputs.items()}
+        model.restore_from_int8(torch.float32)
+        expected = model(SOURCE[:2, :4], attention_mask=MASK[:2, :4]).last_hidden_state
+        (found,) = session.run(None, arrays)
+        torch.testing.assert_close(torch.from_numpy(found), expected.detach())
+
     def test_a_traced_program_multiplies_in_floating_point(self, rounded):
         trace = torch.jit.trace(
             lambda ids: rounded(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits,
