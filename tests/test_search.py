@@ -60,11 +60,15 @@ def searches(monkeypatch):
     return calls
 
 
-def log_probabilities_of(model, source, tokens):
-    """Return the sum of log P(token | source, tokens before), by one pass per sentence."""
-    decoder_input_ids = torch.tensor([[2, *tokens[:-1]]])
-    logits = model(**source, decoder_input_ids=decoder_input_ids).logits[0]
-    return logits.log_softmax(dim=-1)[range(len(tokens)), list(tokens)].sum().item()
+@torch.no_grad()
+def log_probabilities_of(model, source, sentences):
+    """Return the sums of log P(token | source, tokens before) of sentences of one length."""
+    tokens = torch.tensor(sentences)
+    decoder_input_ids = torch.cat([torch.full_like(tokens[:, :1], 2), tokens[:, :-1]], dim=1)
+    sources = {name: tensor.expand(len(tokens), -1) for name, tensor in source.items()}
+    logits = model(**sources, decoder_input_ids=decoder_input_ids).logits
+    log_probabilities = logits.log_softmax(dim=-1).gather(2, tokens[..., None])
+    return log_probabilities.sum(dim=(1, 2)).tolist()
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -80,14 +84,13 @@ def test_a_wide_beam_finds_the_best_of_all_sentences(tiny_model, seed, penalty_t
     source = {"input_ids": torch.tensor([[3, 1, 2]])}
     longest = 3
     ranking = []
-    with torch.no_grad():
-        for length in range(1, longest + 1):
-            for words in itertools.product((0, 1, 3), repeat=length - 1):
-                for last in (2,) if length < longest else (0, 1, 2, 3):
-                    tokens = (*words, last)
-                    penalty = {"gnmt": ((5 + length) / 6) ** alpha, "hf": length**alpha}
-                    score = log_probabilities_of(model, source, tokens) / penalty[penalty_type]
-                    ranking.append((score, tokens))
+    for length in range(1, longest + 1):
+        last = (2,) if length < longest else (0, 1, 2, 3)
+        sentences = list(itertools.product(*[(0, 1, 3)] * (length - 1), last))
+        penalty = {"gnmt": ((5 + length) / 6) ** alpha, "hf": length**alpha}[penalty_type]
+        sums = log_probabilities_of(model, source, sentences)
+        scores = (log_probability / penalty for log_probability in sums)
+        ranking += zip(scores, sentences, strict=True)
     ranking.sort(reverse=True)
     beams = 36  # more than there are sentences of 3 words
     output = model.generate(
@@ -186,9 +189,8 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
 @pytest.mark.parametrize(
     "limit",
     [
-        {},
         {"max_new_tokens": 6},
-        {"max_length_offset": 2},
+        {"max_length_offset": 12},
         {"max_length_offset": 1, "max_length_factor": 1.4},
     ],
 )
@@ -781,7 +783,7 @@ def test_a_negative_penalty_however_strong_ranks_whole_sentences(tiny_model, sou
         tokens = tokens[1:].tolist()
         length = tokens.index(2) + 1 if 2 in tokens else len(tokens)
         single = {name: tensor[row : row + 1] for name, tensor in source.items()}
-        total = log_probabilities_of(model, single, tokens[:length])
+        (total,) = log_probabilities_of(model, single, [tokens[:length]])
         divisor = ((5 + length) / 6 if kind == "gnmt" else length) ** alpha
         assert score.item() == pytest.approx(total / divisor, rel=1e-9)
 
