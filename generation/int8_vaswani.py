@@ -376,8 +376,8 @@ def _rounding() -> _Rounding:
     return _8_BITS
 
 
-# What compiled programs must know of this CPU. torch.compile takes the answers as they are; it would
-# trace through `functools.cache` into the measurements.
+# What compiled programs must know of this CPU. torch.compile takes the answers as constants. It would
+# not stop at `functools.cache`, but trace the measurements.
 
 
 @torch.compiler.assume_constant_result
