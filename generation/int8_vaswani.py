@@ -376,8 +376,8 @@ def _rounding() -> _Rounding:
     return _8_BITS
 
 
-# What compiled programs must know of this CPU. torch.compile takes the answers as constants. It would
-# not stop at `functools.cache`, but trace the measurements.
+# What compiled programs must know of this CPU. torch.compile takes the answers as constants.
+# Otherwise it would trace the measurements, cached or not.
 
 
 @torch.compiler.assume_constant_result
