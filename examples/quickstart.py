@@ -154,7 +154,8 @@ def main() -> None:
     started = time.monotonic()
     set_seed(1)
     size = args.train_size + args.test_size
-    short = random.sample(range(1000), min(1000, size) // 2)  # by chance, about 20 would be
+    # A sample of all numbers would have only about 20 below 1000.
+    short = random.sample(range(1000), min(1000, size) // 2)
     numbers = short + random.sample(range(1000, LARGEST), size - len(short))
     random.shuffle(numbers)
     english, german = number_words(numbers)

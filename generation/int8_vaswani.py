@@ -376,8 +376,8 @@ def _rounding() -> _Rounding:
     return _8_BITS
 
 
-# What compiled programs must know of this CPU. torch.compile takes the answers as constants.
-# Otherwise it would trace the measurements, cached or not.
+# torch.compile takes the results of the next functions as constants. Without the decorator, it
+# would trace the measurements, because it ignores caches.
 
 
 @torch.compiler.assume_constant_result

@@ -437,7 +437,7 @@ def test_greedy_search_and_sampling_see_a_change(call, dtype):
         return of.generate(SOURCE, max_new_tokens=6, eos_token_id=None, **call)
 
     before = tokens(model)
-    layer_of(model).fc2.weight.data.neg_()
+    layer_of(model).fc2.weight.data[:, 128:] *= -8
     assert not torch.equal(tokens(model), before)
     assert torch.equal(tokens(model), tokens(copy.deepcopy(model)))
 
@@ -517,8 +517,8 @@ def test_a_copy_made_during_a_call_is_a_model_of_its_own(make, dtype):
     expected = answer(model)
     with OpenCall(model):
         copied = make(model)
-    trained = dtype != torch.int8
-    if trained and make is not copy.copy:  # a shallow copy shares the parameters
+    # int8 weights are not trained, and a shallow copy shares the parameters.
+    if dtype != torch.int8 and make is not copy.copy:
         copied.train()(input_ids=SOURCE, labels=SOURCE).loss.backward()
         assert all(parameter.grad is not None for parameter in copied.parameters())
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -654,7 +654,7 @@ def test_a_process_forked_during_a_call_answers_from_its_own_weights():
 
 
 @pytest.mark.parametrize(("dtype", "models"), [(torch.float32, 60), (torch.int8, 30)])
-def test_60_models_and_300_calls_leave_no_memory_behind(dtype, models):
+def test_many_models_and_calls_leave_no_memory_behind(dtype, models):
     def used():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
