@@ -175,6 +175,12 @@ class Text:
         picked = [index * len(self.sources) // number for index in range(number)]
         return sorted(picked, key=lambda index: len(self.sources[index]))
 
+    def middle(self, size: int) -> list[list[int]]:
+        """Return `size` sources of middle length."""
+        indices = self.chosen(max(size, 200))
+        start = (len(indices) - size) // 2
+        return [self.sources[index] for index in indices[start : start + size]]
+
     def bleu(self, indices: Sequence[int], outputs: list[list[int]]) -> float | None:
         """Return the BLEU of translations on the corpus' own tokens, or None without references."""
         if self.tokenizer is None:

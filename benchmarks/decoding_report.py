@@ -7,6 +7,7 @@ its files decoding-profile*.json.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -55,6 +56,9 @@ _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
 so a ratio includes the noise of the host. Our aim is at most 1.05.
 """
+_PAGE_FAULTS = """
+Page faults with glibc, in percent of an engine's time: their number, times the host's cost of one:
+"""
 _BELOW_AIMS = """
 Ratios below their aims, rounded down:
 """
@@ -63,11 +67,26 @@ With glibc, native instructions and short sentences. The model trains for 15 min
 no more than that the engines translate alike.
 """
 _PROFILES = """\
-Shares of the time of our search with the peer's rule. Names that begin with `vaswani::` are
-compiled kernels: `run_layers` is all layers of encoder or decoder, and `multiply_states` is mostly
-the output layer. `has_fingerprint` and `same_bytes` check that no weight has changed since it was
-packed. Operators below 1% are left out. Our aims are 600 calls a step in batches of 1, and 900 in
-batches of 32."""
+Shares of the time of our search with the peer's rule, in compiled kernels: the layers of encoder
+and decoder (`run_layers`), the output layer (`multiply_states`), the choice of tokens
+(`log_sums_and_maxima`, `best_candidates`, `best_tokens` and `advance_beam`), and checks that no
+weight has changed since it was packed (`has_fingerprint` and `same_bytes`). Our aims are 600 calls
+of operators a step in batches of 1, and 900 in batches of 32.
+"""
+_WITHOUT_KERNELS = """
+Without the kernels (`VASWANI_KERNELS=0`), the slowest operators of torch:
+"""
+_HYPOTHESES = """
+Hypotheses that a search extends by a token, on average for a sentence. The paper's search goes on
+until no open hypothesis can win, so it extends more of them:
+"""
+# The columns of a profile, and the kernels of each.
+_PARTS = {
+    "layers": ("run_layers",),
+    "output layer": ("multiply_states",),
+    "choice": ("log_sums_and_maxima", "best_candidates", "best_tokens", "advance_beam"),
+    "checks": ("has_fingerprint", "same_bytes"),
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -91,7 +110,7 @@ def report(folder: Path) -> str:
         "Hosts": [_HOSTS, *hosts(folder)],
         "Ratios": [_RATIOS, *ranges(folder)],
         "Ratios in other settings": ranges(folder, usual=False),
-        "Allocators": [_ALLOCATORS, *allocators(folder)],
+        "Allocators": [_ALLOCATORS, *allocators(folder), _PAGE_FAULTS, *page_faults(folder)],
         "Ratios below our aims": [*aims(), _BELOW_AIMS, *missed(folder)],
         "Sentences per second": [_RATES, *rates(folder)],
         "Profiles": [_PROFILES, *profiles(folder.parent)],
@@ -160,33 +179,51 @@ def rates(folder: Path) -> list[str]:
 
 
 def profiles(folder: Path) -> Iterator[str]:
-    """Yield the lines of a table for each profile of a folder."""
+    """Yield the lines of three tables from the profiles of a folder.
+
+    The first has the shares of the kernels, the second the slowest operators without kernels, and
+    the third the hypotheses of a sentence with either rule.
+    """
+    with_kernels, without, hypotheses = [], [], []
     for path in sorted(folder.glob("decoding-profile*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
-        rows = results["profile"]
-        columns = [f"{row['precision']}, batch {row['batch']}" for row in rows]
-        shares = [
-            {name: f"{share:.0%}" for name, share in row["shares"].items() if share >= 0.01}
-            for row in rows
-        ]
-        operators = list(dict.fromkeys(name for row in shares for name in row))
-        operators.sort(key=lambda name: name == "others")
-        body = [[f"`{name}`", *(row.get(name, "") for row in shares)] for name in operators]
-        body.append(["calls a step", *(str(row["calls_a_step"]) for row in rows)])
-        threads = "1 thread" if results["threads"] == 1 else f"{results['threads']} threads"
-        title = f"{host_name(results['hardware'])}, {search_name(rows[0])}, {threads}"
-        yield from (
-            "",
-            f"{title} ([file](../{path.name})):",
-            "",
-            *_lines(["operator", *columns], body),
-        )
+        host, threads = host_name(results["hardware"]), str(results["threads"])
+        for row in results["profile"]:
+            setting = [host, search_name(row), threads, row["precision"], str(row["batch"])]
+            calls = str(row["calls_a_step"])
+            if results.get("kernels", True):
+                with_kernels.append([*setting, *_shares_of_parts(row["shares"]), calls])
+            else:
+                slowest = (f"`{name}` {share:.0%}" for name, share in row["shares"].items())
+                without.append([*setting, ", ".join(itertools.islice(slowest, 3)), calls])
+        means: dict[str, list[float]] = {}
+        for row in results.get("hypotheses", []):
+            means.setdefault(search_name(row), []).append(row["mean"])
+        for search, (peers, ours) in means.items():
+            hypotheses.append([host, search, f"{peers:.1f}", f"{ours:.1f}", f"{ours / peers:.2f}"])
+    names = ["host", "search", "threads", "precision", "batch"]
+    yield from _lines([*names, *_PARTS, "others", "calls a step"], with_kernels)
+    if without:
+        yield _WITHOUT_KERNELS
+        yield from _lines([*names, "slowest operators", "calls a step"], without)
+    if hypotheses:
+        yield _HYPOTHESES
+        yield from _lines(["host", "search", "the peer's rule", "ours", "ratio"], hypotheses)
+
+
+def _shares_of_parts(shares: dict[str, float]) -> list[str]:
+    parts = [sum(shares.get(f"vaswani::{name}", 0) for name in names) for names in _PARTS.values()]
+    return [f"{share:.0%}" for share in (*parts, max(0, 1 - sum(parts)))]
 
 
 def commands(folder: Path) -> list[str]:
     """List the commands that made the files of a folder and the profiles above it."""
     paths = [*sorted(folder.glob("*.json")), *sorted(folder.parent.glob("decoding-profile*.json"))]
-    found = (json.loads(path.read_text(encoding="utf-8"))["command"] for path in paths)
+    files = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    found = (
+        ("" if results.get("kernels", True) else "VASWANI_KERNELS=0 ") + results["command"]
+        for results in files
+    )
     return list(dict.fromkeys(found))
 
 
@@ -230,6 +267,19 @@ def allocators(folder: Path) -> list[str]:
                 ratio = of_engine["glibc"] / of_engine["tcmalloc"]
                 found.setdefault(names, {}).setdefault(batch, []).append(ratio)
     return _table(["engine", "precision", "search", "threads"], found)
+
+
+def page_faults(folder: Path) -> list[str]:
+    """Return the lines of a table: the share of page faults with glibc in the time, in percent."""
+    found: dict[tuple, dict[int, list[float]]] = {}
+    for _, threads, results in _files(folder):
+        cost = results["host"]["page_fault_nanoseconds"] / 1e9
+        for row in results["speed"]:
+            if tuple(map(row.get, SETTING[:3])) == _USUAL:
+                names = (row["engine"], row["precision"], search_name(row), threads)
+                share = 100 * row["page_faults"] * cost / statistics.median(row["seconds"])
+                found.setdefault(names, {}).setdefault(row["batch"], []).append(share)
+    return _table(["engine", "precision", "search", "threads"], found, digits=1)
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:

@@ -23,17 +23,17 @@ threads of every engine.
 import argparse
 import contextlib
 import datetime
-import gc
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from base_model import DEFAULT_MODEL, Text, batched, has_bfloat16, load, train
+from base_model import DEFAULT_MODEL, Text, batched, load, train
+from decoding_profile import hypotheses_a_sentence, measure_profile
 from engines import (
     OURS,
     PEERS_RULE,
@@ -46,14 +46,12 @@ from engines import (
 )
 from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, preloaded, write
 from ratios import SETTING, Row, compare, search_name
-from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
-from vaswani.generation.library_vaswani import KERNELS, library
+from vaswani.generation.library_vaswani import library
 from vaswani.training.circumstances import circumstances
-from worker import Worker, synchronize
+from worker import Worker
 
 SENTENCES = 128  # of a measurement, at least
-_FORCED = 20  # steps of a profile
 # Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
 # next process needs.
 PAUSE = 0.3
@@ -254,71 +252,6 @@ def print_ratios(ratios: list[Row]) -> None:
         )
 
 
-@contextlib.contextmanager
-def kernels_as_operators() -> Iterator[None]:
-    """Show our compiled kernels to the profiler, which knows torch's operators only."""
-    kernels = library()
-    before = {} if kernels is None else {name: getattr(kernels, name) for name in KERNELS}
-
-    def recorded(name: str, kernel: Callable) -> Callable:
-        def call(*arguments: Any) -> Any:
-            with record_function(f"vaswani::{name}"):
-                return kernel(*arguments)
-
-        return call
-
-    for name, kernel in before.items():
-        setattr(kernels, name, recorded(name, kernel))
-    try:
-        yield
-    finally:
-        for name, kernel in before.items():
-            setattr(kernels, name, kernel)
-
-
-def measure_profile(workshop: Workshop, text: Text, beams: int) -> list[dict[str, Any]]:
-    """Return what our search calls, for batches of 1 and 32.
-
-    A row has the shares of the ten slowest operators in the time, and the calls of all operators in
-    a step.
-    """
-    rows = []
-    forced = text.forced or _FORCED
-    on_gpu = workshop.device == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    for name, precision in engine_names(workshop.device):
-        if name != PEERS_RULE or (precision == "bfloat16" and not (on_gpu or has_bfloat16())):
-            continue
-        engine = workshop.build(name, precision)
-        for size in (1, 32):
-            indices = text.chosen(200)
-            middle = (len(indices) - size) // 2
-            batch = engine.prepare([text.sources[i] for i in indices[middle : middle + size]])
-            for _ in range(2):  # the first run packs weights, the second chooses kernels for them
-                engine.run(batch, beams, forced)
-            gc.disable()  # a collection would count as time of the operator that it interrupts
-            try:
-                with kernels_as_operators(), profile(activities=activities) as recorded:
-                    engine.run(batch, beams, forced)
-                    synchronize()
-            finally:
-                gc.enable()
-            events = recorded.key_averages()
-            taken = {
-                event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
-                for event in events
-            }
-            slowest = sorted(taken, key=lambda name: -taken[name])[:10]
-            shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
-            shares["others"] = round(1 - sum(shares.values()), 3)
-            calls = round(sum(event.count for event in events) / forced)
-            row = {"precision": precision, "beams": beams, "batch": size}
-            rows.append({**row, "calls_a_step": calls, "shares": shares})
-            print(f"\n{PEERS_RULE} {precision}, beam {beams}, batch {size}: share of the time")
-            print("\n".join(f"{share:7.1%}  {name}" for name, share in shares.items()), flush=True)
-    return rows
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
@@ -333,9 +266,13 @@ def main(argv: list[str] | None = None) -> None:
         if args.profile:
             torch.set_num_threads(args.threads)
             workshop = Workshop(model, args.device, folder, args.threads)
-            rows = measure_profile(workshop, text, args.beams[0])
-            facts = {"host": host_facts(), "threads": args.threads}
-            write(args.profile, {**circumstances(), **facts, "profile": rows})
+            kinds = [kind for name, kind in engine_names(args.device) if name == PEERS_RULE]
+            facts = {"host": host_facts(), "threads": args.threads, "kernels": bool(library())}
+            facts["profile"] = measure_profile(workshop, text, kinds, args.beams, args.batches)
+            if text.forced is None:
+                counts = hypotheses_a_sentence(workshop, text, args.beams, args.sentences)
+                facts["hypotheses"] = counts
+            write(args.profile, {**circumstances(), **facts})
             return
         results: dict[str, Any] = {
             **circumstances(),

@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import base_model  # noqa: E402
+import decoding_profile  # noqa: E402
 import decoding_report  # noqa: E402
 import engines  # noqa: E402
 import host  # noqa: E402
@@ -171,13 +172,14 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys):
     assert "beam 2, batch 2, long sentences, glibc, native" in printed
     decoding_report.main(["--results", str(tmp_path / "out")])
     page = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert page.count("| batch 1 | batch 2 |") == 4  # all but the table of allocators
+    assert page.count("| batch 1 | batch 2 |") == 5  # all but the table of allocators
     generation.main([*command, "--profile", str(tmp_path / "profile.json")])
     results = json.loads((tmp_path / "profile.json").read_text())
     assert {"command", "commit", "hardware", "versions", "date", "host"} < results.keys()
     measured = [(row["precision"], row["batch"]) for row in results["profile"]]
     kinds = ["float32", *(["bfloat16"] if base_model.has_bfloat16() else []), "int8"]
-    assert measured == [(kind, size) for kind in kinds for size in (1, 32)]
+    assert measured == [(kind, size) for kind in kinds for size in (1, 2)]
+    assert [row["engine"] for row in results["hypotheses"]] == [engines.PEERS_RULE, engines.OURS]
     for row in results["profile"]:
         *slowest, others = row["shares"].values()
         assert slowest == sorted(slowest, reverse=True)
@@ -255,6 +257,19 @@ def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
     ]
 
 
+def test_page_faults_have_their_share_of_the_time(tmp_path):
+    for cpu, cost in (("EPYC", 2000), ("Xeon", 500)):
+        row = speed_row("ours", "int8", [3.0, 2.0, 1.0], page_faults=100_000)
+        hardware = {"cpu": cpu, "cores": 2, "flags": []}
+        host = {"caches": {}, "page_fault_nanoseconds": cost}
+        speed = [row, row | {"allocator": "tcmalloc", "page_faults": 900_000}]
+        results = {"hardware": hardware, "host": host, "speed": speed}
+        (tmp_path / f"{cpu}.json").write_text(json.dumps(results))
+    assert decoding_report.page_faults(tmp_path)[2:] == [
+        "| ours | int8 | beam 4 | 1 | 2.5 to 10.0 |"
+    ]
+
+
 def test_hosts_have_the_lengths_of_their_translations(tmp_path):
     texts = {"short": 120, "long": 400}
     speed = [
@@ -272,6 +287,34 @@ def test_hosts_have_the_lengths_of_their_translations(tmp_path):
     (tmp_path / "epyc.json").write_text(json.dumps(results | {"date": "2000-01-01"}))
     (row,) = decoding_report.hosts(tmp_path)[2:]
     assert row.endswith("| 12 | 40 to 43 | 2000-01-01 |")
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_hypotheses_of_a_sentence_are_counted(model, tmp_path, beams):
+    workshop = engines.Workshop(model, "cpu", tmp_path, threads=1)
+    text = base_model.Text(None, 330)
+    rows = decoding_profile.hypotheses_a_sentence(workshop, text, [beams], 40)
+    # The step that reads the start token extends nothing.
+    assert [row["mean"] for row in rows] == [beams * (text.forced - 1)] * 2
+
+
+def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
+    shares = {"vaswani::run_layers": 0.5, "vaswani::best_tokens": 0.02, "aten::mm": 0.1}
+    shares["others"] = 0.38
+    row = {"precision": "int8", "beams": 1, "batch": 8, "calls_a_step": 106, "shares": shares}
+    results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "threads": 2, "profile": [row]}
+    means = [{"beams": 4, "mean": 20.0}, {"beams": 4, "mean": 25.0}]
+    for name, more in {"": {"hypotheses": means}, "-operators": {"kernels": False}}.items():
+        path = tmp_path / f"decoding-profile{name}.json"
+        path.write_text(json.dumps(results | {"command": "python it.py", **more}))
+    lines = list(decoding_report.profiles(tmp_path))
+    start = "| xeon-2-cores | greedy | 2 | int8 | 8 |"
+    assert lines[2] == f"{start} 50% | 0% | 2% | 0% | 48% | 106 |"
+    slowest = "`vaswani::run_layers` 50%, `vaswani::best_tokens` 2%, `aten::mm` 10%"
+    assert f"{start} {slowest} | 106 |" in lines
+    assert lines[-1] == "| xeon-2-cores | beam 4 | 20.0 | 25.0 | 1.25 |"
+    commands = decoding_report.commands(tmp_path / "generation")
+    assert commands == ["VASWANI_KERNELS=0 python it.py", "python it.py"]
 
 
 def test_numbers_of_threads_are_not_mixed(tmp_path):
@@ -444,6 +487,7 @@ def test_marian_and_we_are_trained_with_the_same_loss(model):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_training")
 def test_training_report_is_whole(tmp_path, capsys):
     report = tmp_path / "out" / "training.json"

@@ -1,0 +1,83 @@
+"""Greedy search with the decoder's step compiled by Inductor, against our own search.
+
+    python benchmarks/compiled_step.py --json benchmarks/results/compiled-step.json
+
+transformers compiles the step of a model with a static cache. Both searches write the same number
+of tokens for the same batch. The first batch pays for the compilation.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from base_model import DEFAULT_MODEL, Text, load, padded
+from engines import quieten
+from host import host_facts, write
+from transformers import CompileConfig, PreTrainedModel
+from vaswani.training.circumstances import circumstances
+from worker import timed
+
+_TOKENS = 20  # of a translation
+_REPEATS = 5  # of a batch, after the first
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `--help` prints the manual."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results here")
+    add("--model", type=Path, default=DEFAULT_MODEL, metavar="FOLDER")
+    add("--batches", type=int, nargs="+", default=[1, 32], metavar="N", help="default: 1 32")
+    add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
+    return parser.parse_args(argv)
+
+
+def measure(model: PreTrainedModel, text: Text, size: int) -> dict[str, Any]:
+    """Return the seconds of a batch in either search: of the first run, and of later ones.
+
+    The model has no end token.
+    """
+    batch = padded(text.middle(size))
+    compilation = CompileConfig(mode="default")
+    compilation._compile_all_devices = True  # otherwise transformers compiles on GPUs only
+    searches = {
+        "ours": {},
+        "compiled": {"cache_implementation": "static", "compile_config": compilation},
+    }
+    row: dict[str, Any] = {"batch": size, "tokens": _TOKENS}
+    for name, search in searches.items():
+        first, *later = (
+            timed(lambda search=search: model.generate(**batch, max_new_tokens=_TOKENS, **search))
+            for _ in range(1 + _REPEATS)
+        )
+        row[name] = {"first": round(first, 3), "later": [round(time, 4) for time in later]}
+    times = [statistics.median(row[name]["later"]) for name in searches]
+    row["compiled_by_ours"] = round(times[1] / times[0], 2)
+    return row
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line."""
+    args = parse_args(argv)
+    quieten()
+    torch.set_num_threads(args.threads)
+    facts = {"host": host_facts(), "threads": args.threads}
+    model, text = load(args.model, untrained=True)
+    model.generation_config.eos_token_id = None
+    rows = []
+    for size in args.batches:
+        rows.append(measure(model, text, size))
+        print(
+            f"batch {size}: {rows[-1]['compiled_by_ours']} times the time of our search, after "
+            f"{rows[-1]['compiled']['first']:.1f} s for the first batch",
+            flush=True,
+        )
+    write(args.json, {**circumstances(), **facts, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Where our search spends its time, and how many hypotheses it computes for a sentence."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from base_model import Text, batched
+from engines import OURS, PEERS_RULE, TorchEngine, Workshop
+from torch.profiler import ProfilerActivity, profile, record_function
+from vaswani.generation.incremental_vaswani import IncrementalDecoder
+from vaswani.generation.library_vaswani import KERNELS, library
+from worker import synchronize
+
+_STEPS = 20  # of a profile
+
+Row = dict[str, Any]
+
+
+def measure_profile(
+    workshop: Workshop,
+    text: Text,
+    precisions: Sequence[str],
+    beams: Sequence[int],
+    batches: Sequence[int],
+) -> list[Row]:
+    """Return what our search with the peer's rule calls in each setting.
+
+    A row has the shares of the ten slowest operators in the time, and the calls of all operators in
+    a step. Precisions that this machine lacks have no rows.
+    """
+    rows = []
+    for precision in precisions:
+        with contextlib.suppress(RuntimeError):
+            engine = workshop.build(PEERS_RULE, precision)
+            for number in beams:
+                for size in batches:
+                    setting = {"precision": precision, "beams": number, "batch": size}
+                    rows.append(setting | _profile(engine, text, number, size))
+                    print("\n" + ", ".join(f"{name} {value}" for name, value in setting.items()))
+                    for name, share in rows[-1]["shares"].items():
+                        print(f"{share:7.1%}  {name}", flush=True)
+    return rows
+
+
+def _profile(engine: TorchEngine, text: Text, beams: int, size: int) -> Row:
+    forced = text.forced or _STEPS
+    on_gpu = engine.model.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    batch = engine.prepare(text.middle(size))
+    for _ in range(2):  # the first run packs weights, the second chooses kernels for them
+        engine.run(batch, beams, forced)
+    gc.disable()  # a collection would count as time of the operator that it interrupts
+    try:
+        with _kernels_as_operators(), profile(activities=activities) as recorded:
+            engine.run(batch, beams, forced)
+            synchronize()
+    finally:
+        gc.enable()
+    events = recorded.key_averages()
+    taken = {
+        event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        for event in events
+    }
+    slowest = sorted(taken, key=lambda name: -taken[name])[:10]
+    shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
+    shares["others"] = round(1 - sum(shares.values()), 3)
+    return {"calls_a_step": round(sum(event.count for event in events) / forced), "shares": shares}
+
+
+@contextlib.contextmanager
+def _kernels_as_operators() -> Iterator[None]:
+    """Show our compiled kernels to the profiler, which knows torch's operators only."""
+    kernels = library()
+    before = {} if kernels is None else {name: getattr(kernels, name) for name in KERNELS}
+
+    def recorded(name: str, kernel: Callable) -> Callable:
+        def call(*arguments: Any) -> Any:
+            with record_function(f"vaswani::{name}"):
+                return kernel(*arguments)
+
+        return call
+
+    for name, kernel in before.items():
+        setattr(kernels, name, recorded(name, kernel))
+    try:
+        yield
+    finally:
+        for name, kernel in before.items():
+            setattr(kernels, name, kernel)
+
+
+def hypotheses_a_sentence(
+    workshop: Workshop, text: Text, beams: Sequence[int], number: int
+) -> list[Row]:
+    """Return how many steps of hypotheses the decoder computes for a sentence, with either rule.
+
+    Args:
+        workshop, text, beams: as for `measure_profile`.
+        number: of sentences, on average over which a row counts.
+    """
+    sources = [text.sources[index] for index in text.chosen(number)]
+    rows = []
+    for name in (PEERS_RULE, OURS):
+        engine = workshop.build(name, "float32")
+        for width in beams:
+            with _counted_steps() as counts:
+                for batch in batched(sources, 32):
+                    engine.run(engine.prepare(batch), width, text.forced)
+            mean = round(sum(counts) / len(sources), 1)
+            rows.append({"engine": name, "beams": width, "sentences": len(sources), "mean": mean})
+            print(f"{name}, beam {width}: {mean} steps of hypotheses a sentence", flush=True)
+    return rows
+
+
+@contextlib.contextmanager
+def _counted_steps() -> Iterator[list[int]]:
+    """Count the hypotheses that every step extends."""
+    counts: list[int] = []
+    step = IncrementalDecoder.step
+
+    def counted(
+        decoder: IncrementalDecoder,
+        tokens: torch.Tensor,
+        parents: torch.Tensor | None = None,
+        open_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        counts.append(tokens.numel() if open_rows is None else len(open_rows))
+        return step(decoder, tokens, parents, open_rows)
+
+    with mock.patch.object(IncrementalDecoder, "step", counted):
+        yield counts
+
+
+__all__ = ["hypotheses_a_sentence", "measure_profile"]
