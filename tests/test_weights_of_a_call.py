@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim.swa_utils import AveragedModel
-from transformers import LogitsProcessorList
+from transformers import CompileConfig, LogitsProcessorList
 from vaswani.generation import linear_vaswani, products_vaswani
 from vaswani.generation.linear_vaswani import PreparedLinear, prepare, prepared_copy
 from vaswani.modeling.quantization_vaswani import VaswaniInt8Quantizer
@@ -760,6 +760,22 @@ class TestPrepare:
         product(states), product(states)
         assert model.lm_head in linear_vaswani._packed_of
         assert copied.lm_head not in linear_vaswani._packed_of
+
+    def test_a_compiled_step_multiplies_by_the_weights_of_the_layers(self):
+        model, graphs = build(), []
+
+        def keep(graph, inputs):
+            graphs.append(graph.code)
+            return graph.forward
+
+        compilation = CompileConfig(backend=keep, mode=None)
+        compilation._compile_all_devices = True
+        call = {"cache_implementation": "static", "max_new_tokens": 4}
+        expected = model.generate(SOURCE, **call)
+        assert torch.equal(model.generate(SOURCE, **call, compile_config=compilation), expected)
+        assert graphs
+        assert "linear" in graphs[0]
+        assert "mkldnn" not in graphs[0]  # Inductor has no kernel for weights packed by torch
 
     @torch.no_grad()
     def test_a_copy_keeps_the_modules_that_may_not_be_copied(self):
