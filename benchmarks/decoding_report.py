@@ -270,12 +270,15 @@ def allocators(folder: Path) -> list[str]:
 
 
 def page_faults(folder: Path) -> list[str]:
-    """Return the lines of a table: the share of page faults with glibc in the time, in percent."""
+    """Return the lines of a table: the share of page faults in the time of beam search with glibc.
+
+    The shares are in percent.
+    """
     found: dict[tuple, dict[int, list[float]]] = {}
     for _, threads, results in _files(folder):
         cost = results["host"]["page_fault_nanoseconds"] / 1e9
         for row in results["speed"]:
-            if tuple(map(row.get, SETTING[:3])) == _USUAL:
+            if tuple(map(row.get, SETTING[:3])) == _USUAL and row["beams"] > 1:
                 names = (row["engine"], row["precision"], search_name(row), threads)
                 share = 100 * row["page_faults"] * cost / statistics.median(row["seconds"])
                 found.setdefault(names, {}).setdefault(row["batch"], []).append(share)
