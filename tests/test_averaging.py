@@ -398,18 +398,12 @@ def test_memory_does_not_grow_with_the_number_of_checkpoints(checkpoint, tmp_pat
 # --- the command and the callback ---
 
 
-def test_the_command_averages_the_last_checkpoints_of_a_run(run_of, tmp_path):
+def test_the_command_averages_the_last_checkpoints_of_a_run(run_of, tmp_path, capfd):
     run = run_of(1, 2, 4)
-    command = [sys.executable, "-m", "vaswani", "average"]
-    result = subprocess.run(
-        [*command, str(run), "--last", "2", "--output", str(tmp_path / "mean")],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
-    assert result.stdout.strip() == str(tmp_path / "mean")
-    assert "Warning" not in result.stderr
+    main(["average", str(run), "--last", "2", "--output", str(tmp_path / "mean")])
+    printed = capfd.readouterr()
+    assert printed.out.strip() == str(tmp_path / "mean")
+    assert "Warning" not in printed.err
     assert averaged(tmp_path / "mean")["weight"].tolist() == [3.0, -3.0]
 
 
