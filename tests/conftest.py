@@ -1,5 +1,6 @@
 """Small models and batches for all tests, in float64 and with fixed seeds."""
 
+import gc
 import logging
 import os
 import shutil
@@ -33,6 +34,12 @@ if _CPU.exists() and "vnni" not in _CPU.read_text():
 
 # For models this small, waking a second thread takes longer than the computation.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Keep collections of garbage, of which Accelerate makes many, out of what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
