@@ -1,6 +1,7 @@
 """Misspelt and foreign names of settings, and the known names that they mean."""
 
 import difflib
+import functools
 from collections.abc import Collection, Iterable
 
 # Fields of the configuration, and their names in other libraries.
@@ -121,10 +122,15 @@ def meant_names(name: str, known: Collection[str]) -> list[str]:
         meant = [field for field in fields.split() if field in known]
         if folded in foreign.split() and meant:
             return meant
-    distances = {other: _distance(folded, other) for other in known}
-    # Short names may differ in one letter and mean different things, as d_k and d_v do.
-    near = [other for other, letters in distances.items() if letters <= 1 + (len(other) > 5)]
-    return sorted(near, key=lambda other: (distances[other], other))[:1]
+    near = []
+    for other in known:
+        # Short names may differ in one letter and mean different things, as d_k and d_v do.
+        allowed = 1 + (len(other) > 5)
+        if abs(len(folded) - len(other)) <= allowed:
+            distance = _distance(folded, other)
+            if distance <= allowed:
+                near.append((distance, other))
+    return [other for _, other in sorted(near)[:1]]
 
 
 def complaints(names: Iterable[str], known: Collection[str]) -> str:
@@ -139,6 +145,7 @@ def complaints(names: Iterable[str], known: Collection[str]) -> str:
     return " ".join(found)
 
 
+@functools.lru_cache(4096)  # every loaded file has the same names
 def _distance(word: str, target: str) -> int:
     """Count the letters to insert, delete, replace or swap until `word` becomes `target`."""
     before: list[int] = []
