@@ -135,6 +135,7 @@ METHODS = {
 }
 # Attributes of classes and modules.
 ATTRIBUTES = {
+    "transformers.CompileConfig": "_compile_all_devices",
     "transformers.PreTrainedConfig": "_attn_implementation _auto_class",
     "transformers.PreTrainedModel": """
         _auto_class _can_compile_fullgraph _can_record_outputs _fsdp_plan
