@@ -23,6 +23,7 @@ from vaswani import (
     VaswaniTranslationPipeline,
 )
 
+pytestmark = pytest.mark.slow
 PACKAGE = Path(vaswani.__file__).parent.parent
 SIZES = {
     "d_model": 16,

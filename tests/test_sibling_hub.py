@@ -20,6 +20,7 @@ from vaswani import (
     VaswaniTokenizer,
 )
 
+pytestmark = pytest.mark.slow
 PACKAGE = Path(vaswani.__file__).parent.parent
 ENCODER = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
 DECODER = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}

@@ -4,6 +4,7 @@ import unittest
 from typing import ClassVar
 from unittest import mock
 
+import pytest
 import torch
 from test_conformance import configuration_common, modeling_common, testing_utils
 from transformers.models.auto import modeling_auto
@@ -19,6 +20,7 @@ from vaswani import (
     VaswaniForTokenClassification,
 )
 
+pytestmark = pytest.mark.slow
 SIZES = {"vocab_size": 99, "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
