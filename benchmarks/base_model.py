@@ -38,6 +38,7 @@ _TOKENS = 512  # of a batch, on either side
 _EVERY = 100  # updates between checkpoints
 VOCAB_SIZE = 37_000
 LONG = (40, 60)  # tokens of a long source
+_SAMPLE = 200  # sentences, among which those of middle length are found
 _JOINED = 3  # sentences of a joined pair, and one pair in three begins one
 
 
@@ -176,8 +177,8 @@ class Text:
         return sorted(picked, key=lambda index: len(self.sources[index]))
 
     def middle(self, size: int) -> list[list[int]]:
-        """Return `size` sources of middle length."""
-        indices = self.chosen(max(size, 200))
+        """Return `size` sources of middle length, among `_SAMPLE` across the file."""
+        indices = self.chosen(max(size, _SAMPLE))
         start = (len(indices) - size) // 2
         return [self.sources[index] for index in indices[start : start + size]]
 

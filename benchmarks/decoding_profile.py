@@ -1,4 +1,4 @@
-"""Where our search spends its time, and how many hypotheses it computes for a sentence."""
+"""Where our search spends its time, and how often it extends a hypothesis."""
 
 import contextlib
 import gc
@@ -93,15 +93,17 @@ def _kernels_as_operators() -> Iterator[None]:
 
 
 def hypotheses_a_sentence(
-    workshop: Workshop, text: Text, beams: Sequence[int], number: int
+    workshop: Workshop, text: Text, beams: Sequence[int], sentences: int
 ) -> list[Row]:
-    """Return how many steps of hypotheses the decoder computes for a sentence, with either rule.
+    """Return how often a search extends a hypothesis by a token: the mean of sentences.
+
+    There are rows for both rules.
 
     Args:
         workshop, text, beams: as for `measure_profile`.
-        number: of sentences, on average over which a row counts.
+        sentences: the number of sentences to translate.
     """
-    sources = [text.sources[index] for index in text.chosen(number)]
+    sources = [text.sources[index] for index in text.chosen(sentences)]
     rows = []
     for name in (PEERS_RULE, OURS):
         engine = workshop.build(name, "float32")
@@ -111,13 +113,13 @@ def hypotheses_a_sentence(
                     engine.run(engine.prepare(batch), width, text.forced)
             mean = round(sum(counts) / len(sources), 1)
             rows.append({"engine": name, "beams": width, "sentences": len(sources), "mean": mean})
-            print(f"{name}, beam {width}: {mean} steps of hypotheses a sentence", flush=True)
+            print(f"{name}, beam {width}: {mean} extensions of a hypothesis a sentence", flush=True)
     return rows
 
 
 @contextlib.contextmanager
 def _counted_steps() -> Iterator[list[int]]:
-    """Count the hypotheses that every step extends."""
+    """List how many hypotheses every step extends."""
     counts: list[int] = []
     step = IncrementalDecoder.step
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from engines import OURS, PEERS_RULE
 from host import ALLOCATORS, host_name
 from ratios import AIM_WITH_FEWER_INSTRUCTIONS, AIMS, SETTING, Row, compare, search_name
 
@@ -44,7 +45,8 @@ Settings:
 - `short` sentences are those of Multi30k. `long` sentences have 40 to 60 tokens. Their translations
   are short if the benchmark's model learned little: the next table has the lengths.
 
-A ratio is the peer's time divided by ours in the same round. Tables have medians over rounds."""
+A ratio is the peer's time divided by ours in the same round. Tables have medians over rounds. With
+"best" threads, a ratio divides medians of the files with one and with two threads."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
 The last columns have the mean tokens of a translation of short and of long sentences.
@@ -57,7 +59,9 @@ An engine's time with glibc, divided by its time with tcmalloc. The two were mea
 so a ratio includes the noise of the host. Our aim is at most 1.05.
 """
 _PAGE_FAULTS = """
-Page faults with glibc, in percent of an engine's time: their number, times the host's cost of one:
+The next table has the share of page faults in the time of beam search with glibc, in percent. It is
+the number of faults, multiplied by the host's cost of a fault. The cost was measured in two
+threads. In one thread, it is up to 1.7 times as high.
 """
 _BELOW_AIMS = """
 Ratios below their aims, rounded down:
@@ -71,14 +75,16 @@ Shares of the time of our search with the peer's rule, in compiled kernels: the 
 and decoder (`run_layers`), the output layer (`multiply_states`), the choice of tokens
 (`log_sums_and_maxima`, `best_candidates`, `best_tokens` and `advance_beam`), and checks that no
 weight has changed since it was packed (`has_fingerprint` and `same_bytes`). Our aims are 600 calls
-of operators a step in batches of 1, and 900 in batches of 32.
+of operators a step in batches of 1, and 900 in batches of 32. A call of a kernel counts as one.
 """
 _WITHOUT_KERNELS = """
-Without the kernels (`VASWANI_KERNELS=0`), the slowest operators of torch:
+Without the kernels (`VASWANI_KERNELS=0`), these operators of torch are the slowest. The numbers of
+calls exceed our aims there.
 """
 _HYPOTHESES = """
-Hypotheses that a search extends by a token, on average for a sentence. The paper's search goes on
-until no open hypothesis can win, so it extends more of them:
+The paper's search goes on until no open hypothesis can win. So it extends a hypothesis by a token
+more often than the peer's rule does. The table has the mean number of such extensions for a
+sentence.
 """
 # The columns of a profile, and the kernels of each.
 _PARTS = {
@@ -181,8 +187,8 @@ def rates(folder: Path) -> list[str]:
 def profiles(folder: Path) -> Iterator[str]:
     """Yield the lines of three tables from the profiles of a folder.
 
-    The first has the shares of the kernels, the second the slowest operators without kernels, and
-    the third the hypotheses of a sentence with either rule.
+    They have the shares of the kernels, the slowest operators without kernels, and how often a
+    search with either rule extends a hypothesis.
     """
     with_kernels, without, hypotheses = [], [], []
     for path in sorted(folder.glob("decoding-profile*.json")):
@@ -196,10 +202,11 @@ def profiles(folder: Path) -> Iterator[str]:
             else:
                 slowest = (f"`{name}` {share:.0%}" for name, share in row["shares"].items())
                 without.append([*setting, ", ".join(itertools.islice(slowest, 3)), calls])
-        means: dict[str, list[float]] = {}
+        means: dict[str, dict[str, float]] = {}
         for row in results.get("hypotheses", []):
-            means.setdefault(search_name(row), []).append(row["mean"])
-        for search, (peers, ours) in means.items():
+            means.setdefault(search_name(row), {})[row["engine"]] = row["mean"]
+        for search, of_rules in means.items():
+            peers, ours = of_rules[PEERS_RULE], of_rules[OURS]
             hypotheses.append([host, search, f"{peers:.1f}", f"{ours:.1f}", f"{ours / peers:.2f}"])
     names = ["host", "search", "threads", "precision", "batch"]
     yield from _lines([*names, *_PARTS, "others", "calls a step"], with_kernels)

@@ -168,10 +168,11 @@ def measure_speed(
     names = [pair for pair in engine_names(args.device) if _chosen(pair, args.engines)]
     rows: dict[tuple, Row] = {}
     missing: dict[tuple, Row] = {}
-    for allocator, instructions, variables in _environments(args, missing):
-        for number in range(args.rounds):
-            first = number % len(names)
-            for engine in names[first:] + names[:first]:
+    environments = list(_environments(args, missing))
+    for number in range(args.rounds):
+        first = number % len(names)
+        for engine in names[first:] + names[:first]:
+            for allocator, instructions, variables in environments:
                 place = (allocator, instructions, *engine)
                 if place in missing:
                     continue
@@ -189,7 +190,7 @@ def measure_speed(
                     row["tokens"] = sum(map(len, result["outputs"]))
                     if indices is not None:
                         row["bleu"] = text.bleu(indices, result["outputs"])
-            print(f"{allocator}, {instructions}: round {number + 1} of {args.rounds}", flush=True)
+        print(f"round {number + 1} of {args.rounds}", flush=True)
     return list(rows.values()), list(missing.values())
 
 
@@ -269,7 +270,7 @@ def main(argv: list[str] | None = None) -> None:
             kinds = [kind for name, kind in engine_names(args.device) if name == PEERS_RULE]
             facts = {"host": host_facts(), "threads": args.threads, "kernels": bool(library())}
             facts["profile"] = measure_profile(workshop, text, kinds, args.beams, args.batches)
-            if text.forced is None:
+            if text.forced is None and library():
                 counts = hypotheses_a_sentence(workshop, text, args.beams, args.sentences)
                 facts["hypotheses"] = counts
             write(args.profile, {**circumstances(), **facts})

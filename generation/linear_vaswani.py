@@ -168,7 +168,7 @@ class PreparedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the prepared weight: (R, in) to (R, out)."""
-        # A compiler has products of its own.
+        # Inductor cannot compile products with packed weights.
         multiply = self.original if torch.compiler.is_compiling() else self.product
         return multiply(input)
 

@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_finish():
-    """Keep collections of garbage, of which Accelerate makes many, out of what was imported."""
+    """Exempt what was imported from collections of garbage. Accelerate starts many."""
     gc.collect()
     gc.freeze()
 

@@ -303,7 +303,10 @@ def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
     shares["others"] = 0.38
     row = {"precision": "int8", "beams": 1, "batch": 8, "calls_a_step": 106, "shares": shares}
     results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "threads": 2, "profile": [row]}
-    means = [{"beams": 4, "mean": 20.0}, {"beams": 4, "mean": 25.0}]
+    means = [
+        {"engine": engine, "beams": 4, "mean": mean}
+        for engine, mean in ((engines.PEERS_RULE, 20.0), (engines.OURS, 25.0))
+    ]
     for name, more in {"": {"hypotheses": means}, "-operators": {"kernels": False}}.items():
         path = tmp_path / f"decoding-profile{name}.json"
         path.write_text(json.dumps(results | {"command": "python it.py", **more}))
