@@ -7,6 +7,7 @@ number of tokens for the same batch, in float32. The first turn includes the com
 """
 
 import argparse
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     quieten()
+    # A cache of an earlier run would hide the time of the compilation.
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     torch.set_num_threads(args.threads)
     facts = {"host": host_facts(), "threads": args.threads}
     model, text = load(args.model, untrained=True)
