@@ -637,15 +637,13 @@ def test_hypotheses_of_the_papers_search_and_a_compiled_step_come_from_their_fil
         for row in results_of("decoding-profile-avx2")["hypotheses"]
         if row["beams"] == 4
     )
-    assert f"extends {ours / peers:.2f} times as many hypotheses as the peer's rule" in page.words
+    assert f"extends {ours / peers:.2f} times as many hypotheses" in page.words
     results = results_of("compiled-step")
     assert results["command"] in page.commands()
     one, many = results["rows"]
     assert (one["batch"], many["batch"]) == (1, 32)
     words = f"takes {one['compiled_by_ours']} times as long in batches of 1, and "
-    words += f"{many['compiled_by_ours']} times in batches of 32. The first batch takes "
-    words += f"{one['compiled']['first']:.0f} s and {many['compiled']['first']:.0f} s"
-    assert words in page.words
+    assert f"{words}{many['compiled_by_ours']} times in batches of 32" in page.words
 
 
 def test_bleu_of_int8_comes_from_its_results_file():
