@@ -20,6 +20,7 @@ from transformers import CompileConfig, PreTrainedModel
 from vaswani.training.circumstances import circumstances
 from worker import timed
 
+_BATCHES = (1, 32)
 _TOKENS = 20  # of a translation
 _REPEATS = 5  # turns of a search, after the first
 
@@ -32,7 +33,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write the results here")
     add("--model", type=Path, default=DEFAULT_MODEL, metavar="FOLDER")
-    add("--batches", type=int, nargs="+", default=[1, 32], metavar="N", help="default: 1 32")
     add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     return parser.parse_args(argv)
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     model, text = load(args.model, untrained=True)
     model.generation_config.eos_token_id = None  # all translations have the same length
     rows = []
-    for size in args.batches:
+    for size in _BATCHES:
         rows.append(measure(model, text, size))
         print(
             f"batch {size}: {rows[-1]['compiled_by_ours']} times the time of our search, after "

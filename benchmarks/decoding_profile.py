@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -33,15 +34,17 @@ def measure_profile(
     """
     rows = []
     for precision in precisions:
-        with contextlib.suppress(RuntimeError):
+        try:
             engine = workshop.build(PEERS_RULE, precision)
-            for number in beams:
-                for size in batches:
-                    setting = {"precision": precision, "beams": number, "batch": size}
-                    rows.append(setting | _profile(engine, text, number, size))
-                    print("\n" + ", ".join(f"{name} {value}" for name, value in setting.items()))
-                    for name, share in rows[-1]["shares"].items():
-                        print(f"{share:7.1%}  {name}", flush=True)
+        except RuntimeError as error:
+            print(f"{precision} is missing: {error}")
+            continue
+        for width, size in itertools.product(beams, batches):
+            setting = {"precision": precision, "beams": width, "batch": size}
+            rows.append(setting | _profile(engine, text, width, size))
+            print("\n" + ", ".join(f"{name} {value}" for name, value in setting.items()))
+            for name, share in rows[-1]["shares"].items():
+                print(f"{share:7.1%}  {name}", flush=True)
     return rows
 
 

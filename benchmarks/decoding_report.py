@@ -49,6 +49,7 @@ A ratio is the peer's time divided by ours in the same round. Tables have median
 "best" threads, a ratio divides medians of the files with one and with two threads."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
+The cost of a page fault is that of one thread on the EPYC with AVX2, and of two threads elsewhere.
 The last columns have the mean tokens of a translation of short and of long sentences.
 """
 _RATIOS = """\
@@ -61,7 +62,7 @@ so a ratio includes the noise of the host. Our aim is at most 1.05.
 _PAGE_FAULTS = """
 The next table has the share of page faults in the time of beam search with glibc, in percent. It is
 the number of faults, multiplied by the host's cost of a fault. The cost was measured in two
-threads. In one thread, it is up to 1.7 times as high.
+threads. In one thread, it is higher.
 """
 _BELOW_AIMS = """
 Ratios below their aims, rounded down:

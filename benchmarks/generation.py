@@ -15,9 +15,9 @@ penalty ((5 + |Y|) / 6)^0.6, a search until no open hypothesis can win, and at m
 50 tokens for each sentence. MarianMT follows CTranslate2's rule too.
 
 A ratio is the peer's time divided by ours in the same round. Tables print its least, median and
-largest value over the rounds. `--allocators` and `--instructions` repeat everything with another
-allocator of memory, and as on a machine with fewer instructions. `--threads` is the number of
-threads of every engine.
+largest value over the rounds. `--allocators` names allocators of memory. `--instructions` computes
+as on a machine with fewer instructions. An engine takes a turn with each of them. `--threads` is
+the number of threads of every engine.
 """
 
 import argparse
