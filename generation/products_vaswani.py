@@ -8,7 +8,7 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored,
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
+_ROWS_AT_ONCE = 2**12  # of a weight, to be copied and packed
 # Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
 # constructed. Two processes therefore have different fingerprints of the same weight.
 _KEY = os.urandom(_DIGEST)
@@ -56,7 +57,7 @@ class Panels(NamedTuple):
     scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
     outputs: int
     weight_scale: torch.Tensor | None  # (out,) as it was given
-    fingerprints: list[torch.Tensor]  # of each weight as it was given
+    fingerprints: list[torch.Tensor]  # of the weights as they were given, in parts
 
     @classmethod
     def pack(
@@ -81,14 +82,15 @@ class Panels(NamedTuple):
         panels = torch.empty(shape, dtype=torch.int32, device="cpu")
         if missing:
             panels[-1] = 0
-        weights = [as_stored(weight) for weight in weights]
-        # Fingerprints come first: if another thread then changes a weight, the next call sees it.
-        fingerprints = [_fingerprint(weight) for weight in weights]
+        fingerprints = []
         first = 0
-        for weight in weights:
+        for rows in _in_parts(weights):
+            # Another thread may change the weight meanwhile, so both steps read a copy.
+            copied = rows.clone()
+            fingerprints.append(_fingerprint(copied))
             place = shape[1], panels.data_ptr(), first
-            library().pack_rows(weight.data_ptr(), len(weight), *place, torch.get_num_threads())
-            first += len(weight)
+            library().pack_rows(copied.data_ptr(), len(rows), *place, torch.get_num_threads())
+            first += len(rows)
         sums = relative = None
         if scale is not None:
             # Sum the panels and not the weights, which another thread may have changed meanwhile.
@@ -96,8 +98,7 @@ class Panels(NamedTuple):
             sums = by_input.sum(dim=(1, 3), dtype=torch.int32).view(-1)
             scale = scale.clone()
             relative = F.pad(scale * torch.tensor(1 / largest, **FLOATS), (0, missing))
-        dtype = weights[0].dtype
-        return cls(inputs, dtype, panels, sums, relative, outputs, scale, fingerprints)
+        return cls(inputs, weights[0].dtype, panels, sums, relative, outputs, scale, fingerprints)
 
     def holds(self, weights: Sequence[torch.Tensor], scale: torch.Tensor | None = None) -> bool:
         """Tell whether `pack` got weights of the same fingerprints, and the same scale."""
@@ -111,7 +112,7 @@ class Panels(NamedTuple):
                 return False
         elif scale is not self.weight_scale:  # both are None in a float weight
             return False
-        return all(map(_has_fingerprint, map(as_stored, weights), self.fingerprints))
+        return all(map(_has_fingerprint, _in_parts(weights), self.fingerprints))
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
         """Return a product, which is valid as long as these panels and the bias are.
@@ -125,6 +126,12 @@ class Panels(NamedTuple):
         addresses = (None if part is None else part.data_ptr() for part in parts)
         halves = self.dtype == torch.bfloat16
         return Product(self.inputs, self.outputs, *addresses, largest, relu, halves)
+
+
+def _in_parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Split weights into a few rows each, whose copies are small."""
+    for weight in weights:
+        yield from as_stored(weight).split(_ROWS_AT_ONCE)
 
 
 def _fingerprint(weight: torch.Tensor) -> torch.Tensor:

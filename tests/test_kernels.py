@@ -225,11 +225,11 @@ class TestPanels:
         assert torch.equal(again.panels, panels.panels)
 
     def test_a_large_weight_is_compared_in_parallel(self, with_threads):
-        weight = torch.randn(2000, 96)
+        weight = torch.randn(5000, 96)
         panels = with_threads(3, lambda: Panels.pack([weight]))
         assert torch.equal(panels.panels, with_threads(1, lambda: Panels.pack([weight])).panels)
         assert with_threads(3, lambda: panels.holds([weight]))
-        weight[1999, 95] += 1
+        weight[4999, 95] += 1
         assert not with_threads(3, lambda: panels.holds([weight]))
 
     @pytest.mark.parametrize("bytes_apart", [16, 128, 2**16], ids=["lane", "block", "part"])
@@ -256,6 +256,24 @@ class TestPanels:
             assert not panels.holds([weight], torch.ones(64))
         lane[:] = before
         assert panels.holds([weight], torch.ones(64))
+
+    def test_panels_have_the_values_of_their_fingerprint(self, monkeypatch):
+        """Another thread changes a weight while it is packed, and changes it back."""
+        weight = torch.randn(40, 16)
+        expected, before = Panels.pack([weight]), weight.clone()
+        fingerprint = products_vaswani._fingerprint
+
+        def change_after(rows):
+            taken = fingerprint(rows)
+            weight.neg_()
+            return taken
+
+        monkeypatch.setattr(products_vaswani, "_fingerprint", change_after)
+        panels = Panels.pack([weight])
+        assert not panels.holds([weight])
+        weight.copy_(before)
+        assert panels.holds([weight])
+        assert torch.equal(panels.panels, expected.panels)
 
     def test_processes_have_fingerprints_of_their_own(self, monkeypatch):
         weight = torch.randn(40, 16)
