@@ -15,6 +15,7 @@ import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from conftest import SIZES
 from datasets import Dataset
+from forks import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging import version
@@ -525,21 +526,6 @@ def test_training_resumed_in_the_middle_of_a_later_epoch_ends_with_the_same_weig
         assert_bit_for_bit(weights(resumed), weights(whole))
 
 
-def launch(processes, *arguments):
-    """Run `main` below in several processes on the CPU with gloo."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(processes)]
-    run = subprocess.run(
-        [*command, __file__, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-
-
 def main(job, output, checkpoint=None):
     """Train as one of the processes. The first process saves the final weights in `output`."""
     changes = {"save_strategy": "steps", "save_steps": 1}
@@ -567,12 +553,12 @@ needs_resume_on_cpus = pytest.mark.skipif(
 def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_weights(
     tmp_path, batching
 ):
-    launch(2, batching, tmp_path / "whole")
+    forked(2, __file__, batching, tmp_path / "whole")
     checkpoint = tmp_path / "whole" / "checkpoint-10"
     epoch = json.loads((checkpoint / "trainer_state.json").read_text())["epoch"]
     assert epoch > 1
     assert epoch % 1 != 0
-    launch(2, batching, tmp_path / "resumed", checkpoint)
+    forked(2, __file__, batching, tmp_path / "resumed", checkpoint)
     whole, resumed = (
         load_file(tmp_path / run / "model.safetensors") for run in ("whole", "resumed")
     )
@@ -582,7 +568,7 @@ def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", ["sorted", "packed"])
 def test_two_processes_train_like_one_that_accumulates_two_batches(tmp_path, batching):
-    launch(2, f"{batching} without dropout", tmp_path / "two")
+    forked(2, __file__, f"{batching} without dropout", tmp_path / "two")
     two = load_file(tmp_path / "two" / "model.safetensors")
     one = make_trainer(
         tmp_path / "one", dropout=0.0, gradient_accumulation_steps=2, batching=batching

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from child_process import in_child
+from forks import in_child
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.commands.main import main
 from vaswani.configuration.extras import needs

@@ -1,5 +1,6 @@
 """Kills, full disks and NaN: training loses no complete checkpoint and reports the fault."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,14 +8,13 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from child_process import in_child
+from forks import forked, in_child
 from safetensors.torch import load_file
 from test_batching import STEPS, assert_bit_for_bit, make_trainer, needs_resume_on_cpus, weights
 from transformers import Seq2SeqTrainer, TrainerCallback, TrainerState, modeling_utils
@@ -392,17 +392,6 @@ def test_a_number_that_is_not_finite_ends_training_before_it_reaches_the_weights
     assert_bit_for_bit(weights(resumed), weights(whole))
 
 
-def launch(*arguments):
-    """Run `main` below in two processes on the CPU, and return the completed process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", __file__, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-
-
 def main(job, output):
     """Train as one of two processes."""
     run = make_trainer(output, **SAVING)
@@ -422,8 +411,8 @@ def test_of_two_processes_one_killed_before_its_part_of_a_save_costs_nothing(tmp
         ("killed", "run", True),
         ("resumed", "run", False),
     ):
-        done = launch(job, tmp_path / folder)
-        assert (done.returncode != 0) == fails, done.stderr
+        with pytest.raises(AssertionError) if fails else contextlib.nullcontext():
+            forked(2, __file__, job, tmp_path / folder)
         if fails:
             assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
     resumed, whole = (load_file(tmp_path / run / "model.safetensors") for run in ("run", "whole"))

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import SIZES
+from forks import forked
 from launches import TRAIN, accelerate_with_fsdp_on_cpus, launch, printed_flags
 from safetensors.torch import load_file
 from test_batching import collator, make_trainer, training_data
@@ -193,15 +194,14 @@ def test_the_readmes_command_trains_averages_and_scores_as_one_process(
 ):
     flags = printed_flags("--use_fsdp")
     flags[flags.index("--fsdp_state_dict_type") + 1] = how_saved
-    for processes in (1, 2):
-        launch(
-            processes, *TRAIN, "--train", *number_words,
-            "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
-            "--steps", 6, "--eval-steps", 3, "--warmup", 400, "--max-source-tokens", 300,
-            "--average", 2, "--accumulate", 2 // processes, "--set", *SMALL, "dropout=0.0",
-            "--output", tmp_path / str(processes),
-            flags=flags, paths=[accelerate_folder],
-        )  # fmt: skip
+    words = [
+        *TRAIN, "--train", *number_words,
+        "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
+        "--steps", 6, "--eval-steps", 3, "--warmup", 400, "--max-source-tokens", 300,
+        "--average", 2, "--set", *SMALL, "dropout=0.0",
+    ]  # fmt: skip
+    forked(1, *words, "--accumulate", 2, "--output", tmp_path / "1")
+    launch(2, *words, "--output", tmp_path / "2", flags=flags, paths=[accelerate_folder])
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
     one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))
     assert one["test"]["bleu"] == two["test"]["bleu"]

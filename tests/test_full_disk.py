@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from child_process import in_child
+from forks import in_child
 from peft import LoraConfig, get_peft_model
 from test_batching import assert_bit_for_bit, make_trainer, weights
 from test_faults import SAVING, die_in

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from child_process import in_child
+from forks import in_child
 from num2words import num2words
 from test_full_disk import files_of_at_most
 from vaswani.corpora import preparing

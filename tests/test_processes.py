@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SIZES
+from forks import forked
 from launches import TRAIN, free_port, launch, printed_flags
 from safetensors.torch import load_file
 from test_batching import BUDGET, collator, training_data
@@ -39,7 +40,7 @@ SLOW = ["--warmup", 400]
 
 
 def test_the_accelerate_loop_trains_a_model_that_auto_classes_load(number_words, tmp_path):
-    launch(
+    forked(
         1, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP, "--warmup", 4,
         "--set", *SMALL, "--output", tmp_path,
     )  # fmt: skip
@@ -81,7 +82,7 @@ def test_the_accelerate_loop_refuses_settings_before_it_reads(
 @pytest.mark.slow
 def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_words, tmp_path):
     for processes, accumulate in ((1, 2), (2, 1)):
-        launch(
+        forked(
             processes, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP, *SLOW,
             "--set", *SMALL, "dropout=0.0", "--accumulate", accumulate,
             "--output", tmp_path / str(processes),
@@ -95,7 +96,7 @@ def test_training_gives_the_same_weights_with_two_processes(
     number_words, tmp_path, r_drop, batching
 ):
     for processes, accumulate in ((1, 2), (2, 1)):
-        launch(
+        forked(
             processes, *TRAIN, "--train", *number_words,
             "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
             "--steps", 6, "--eval-steps", 3, *SLOW, "--max-source-tokens", 300,
@@ -139,7 +140,7 @@ def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
         "--vocab-size", 340, "--steps", 6, *SLOW, "--max-source-tokens", 300,
         "--set", *SMALL, "dropout=0.0",
     ]  # fmt: skip
-    launch(1, *arguments, "--accumulate", 2, "--output", tmp_path / "1")
+    forked(1, *arguments, "--accumulate", 2, "--output", tmp_path / "1")
     flags = printed_flags("--num_machines")
     flags[flags.index("--main_process_ip") + 1] = "127.0.0.1"
     flags[flags.index("--main_process_port") + 1] = str(free_port())
@@ -156,7 +157,7 @@ def test_two_machines_of_the_readmes_command_give_the_weights_of_one_process(
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
 
 
-# The code below runs in the processes that `launch` starts.
+# The code below runs in the processes that `forked` starts.
 
 STEPS, HALF = 8, 5
 
@@ -217,7 +218,7 @@ def sharded(output, checkpoint=None):
 
 @pytest.mark.slow
 def test_fsdp2_trains_like_one_process_saves_whole_models_and_resumes(tmp_path):
-    launch(2, __file__, tmp_path / "whole")
+    forked(2, __file__, tmp_path / "whole")
     model, batches = fresh_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for batch in batches:
@@ -226,7 +227,7 @@ def test_fsdp2_trains_like_one_process_saves_whole_models_and_resumes(tmp_path):
     assert saved.lm_head.weight is saved.model.encoder.embed_tokens.weight
     for name, value in saved.state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name], atol=1e-6, rtol=0)
-    launch(2, __file__, tmp_path / "resumed", tmp_path / "whole" / f"step-{HALF}")
+    forked(2, __file__, tmp_path / "resumed", tmp_path / "whole" / f"step-{HALF}")
     resumed, whole = (tmp_path / run / f"step-{STEPS}" for run in ("resumed", "whole"))
     assert_equal_weights(resumed, whole, 0)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
-from child_process import in_child
+from forks import in_child
 from num2words import num2words
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, TrainerState

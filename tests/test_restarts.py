@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from documents import ROOT
+from forks import forked
 from launches import environment, free_port
 from safetensors.torch import load_file
 
@@ -19,6 +20,7 @@ TRAIN = ("-m", "vaswani", "train")
 SIZES = ["d_model=32", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=4"]
 SIZES += ["decoder_attention_heads=4", "encoder_ffn_dim=64", "decoder_ffn_dim=64"]
 RESTARTS = 10
+KILLS = 2
 MINUTES = 8
 pytestmark = pytest.mark.slow
 
@@ -42,8 +44,7 @@ def arguments(tmp_path_factory):
 def whole(arguments, tmp_path_factory):
     """The weights of an uninterrupted run of two processes."""
     output = tmp_path_factory.mktemp("whole")
-    run = launcher(["--standalone", "--nproc_per_node", 2], arguments, output)
-    assert run.wait(60 * MINUTES) == 0
+    forked(2, *arguments, "--output", output)
     return load_file(output / "model.safetensors")
 
 
@@ -82,21 +83,20 @@ def assert_same_weights(output, whole):
     assert all(torch.equal(value, whole[name]) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_ranks_killed_at_random_moments_change_no_weight(arguments, whole, tmp_path, seed):
-    chance, output, kills = random.Random(seed), tmp_path / "run", 0
+def test_ranks_killed_at_random_moments_change_no_weight(arguments, whole, tmp_path):
+    chance, output, kills = random.Random(1), tmp_path / "run", 0
     flags = ["--standalone", "--nproc_per_node", 2, "--max-restarts", RESTARTS]
     run = launcher(flags, arguments, output)
     end, kill_after = time.monotonic() + 60 * MINUTES, chance.randrange(30)
     while run.poll() is None and time.monotonic() < end:
         time.sleep(chance.uniform(0, 0.2))
         alive = workers(run)
-        if kills < 3 and alive and saved_updates(output) >= kill_after:
+        if kills < KILLS and alive and saved_updates(output) >= kill_after:
             chance.choice(alive).kill()
             kills += 1
             kill_after += chance.randrange(10, 40)
     assert run.wait(1) == 0, output.with_suffix(".log").read_text()
-    assert kills == 3
+    assert kills == KILLS
     assert_same_weights(output, whole)
 
 
@@ -118,7 +118,7 @@ def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, 
         while any(run.poll() != 0 for run in machines) and time.monotonic() < end:
             time.sleep(chance.uniform(0, 0.2))
             alive = [run for run in machines if run.poll() is None]
-            if kills < 3 and alive and saved_updates(output) >= kill_after:
+            if kills < KILLS and alive and saved_updates(output) >= kill_after:
                 die(chance.choice(alive))
                 kills += 1
                 kill_after += chance.randrange(10, 40)
@@ -130,7 +130,7 @@ def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, 
         for run in machines:
             die(run)
     assert all(run.returncode == 0 for run in machines), (tmp_path / "run.log").read_text()
-    assert kills == 3
+    assert kills == KILLS
     assert_same_weights(output, whole)
 
 

@@ -5,7 +5,8 @@ import json
 import shutil
 
 import pytest
-from launches import TRAIN, launch
+from forks import forked
+from launches import TRAIN
 from num2words import num2words
 from test_batching import make_trainer, training_data
 from test_processes import assert_equal_weights
@@ -175,9 +176,9 @@ def test_a_stream_in_several_processes_resumes_with_the_same_weights(
         "--tokenizer", tmp_path / "tokenizer", "--max-source-tokens", "150", "--save-steps", "4",
         "--warmup", "5", "--set", *SMALL,
     ]  # fmt: skip
-    launch(processes, *words, "--steps", 9, "--output", tmp_path / "whole")
+    forked(processes, *words, "--steps", 9, "--output", tmp_path / "whole")
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "resumed" / "checkpoint-4")
-    launch(processes, *words, "--steps", 9, "--output", tmp_path / "resumed", "--resume")
+    forked(processes, *words, "--steps", 9, "--output", tmp_path / "resumed", "--resume")
     assert_equal_weights(tmp_path / "whole", tmp_path / "resumed", 0)
 
 

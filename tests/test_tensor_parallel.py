@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import SIZES
-from launches import launch
+from forks import forked
 from safetensors.torch import load_file
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
@@ -99,7 +99,7 @@ def divided(tmp_path_factory):
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, 0.5, 0.3)
         model.save_pretrained(folder / name)
-    launch(2, __file__, folder)
+    forked(2, __file__, folder)
     return folder
 
 
