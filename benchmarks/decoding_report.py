@@ -21,7 +21,8 @@ from ratios import AIM_WITH_FEWER_INSTRUCTIONS, AIMS, SETTING, Row, compare, sea
 
 FOLDER = Path(__file__).resolve().parent / "results" / "generation"
 _USUAL = ("glibc", "native", "short")  # the first three of a setting
-_EARLIER_THREADS = 1  # of engines in files that do not name their threads
+# Files that do not name their threads have one: CTranslate2's twin had set torch's number to 1.
+_EARLIER_THREADS = 1
 
 _HEAD = """\
 # Decoding speed on all hosts
@@ -49,20 +50,24 @@ A ratio is the peer's time divided by ours in the same round. Tables have median
 "best" threads, a ratio divides medians of the files with one and with two threads."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
-The cost of a page fault is that of one thread on the EPYC with AVX2, and of two threads elsewhere.
-The last columns have the mean tokens of a translation of short and of long sentences.
+The cost of a page fault was measured in two threads until 2026-11-26, and since then in one, where
+it is higher. The last columns have the mean tokens of a translation of short and of long sentences.
 """
 _RATIOS = """\
 Ranges over all files, with glibc, native instructions and short sentences.
 """
+_OPERATORS = """\
+Our engine multiplies with torch's operators if this machine cannot compile the kernels. The files
+are in torch-operators. Those of 2026-11-23 are from another EPYC with AVX-512, before there were
+kernels.
+"""
 _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
-so a ratio includes the noise of the host. Our aim is at most 1.05.
+so a ratio includes the noise of the host. Our aim is at most 1.05 for our engines.
 """
 _PAGE_FAULTS = """
 The next table has the share of page faults in the time of beam search with glibc, in percent. It is
-the number of faults, multiplied by the host's cost of a fault. The cost was measured in two
-threads. In one thread, it is higher.
+the number of faults, multiplied by the cost of a fault in the same file.
 """
 _BELOW_AIMS = """
 Ratios below their aims, rounded down:
@@ -117,6 +122,7 @@ def report(folder: Path) -> str:
         "Hosts": [_HOSTS, *hosts(folder)],
         "Ratios": [_RATIOS, *ranges(folder)],
         "Ratios in other settings": ranges(folder, usual=False),
+        "Ratios without compiled kernels": [_OPERATORS, *ranges(folder / "torch-operators")],
         "Allocators": [_ALLOCATORS, *allocators(folder), _PAGE_FAULTS, *page_faults(folder)],
         "Ratios below our aims": [*aims(), _BELOW_AIMS, *missed(folder)],
         "Sentences per second": [_RATES, *rates(folder)],
@@ -129,26 +135,24 @@ def report(folder: Path) -> str:
 
 def hosts(folder: Path) -> list[str]:
     """Return the lines of a table: the hosts that were measured, and the dates of their files."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    dates: dict[tuple[str, str], dict[str, None]] = {}
-    lengths: dict[tuple[tuple[str, str], str], list[float]] = {}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for host, _, results in _files(folder):
-        found[host] = results
-        dates.setdefault(host, {})[results["date"]] = None
-        for row in results["speed"]:
-            mean = row["tokens"] / row["sentences"]
-            lengths.setdefault((host, row["text"]), []).append(mean)
+        found.setdefault(host, []).append(results)
     rows = []
-    for host, results in found.items():
-        facts = results["host"]
-        caches = [facts["caches"].get(f"L{level} unified", "") for level in (2, 3)]
-        products = [
-            str(facts["gigaflops"][f"{kind}, 512 rows"]) for kind in ("float32", "bfloat16")
+    for (name, _), files in found.items():
+        facts = [results["host"] for results in files]
+        caches = [facts[0]["caches"].get(f"L{level} unified", "") for level in (2, 3)]
+        measured = [
+            _range([fact["memory_gigabytes_per_second"] for fact in facts], 1),
+            _range([fact["page_fault_nanoseconds"] for fact in facts], 0),
         ]
-        memory, fault = facts["memory_gigabytes_per_second"], facts["page_fault_nanoseconds"]
-        measured = [*caches, str(memory), str(fault), *products]
-        measured += [_range(lengths.get((host, text), []), 0) for text in ("short", "long")]
-        rows.append([host[0], results["hardware"]["cpu"], *measured, ", ".join(dates[host])])
+        for kind in ("float32", "bfloat16"):
+            measured.append(_range([fact["gigaflops"][f"{kind}, 512 rows"] for fact in facts], 0))
+        for text in ("short", "long"):
+            speed = [row for results in files for row in results["speed"] if row["text"] == text]
+            measured.append(_range([row["tokens"] / row["sentences"] for row in speed], 0))
+        dates = ", ".join(dict.fromkeys(results["date"] for results in files))
+        rows.append([name, files[0]["hardware"]["cpu"], *caches, *measured, dates])
     names = ["host", "CPU", "L2", "L3", "memory, GB/s", "page fault, ns"]
     names += ["float32, GFLOP/s", "bfloat16, GFLOP/s", "short", "long", "date"]
     return _lines(names, rows)

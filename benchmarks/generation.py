@@ -48,7 +48,7 @@ from host import ALLOCATORS, INSTRUCTIONS, environment, host_facts, host_name, p
 from ratios import SETTING, Row, compare, search_name
 from transformers import PreTrainedModel
 from vaswani.generation.library_vaswani import library
-from vaswani.training.circumstances import circumstances
+from vaswani.training.circumstances import circumstances, weights_sha256
 from worker import Worker
 
 SENTENCES = 128  # of a measurement, at least
@@ -260,6 +260,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.train:
         train(args.model, device=args.device)
         return
+    about = circumstances()
+    parts = [host_name(about["hardware"]), str(datetime.datetime.now(datetime.UTC).date())]
+    name = "-".join([*parts, *([args.name] if args.name else [])])
+    path = args.results and args.results / f"{name}.json"
+    if path and path.exists():
+        sys.exit(f"{path} exists. Choose another file with --name.")
     model, text = load(args.model, untrained=args.profile is not None, device=args.device)
     args.forced = text.forced
     with tempfile.TemporaryDirectory() as scratch:
@@ -273,20 +279,19 @@ def main(argv: list[str] | None = None) -> None:
             if text.forced is None and library():
                 counts = hypotheses_a_sentence(workshop, text, args.beams, args.sentences)
                 facts["hypotheses"] = counts
-            write(args.profile, {**circumstances(), **facts})
+            write(args.profile, {**about, **facts})
             return
         results: dict[str, Any] = {
-            **circumstances(),
+            **about,
             "device": args.device,
             "host": host_facts(),
             "parameters": model.num_parameters(),
             "rounds": args.rounds,
             "threads": args.threads,
+            "kernels": bool(library()),
+            "weights_sha256": weights_sha256(args.model),
             "distance_of_twins": check_twins(model, folder, text),
         }
-        parts = [host_name(results["hardware"]), str(datetime.datetime.now(datetime.UTC).date())]
-        name = "-".join([*parts, *([args.name] if args.name else [])])
-        path = args.results and args.results / f"{name}.json"
         del model  # an engine has the machine for itself
         results["speed"], results["missing"] = measure_speed(args, args.model, folder, text)
         for engine in results["missing"]:

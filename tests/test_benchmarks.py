@@ -1,5 +1,6 @@
 """The benchmarks: peers compute the same as our model, and reports are complete."""
 
+import datetime
 import functools
 import gzip
 import json
@@ -36,6 +37,7 @@ import ratios  # noqa: E402
 import score  # noqa: E402
 import training_processes  # noqa: E402
 import training_run  # noqa: E402
+import worker  # noqa: E402
 
 import generation  # noqa: E402
 import training  # noqa: E402
@@ -164,6 +166,7 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch
     (report,) = (tmp_path / "out").iterdir()
     results = json.loads(report.read_text())
     promised = {"command", "commit", "hardware", "versions", "date", "host", "speed", "ratios"}
+    promised |= {"kernels", "weights_sha256"}
     assert promised < results.keys()
     assert results["threads"] == threads
     assert report.name == f"{host.host_name(results['hardware'])}-{results['date']}.json"
@@ -715,6 +718,30 @@ def test_an_ensemble_has_what_most_seeds_say(tmp_path):
     recipe = {"score": "exact_match", "test": [str(tmp_path / "test.tsv")]}
     found = score.ensemble(recipe, [tmp_path / seed for seed in outputs])
     assert found == {"members": 3, "test": 75.0}  # a, d, c, and x of the first seed
+
+
+def test_a_file_of_earlier_measurements_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "load", lambda *_, **__: pytest.fail("loaded"))
+    name = host.host_name(generation.circumstances()["hardware"])
+    today = datetime.datetime.now(datetime.UTC).date()
+    (tmp_path / f"{name}-{today}-again.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"again\.json exists\. Choose another file with --name"):
+        generation.main(["--results", str(tmp_path), "--name", "again"])
+
+
+@pytest.mark.parametrize("allocator", host.ALLOCATORS)
+def test_the_process_of_an_engine_has_the_allocator(allocator):
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("this system does not list the libraries of a process")
+    try:
+        variables = host.preloaded(allocator)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with host.environment(variables):
+        job = worker.Worker(functools.partial, Path.read_text, Path("/proc/self/maps"))
+    job.wait()
+    assert ("tcmalloc" in job()) == (allocator == "tcmalloc")
+    job.close()
 
 
 def first_alone(monkeypatch):

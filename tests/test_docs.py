@@ -618,6 +618,30 @@ def test_the_lowest_ratios_with_tcmalloc_come_from_the_report_of_all_hosts():
     assert f"go down to {same_rule} and {papers}." in DOCS["results"].words
     readme = Page(ROOT / "README.md").words
     assert f"the least of these ratios are {same_rule} and {papers}" in readme
+    fewer = min(
+        float(cell.split(" to ")[0])
+        for row in rows
+        if row[:4] == ["ours, the peer's rule", "CTranslate2 int8", "beam 4", "1"]
+        and row[4].startswith("avx")
+        for cell in row[5:]
+        if cell
+    )
+    assert f"those of the first row go down to {fewer}." in DOCS["results"].words
+
+
+def test_ratios_without_the_kernels_come_from_their_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("decoding_report")
+    rows = [row.split(" | ") for row in report.ranges(RESULTS / "generation" / "torch-operators")]
+    same_rule, papers = (
+        sorted(float(value) for cell in row[4:] for value in cell.strip(" |").split(" to "))
+        for row in rows
+        if row[1:4] == ["CTranslate2 int8", "beam 4", "1"]
+    )
+    found = f"{same_rule[0]:.2f} to {same_rule[-1]:.2f} and {papers[0]:.2f} to {papers[-1]:.2f}"
+    assert f"ratios of the first two rows were {found}" in DOCS["results"].words
+    readme = f"they were {same_rule[0]:.2f} and {papers[0]:.2f} on a fourth host"
+    assert readme in Page(ROOT / "README.md").words
 
 
 def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_files():

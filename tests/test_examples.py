@@ -1,7 +1,6 @@
 """The examples work on small data as documented, and name file and line of bad input."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import environment
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -16,16 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
 
 
-def subprocess_environment(**extra):
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
-
-
 def test_quickstart_trains_saves_and_reloads_the_same_model(tmp_path):
     command = [sys.executable, ROOT / "examples" / "quickstart.py", "--output", tmp_path / "model"]
     sizes = ["--steps", "5", "--train-size", "300", "--test-size", "20"]
     done = subprocess.run(
-        [*command, *sizes], capture_output=True, text=True, env=subprocess_environment(), check=True
+        [*command, *sizes], capture_output=True, text=True, env=environment(), check=True
     )
     assert "same after reloading   yes" in done.stdout
     assert json.loads((tmp_path / "model" / "results.json").read_text())["numbers_tested"] == 20
@@ -87,7 +82,7 @@ def test_a_saved_model_is_fine_tuned_with_seq2seq_trainer_alone(tmp_path):
     subprocess.run(
         [sys.executable, ROOT / "examples" / "fine_tune.py", FROZEN, tmp_path / "pairs.tsv",
          "--output", output, "--learning-rate", "1e-3"],
-        env=subprocess_environment(), check=True, capture_output=True,
+        env=environment(), check=True, capture_output=True,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(output)
     batch = tokenizer([num2words(1042)], text_target=[num2words(1042, lang="de")])

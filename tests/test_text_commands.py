@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from launches import environment
 from num2words import num2words
 from vaswani.commands.main import main
 
@@ -30,11 +31,6 @@ def command():
         main([str(word) for word in words])
 
     return run
-
-
-def subprocess_environment(**extra):
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
 
 
 def test_translate_keeps_the_order_of_lines_and_empty_ones(command, tmp_path, capsys):
@@ -141,7 +137,7 @@ def test_translate_appends_to_a_log_that_is_standard_output(tmp_path):
             input=in_words([21]),
             stdout=file,
             text=True,
-            env=subprocess_environment(),
+            env=environment(),
             check=True,
         )
     assert log.read_text(encoding="utf-8") == "before\n" + in_words([21], "de")
@@ -175,7 +171,7 @@ def test_translate_reads_standard_input_and_writes_standard_output():
         input=f"{num2words(21)}\n\n{num2words(12)}\n",
         capture_output=True,
         text=True,
-        env=subprocess_environment(),
+        env=environment(),
         check=True,
     )
     assert done.stdout == f"{num2words(21, lang='de')}\n\n{num2words(12, lang='de')}\n"

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
+from launches import environment
 from loopback_hub import LoopbackHub
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -53,11 +53,6 @@ def command():
         main([str(word) for word in words])
 
     return run
-
-
-def subprocess_environment(**extra):
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
 
 
 def test_training_on_parallel_files_writes_a_model_that_auto_classes_load(
@@ -296,7 +291,7 @@ def test_results_name_the_command_and_the_commit_of_the_package(parallel_files, 
     arguments += ["--output", str(tmp_path / "run")]
     subprocess.run(
         [sys.executable, "-m", "vaswani", *arguments],
-        env=subprocess_environment(),
+        env=environment(),
         cwd=tmp_path,
         capture_output=True,
         check=True,
@@ -316,7 +311,7 @@ def test_training_pushes_a_complete_repository(parallel_files, tmp_path):
         ]  # fmt: skip
         subprocess.run(
             [sys.executable, "-m", "vaswani", "train", *arguments],
-            env=subprocess_environment(**hub.environment),
+            env=environment(**hub.environment),
             capture_output=True,
             check=True,
         )
