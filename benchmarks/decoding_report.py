@@ -57,9 +57,9 @@ _RATIOS = """\
 Ranges over all files, with glibc, native instructions and short sentences.
 """
 _OPERATORS = """\
-Our engine multiplies with torch's operators if this machine cannot compile the kernels. The files
-are in torch-operators. Those of 2026-11-23 are from another EPYC with AVX-512, before there were
-kernels.
+Without kernels, our engine multiplies with torch's operators. The files of these ratios are in
+[torch-operators](torch-operators). They are of 2026-11-23, before there were kernels, and from
+another EPYC with AVX-512.
 """
 _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
