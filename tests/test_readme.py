@@ -95,7 +95,7 @@ def test_decoding_speed_has_the_ranges_over_hosts():
         ratios = sorted(float(ratio) for cell in cells for ratio in cell.split(" to "))
         ranges.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f} times")
     assert f"{ranges[0]} as fast as CTranslate2 in int8" in PAGE.words
-    assert f"With the paper's search, it is {ranges[1]} as fast" in PAGE.words
+    assert f"The paper's search is {ranges[1]} as fast" in PAGE.words
 
 
 def test_transformers_is_tested_in_the_versions_printed():
