@@ -134,7 +134,7 @@ def report(folder: Path) -> str:
 
 
 def hosts(folder: Path) -> list[str]:
-    """Return the lines of a table: the hosts that were measured, and the dates of their files."""
+    """Return the lines of a table: each host, with ranges and dates of its files."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for host, _, results in _files(folder):
         found.setdefault(host, []).append(results)

@@ -18,7 +18,7 @@ from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored,
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
-_ROWS_AT_ONCE = 2**12  # of a weight, to be copied and packed
+_ROWS_AT_ONCE = 2**12  # that are copied and packed
 # Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
 # constructed. Two processes therefore have different fingerprints of the same weight.
 _KEY = os.urandom(_DIGEST)
@@ -85,7 +85,8 @@ class Panels(NamedTuple):
         fingerprints = []
         first = 0
         for rows in _in_parts(weights):
-            # Another thread may change the weight meanwhile, so both steps read a copy.
+            # Fingerprint and pack one copy, because another thread may write to the weight in
+            # between. Otherwise the panels could differ from their fingerprint.
             copied = rows.clone()
             fingerprints.append(_fingerprint(copied))
             place = shape[1], panels.data_ptr(), first
@@ -129,7 +130,7 @@ class Panels(NamedTuple):
 
 
 def _in_parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Split weights into a few rows each, whose copies are small."""
+    """Yield the rows of weights in parts, so that a copy of a part is small."""
     for weight in weights:
         yield from as_stored(weight).split(_ROWS_AT_ONCE)
 

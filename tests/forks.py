@@ -21,7 +21,7 @@ from documents import ROOT
 from launches import free_port
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["datasets", "peft", "vaswani.training.trainer", "vaswani"])
+_FORKS.set_forkserver_preload(["datasets", "peft", "vaswani.training.trainer"])
 
 
 def in_child(function):
@@ -53,7 +53,7 @@ def forked(processes, *words):
         logs = [Path(folder, str(rank)) for rank in range(processes)]
         for log in logs:
             log.touch()
-        port = str(free_port())
+        port = free_port()
         ranks = [
             _FORKS.Process(target=_run, args=(words, _variables(rank, processes, port), log))
             for rank, log in enumerate(logs)
@@ -74,9 +74,15 @@ def forked(processes, *words):
 def _variables(rank, processes, port):
     if processes == 1:
         return {}
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
-    variables = {**numbers, "LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
-    return {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _run(words, variables, log):

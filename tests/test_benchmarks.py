@@ -156,11 +156,6 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch
     tokenizer.save_pretrained(tmp_path / "tiny")
     command = ["--model", str(tmp_path / "tiny"), "--rounds", "1", "--sentences", "3"]
     command += ["--batches", "1", "2", "--beams", "2", "--texts", "short", "long"]
-    names = [
-        *((engines.PEERS_RULE, kind) for kind in ("float32", "bfloat16", "int8")),
-        *((name, "float32") for name in (engines.OURS, "CTranslate2", "MarianMT")),
-    ]
-    command += ["--engines", *map(" ".join, names)]
     threads = torch.get_num_threads()  # CTranslate2 may change it
     generation.main([*command, "--results", str(tmp_path / "out")])
     (report,) = (tmp_path / "out").iterdir()
@@ -173,7 +168,7 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch
     assert {"caches", "page_fault_nanoseconds", "gigaflops"} < results["host"].keys()
     engines_of_rows = {(row["engine"], row["precision"]) for row in results["speed"]}
     missing = {row["engine"] for row in results["missing"]}
-    for engine in names:
+    for engine in generation.engine_names("cpu"):
         assert (engine in engines_of_rows) != (" ".join(engine) in missing)
     assert ("ours", "float32") in engines_of_rows
     for row in results["speed"]:

@@ -258,7 +258,7 @@ class TestPanels:
         assert panels.holds([weight], torch.ones(64))
 
     def test_panels_have_the_values_of_their_fingerprint(self, monkeypatch):
-        """Another thread changes a weight while it is packed, and changes it back."""
+        """A write between fingerprint and packing, undone later, leaves no stale panels."""
         weight = torch.randn(40, 16)
         expected, before = Panels.pack([weight]), weight.clone()
         fingerprint = products_vaswani._fingerprint
