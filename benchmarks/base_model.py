@@ -176,11 +176,19 @@ class Text:
         picked = [index * len(self.sources) // number for index in range(number)]
         return sorted(picked, key=lambda index: len(self.sources[index]))
 
-    def middle(self, size: int) -> list[list[int]]:
-        """Return `size` sources of middle length, among `_SAMPLE` across the file."""
-        indices = self.chosen(max(size, _SAMPLE))
-        start = (len(indices) - size) // 2
-        return [self.sources[index] for index in indices[start : start + size]]
+    def middle(self, size: int, kind: str = "short") -> list[list[int]]:
+        """Return `size` sources of middle length, among `_SAMPLE` sources of a kind.
+
+        The kinds are "short", for sentences across the file, and "long".
+        """
+        number = max(size, _SAMPLE)
+        sources = (
+            self.long(number)
+            if kind == "long"
+            else [self.sources[index] for index in self.chosen(number)]
+        )
+        start = (len(sources) - size) // 2
+        return sources[start : start + size]
 
     def bleu(self, indices: Sequence[int], outputs: list[list[int]]) -> float | None:
         """Return the BLEU of translations on the corpus' own tokens, or None without references."""

@@ -24,6 +24,7 @@ def measure_profile(
     workshop: Workshop,
     text: Text,
     precisions: Sequence[str],
+    kinds: Sequence[str],
     beams: Sequence[int],
     batches: Sequence[int],
 ) -> list[Row]:
@@ -31,6 +32,12 @@ def measure_profile(
 
     A row has the shares of the ten slowest operators in the time, and the calls of all operators in
     a step. Precisions that this machine lacks have no rows.
+
+    Args:
+        workshop, text: of the model.
+        precisions: of its weights.
+        kinds: of sources: "short" or "long".
+        beams, batches: numbers of hypotheses and of sentences.
     """
     rows = []
     for precision in precisions:
@@ -39,26 +46,26 @@ def measure_profile(
         except RuntimeError as error:
             print(f"{precision} is missing: {error}")
             continue
-        for width, size in itertools.product(beams, batches):
-            setting = {"precision": precision, "beams": width, "batch": size}
-            rows.append(setting | _profile(engine, text, width, size))
+        for kind, width, size in itertools.product(kinds, beams, batches):
+            setting = {"precision": precision, "text": kind, "beams": width, "batch": size}
+            rows.append(setting | _profile(engine, text.middle(size, kind), width, text.forced))
             print("\n" + ", ".join(f"{name} {value}" for name, value in setting.items()))
             for name, share in rows[-1]["shares"].items():
                 print(f"{share:7.1%}  {name}", flush=True)
     return rows
 
 
-def _profile(engine: TorchEngine, text: Text, beams: int, size: int) -> Row:
-    forced = text.forced or _STEPS
+def _profile(engine: TorchEngine, sources: list[list[int]], beams: int, forced: int | None) -> Row:
+    steps = forced or _STEPS
     on_gpu = engine.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    batch = engine.prepare(text.middle(size))
+    batch = engine.prepare(sources)
     for _ in range(2):  # the first run packs weights, the second chooses kernels for them
-        engine.run(batch, beams, forced)
+        engine.run(batch, beams, steps)
     gc.disable()  # a collection would count as time of the operator that it interrupts
     try:
         with _kernels_as_operators(), profile(activities=activities) as recorded:
-            engine.run(batch, beams, forced)
+            engine.run(batch, beams, steps)
             synchronize()
     finally:
         gc.enable()
@@ -70,7 +77,7 @@ def _profile(engine: TorchEngine, text: Text, beams: int, size: int) -> Row:
     slowest = sorted(taken, key=lambda name: -taken[name])[:10]
     shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
     shares["others"] = round(1 - sum(shares.values()), 3)
-    return {"calls_a_step": round(sum(event.count for event in events) / forced), "shares": shares}
+    return {"calls_a_step": round(sum(event.count for event in events) / steps), "shares": shares}
 
 
 @contextlib.contextmanager

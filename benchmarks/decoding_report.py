@@ -195,12 +195,14 @@ def profiles(folder: Path) -> Iterator[str]:
     They have the shares of the kernels, the slowest operators without kernels, and how often a
     search with either rule extends a hypothesis.
     """
-    with_kernels, without, hypotheses = [], [], []
+    with_kernels, without = [], []
+    hypotheses: dict[tuple[str, ...], None] = {}  # numbers of threads search alike
     for path in sorted(folder.glob("decoding-profile*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
         host, threads = host_name(results["hardware"]), str(results["threads"])
         for row in results["profile"]:
-            setting = [host, search_name(row), threads, row["precision"], str(row["batch"])]
+            kind = row.get("text", "short")  # earlier profiles had short sentences only
+            setting = [host, search_name(row), threads, kind, row["precision"], str(row["batch"])]
             calls = str(row["calls_a_step"])
             if results.get("kernels", True):
                 with_kernels.append([*setting, *_shares_of_parts(row["shares"]), calls])
@@ -212,8 +214,9 @@ def profiles(folder: Path) -> Iterator[str]:
             means.setdefault(search_name(row), {})[row["engine"]] = row["mean"]
         for search, of_rules in means.items():
             peers, ours = of_rules[PEERS_RULE], of_rules[OURS]
-            hypotheses.append([host, search, f"{peers:.1f}", f"{ours:.1f}", f"{ours / peers:.2f}"])
-    names = ["host", "search", "threads", "precision", "batch"]
+            cells = f"{peers:.1f}", f"{ours:.1f}", f"{ours / peers:.2f}"
+            hypotheses[host, search, *cells] = None
+    names = ["host", "search", "threads", "sentences", "precision", "batch"]
     yield from _lines([*names, *_PARTS, "others", "calls a step"], with_kernels)
     if without:
         yield _WITHOUT_KERNELS

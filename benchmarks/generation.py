@@ -273,10 +273,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.profile:
             torch.set_num_threads(args.threads)
             workshop = Workshop(model, args.device, folder, args.threads)
-            kinds = [kind for name, kind in engine_names(args.device) if name == PEERS_RULE]
+            ours = [kind for name, kind in engine_names(args.device) if name == PEERS_RULE]
+            settings = ours, args.texts, args.beams, args.batches
             facts = {"host": host_facts(), "threads": args.threads, "kernels": bool(library())}
-            facts["profile"] = measure_profile(workshop, text, kinds, args.beams, args.batches)
-            if text.forced is None and library():
+            facts["profile"] = measure_profile(workshop, text, *settings)
+            if text.forced is None and library() and "short" in args.texts:
                 counts = hypotheses_a_sentence(workshop, text, args.beams, args.sentences)
                 facts["hypotheses"] = counts
             write(args.profile, {**about, **facts})

@@ -44,6 +44,7 @@ def environment(paths=(), **variables):
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a process that a library aborts says where it was
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         **variables,
     }

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import gzip
+import itertools
 import json
 import os
 import subprocess
@@ -184,9 +185,9 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch
     generation.main([*command, "--profile", str(tmp_path / "profile.json")])
     results = json.loads((tmp_path / "profile.json").read_text())
     assert {"command", "commit", "hardware", "versions", "date", "host"} < results.keys()
-    measured = [(row["precision"], row["batch"]) for row in results["profile"]]
+    measured = [(row["precision"], row["text"], row["batch"]) for row in results["profile"]]
     kinds = ["float32", *(["bfloat16"] if base_model.has_bfloat16() else []), "int8"]
-    assert measured == [(kind, size) for kind in kinds for size in (1, 2)]
+    assert measured == list(itertools.product(kinds, ("short", "long"), (1, 2)))
     assert [row["engine"] for row in results["hypotheses"]] == [engines.PEERS_RULE, engines.OURS]
     for row in results["profile"]:
         *slowest, others = row["shares"].values()
@@ -319,7 +320,7 @@ def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
         path = tmp_path / f"decoding-profile{name}.json"
         path.write_text(json.dumps(results | {"command": "python it.py", **more}))
     lines = list(decoding_report.profiles(tmp_path))
-    start = "| xeon-2-cores | greedy | 2 | int8 | 8 |"
+    start = "| xeon-2-cores | greedy | 2 | short | int8 | 8 |"
     assert lines[2] == f"{start} 50% | 0% | 2% | 0% | 48% | 106 |"
     slowest = "`vaswani::run_layers` 50%, `vaswani::best_tokens` 2%, `aten::mm` 10%"
     assert f"{start} {slowest} | 106 |" in lines

@@ -136,8 +136,8 @@ class TestProducts:
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_no_rows_have_no_products(self, kind):
-        product = panels_of(kind, 40, 64).product(None, 63)
-        assert multiply(torch.randn(0, 64), product).shape == (0, 40)
+        panels = panels_of(kind, 40, 64)
+        assert multiply(torch.randn(0, 64), panels.product(None, 63)).shape == (0, 40)
 
     def test_a_row_of_zeros_gives_the_bias(self):
         panels, _, _ = int8_panels(40, 8)
