@@ -14,6 +14,8 @@ from documents import ROOT, Page
 # The launcher's flag for several processes. Without GPUs they run on CPUs.
 SEVERAL = ("--multi_gpu",)
 TRAIN = ("-m", "vaswani", "train")
+# Where the text of torch's launcher begins when a process has failed, with the exit code before it.
+_LAUNCHERS_TRACEBACK = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
 
 
 def launch(processes, *words, flags=SEVERAL, paths=(), **variables):
@@ -34,7 +36,8 @@ def launch(processes, *words, flags=SEVERAL, paths=(), **variables):
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
+    # Without the launcher's own traceback, the end of the text is the output of the processes.
+    assert run.returncode == 0, run.stderr.partition(_LAUNCHERS_TRACEBACK)[0]
     return run.stdout
 
 
