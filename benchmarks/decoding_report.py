@@ -58,8 +58,8 @@ Ranges over all files, with glibc, native instructions and short sentences.
 """
 _OPERATORS = """\
 Without kernels, our engine multiplies with torch's operators. The files of these ratios are in
-[torch-operators](torch-operators). They are of 2026-11-23, before there were kernels, and from
-another EPYC with AVX-512.
+[torch-operators](torch-operators). Those with one thread are of 2026-11-23, before there were
+kernels, and from another EPYC with AVX-512. Those with two threads are from the EPYC with AVX2.
 """
 _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
@@ -233,7 +233,11 @@ def _shares_of_parts(shares: dict[str, float]) -> list[str]:
 
 def commands(folder: Path) -> list[str]:
     """List the commands that made the files of a folder and the profiles above it."""
-    paths = [*sorted(folder.glob("*.json")), *sorted(folder.parent.glob("decoding-profile*.json"))]
+    paths = [
+        *sorted(folder.glob("*.json")),
+        *sorted((folder / "torch-operators").glob("*.json")),
+        *sorted(folder.parent.glob("decoding-profile*.json")),
+    ]
     files = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     found = (
         ("" if results.get("kernels", True) else "VASWANI_KERNELS=0 ") + results["command"]

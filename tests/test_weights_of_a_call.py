@@ -35,7 +35,7 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniInt8C
 
 DTYPES = [torch.float32, torch.bfloat16]
 FORMS = [*DTYPES, torch.int8]
-in_float32_and_int8 = pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+in_all_forms = pytest.mark.parametrize("dtype", FORMS)
 SOURCE = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
 # torch's operators and the kernels round differently.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.int8: 0.2}
@@ -451,7 +451,7 @@ def test_a_global_hook_sees_the_modules_of_the_model(num_beams):
     assert seen <= set(model.modules())
 
 
-@in_float32_and_int8
+@in_all_forms
 def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while(dtype):
     # Afterwards torch restores another weight for a module with two names, such as a
     # shared embedding.
@@ -494,7 +494,7 @@ class OpenCall:
         self.thread.join()
 
 
-@in_float32_and_int8
+@in_all_forms
 def test_calls_beside_an_open_one_see_a_change(dtype):
     model = build(dtype)
     before = answer(model)
@@ -510,7 +510,7 @@ def copied_by_pickle(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@in_float32_and_int8
+@in_all_forms
 @pytest.mark.parametrize("make", [copy.deepcopy, AveragedModel, copied_by_pickle, copy.copy])
 def test_a_copy_made_during_a_call_is_a_model_of_its_own(make, dtype):
     model = build(dtype)
@@ -541,7 +541,7 @@ def attributes(model):
     }
 
 
-@in_float32_and_int8
+@in_all_forms
 @pytest.mark.parametrize("call", [{"num_beams": 4}, {}, {"do_sample": True}])
 def test_an_open_call_has_replaced_no_attribute(call, dtype, monkeypatch):
     model = build(dtype)
@@ -561,7 +561,7 @@ def test_an_open_call_has_replaced_no_attribute(call, dtype, monkeypatch):
     assert attributes(model) == before
 
 
-@in_float32_and_int8
+@in_all_forms
 def test_500_interrupts_leave_the_model_as_it_was(dtype):
     model = build(dtype, decoder_layers=1)
     expected = answer(model)
@@ -587,7 +587,7 @@ def test_500_interrupts_leave_the_model_as_it_was(dtype):
     assert equal(answer(model), expected)
 
 
-@in_float32_and_int8
+@in_all_forms
 def test_eight_threads_answer_while_another_writes(dtype):
     model, changed = build(dtype), build(dtype, seed=3)
     old, new = answer(model), answer(changed)
@@ -627,8 +627,8 @@ import os, sys, threading
 sys.path[:0] = [{tests!r}, {root!r}]
 import torch
 torch.set_num_threads(1)
-from test_weights_of_a_call import OpenCall, answer, build, equal, load_in_place
-for dtype in (torch.float32, torch.int8):
+from test_weights_of_a_call import FORMS, OpenCall, answer, build, equal, load_in_place
+for dtype in FORMS:
     model = build(dtype)
     answer(model)
     with OpenCall(model):
@@ -653,7 +653,9 @@ def test_a_process_forked_during_a_call_answers_from_its_own_weights():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(("dtype", "models"), [(torch.float32, 60), (torch.int8, 30)])
+@pytest.mark.parametrize(
+    ("dtype", "models"), [(torch.float32, 60), (torch.bfloat16, 30), (torch.int8, 30)]
+)
 def test_many_models_and_calls_leave_no_memory_behind(dtype, models):
     def used():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
