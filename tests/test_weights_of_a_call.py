@@ -566,15 +566,18 @@ def test_500_interrupts_leave_the_model_as_it_was(dtype):
     model = build(dtype, decoder_layers=1)
     expected = answer(model)
     before = attributes(model)
-    started = time.perf_counter()
-    answer(model)
-    duration = time.perf_counter() - started
+    durations = []
+    for _ in range(3):
+        started = time.perf_counter()
+        answer(model)
+        durations.append(time.perf_counter() - started)
+    shortest = min(durations)  # later interrupts would come after the call
     rng, interrupted = random.Random(0), 0
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         while interrupted < 500:
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, duration))
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, shortest))
                 answer(model)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
