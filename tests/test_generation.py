@@ -241,9 +241,10 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_beam_search_without_hypotheses_says_why(tiny_model, dtype):
-    model = tiny_model(dtype=dtype)
-    model.lm_head.weight.data.fill_(torch.nan)
+@pytest.mark.parametrize("vocab_size", [40, 9000])
+def test_a_beam_search_without_hypotheses_says_why(tiny_model, vocab_size, dtype):
+    model = tiny_model(dtype=dtype, vocab_size=vocab_size, tie_word_embeddings=False)
+    model.lm_head.weight.data[33, 0] = torch.nan
     with pytest.raises(ValueError, match=r"no hypotheses, .* NaN or -inf: look for NaN"):
         model.generate(torch.tensor([[3, 4, 1]]), num_beams=3)
 

@@ -43,6 +43,18 @@ class TestChoice:
             assert torch.equal(maxima, finite)
         assert torch.equal(found[0][0], found[1][0])
 
+    @pytest.mark.parametrize("place", [0, 31, 40])
+    def test_the_sum_of_a_row_with_nan_is_nan(self, place):
+        logits = torch.randn(3, 41)
+        logits[1, place] = torch.nan
+        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
+        assert log_sums.isnan().tolist() == [False, True, False]
+        scores, hypotheses, _ = best_candidates(
+            logits, BLOCK, log_sums, maxima, torch.zeros(1, 3), None, 8
+        )
+        assert scores.isfinite().all()
+        assert (hypotheses != 1).all()
+
     @pytest.mark.parametrize("count", [1, 2, 8, 40])
     @pytest.mark.parametrize("vocabulary", [64, 1003])
     @pytest.mark.parametrize("shuffled", [False, True])

@@ -5,6 +5,14 @@
 
 #include "instructions.h"
 
+INLINE int has_nan(const float *values, int64_t count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < count; i++)
+        found |= values[i] != values[i];
+    return found;
+}
+
 INLINE float sum_of_exponentials(const float *values, int64_t count, float highest)
 {
     float total = 0;
@@ -14,6 +22,8 @@ INLINE float sum_of_exponentials(const float *values, int64_t count, float highe
 }
 
 // Compute the log-sum-exp of each row of logits (R, V), and the maximum of each block: (R, V / block).
+//
+// The log-sum-exp of a row with NaN is NaN.
 EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocabulary,
                                 int64_t block, float *log_sums, float *maxima, int threads)
 {
@@ -23,9 +33,11 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
         const float *values = logits + row * vocabulary;
         float so_far = -3e38f; // the highest logit of the blocks so far
         double total = 0;      // of e^(logit - so_far)
+        int nan = 0;
         for (int64_t i = 0; i <= blocks; i++) {
             const int64_t width = i < blocks ? block : vocabulary - blocks * block;
             const float highest = maximum(values + i * block, width);
+            nan |= has_nan(values + i * block, width); // `maximum` overlooks NaN
             if (i < blocks)
                 maxima[row * blocks + i] = highest;
             if (width == 0 || highest <= -3e38f)
@@ -37,16 +49,8 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
             total += __builtin_exp((double)highest - so_far) *
                      sum_of_exponentials(values + i * block, width, highest);
         }
-        log_sums[row] = (float)(so_far + __builtin_log(total));
+        log_sums[row] = nan ? __builtin_nanf("") : (float)(so_far + __builtin_log(total));
     }
-}
-
-INLINE int has_nan(const float *values, int64_t count)
-{
-    int found = 0;
-    for (int64_t i = 0; i < count; i++)
-        found |= values[i] != values[i];
-    return found;
 }
 
 // Find the first of the best tokens of each row of logits (R, V): (R,). NaN is best, as in torch.
