@@ -23,6 +23,7 @@ the number of threads of every engine.
 import argparse
 import contextlib
 import datetime
+import os
 import statistics
 import sys
 import tempfile
@@ -55,6 +56,8 @@ SENTENCES = 128  # of a measurement, at least
 # Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
 # next process needs.
 PAUSE = 0.3
+# They change how engines multiply or wait, and are part of the results.
+VARIABLES = ("CT2_USE_MKL", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 
 Tokens = list[list[int]]
 
@@ -90,10 +93,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
-    counts = {"beams": args.beams, "batches": args.batches, "threads": [args.threads]}
-    for name, numbers in counts.items():
-        if min(numbers) < 1:
-            parser.error(f"--{name} must be at least 1, got {min(numbers)}")
+    for name in ("beams", "batches", "threads", "rounds", "sentences"):
+        value = getattr(args, name)
+        least = min(value) if isinstance(value, list) else value
+        if least < 1:
+            parser.error(f"--{name} must be at least 1, got {least}")
+    names = [" ".join(pair) for pair in engine_names(args.device)]
+    for name in args.engines or []:
+        if name not in names:
+            parser.error(f"--engines has no {name!r}: choose from {', '.join(map(repr, names))}")
+    for name in INSTRUCTIONS["avx2"]:
+        if os.environ.get(name):
+            parser.error(f"{name} is set, so engines may lack instructions: unset it")
     return args
 
 
@@ -290,6 +301,7 @@ def main(argv: list[str] | None = None) -> None:
             "rounds": args.rounds,
             "threads": args.threads,
             "kernels": bool(library()),
+            "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
             "weights_sha256": weights_sha256(args.model),
             "distance_of_twins": check_twins(model, folder, text),
         }

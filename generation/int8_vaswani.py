@@ -249,7 +249,7 @@ def _product_of_rounded(sums: _Sums, rounding: _Rounding) -> _Product:
     return product
 
 
-# Kernels. Each makes a product of a weight's values (out, in), its scale (out,) and a rounding.
+# A kernel makes a product of a weight's values (out, in), its scale (out,) and a rounding.
 
 
 def _compiled_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:

@@ -155,12 +155,25 @@ class RoundableModel(AdaptableModule, PreTrainedModel):
         """Save as transformers does. Float weights are saved as such.
 
         A float model may have the configuration of an int8 model, for example from `from_config`.
+
+        Raises:
+            ValueError: the weights are int8, and the configuration does not say so.
         """
         settings = vars(self.config)
         form = settings.get("quantization_config")
         # Remote code may have made the form. Its class then has another identity.
         stated = form if isinstance(form, dict) else getattr(form, "__dict__", {})
-        if stated.get("quant_method") != _METHOD or any(map(has_int8, self.modules())):
+        stated_int8, is_int8 = (
+            stated.get("quant_method") == _METHOD,
+            any(map(has_int8, self.modules())),
+        )
+        if is_int8 and not stated_int8:
+            raise ValueError(
+                "The weights are int8, but the configuration does not say so, and the folder could "
+                "not be loaded: make int8 weights with "
+                "from_pretrained(..., quantization_config=VaswaniInt8Config())."
+            )
+        if is_int8 or not stated_int8:
             super().save_pretrained(*args, **kwargs)
             return
         del settings["quantization_config"]

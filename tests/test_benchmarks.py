@@ -162,7 +162,7 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch
     (report,) = (tmp_path / "out").iterdir()
     results = json.loads(report.read_text())
     promised = {"command", "commit", "hardware", "versions", "date", "host", "speed", "ratios"}
-    promised |= {"kernels", "weights_sha256"}
+    promised |= {"kernels", "environment", "weights_sha256"}
     assert promised < results.keys()
     assert results["threads"] == threads
     assert report.name == f"{host.host_name(results['hardware'])}-{results['date']}.json"
@@ -226,6 +226,25 @@ def test_ratios_are_paired_by_round_and_have_their_aims():
     assert {row["aim"] for row in ratios.compare(fewer)} == {None, 1.1}
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--batches", "8", "-1"], "--batches must be at least 1, got -1"),
+        (["--engines", "ours int4"], "--engines has no 'ours int4': choose from"),
+        ([], "CT2_FORCE_CPU_ISA is set, so engines may lack instructions: unset it"),
+    ],
+)
+def test_the_decoding_benchmark_refuses_what_it_cannot_measure(
+    words, complaint, monkeypatch, capsys
+):
+    if not words:
+        monkeypatch.setenv("CT2_FORCE_CPU_ISA", "AVX2")
+    with pytest.raises(SystemExit):
+        generation.parse_args(words)
+    assert complaint in capsys.readouterr().err
+
+
 def test_our_best_precision_is_one_for_all_batches():
     rows = [
         speed_row(engines.PEERS_RULE, kind, [seconds], batch=batch)
@@ -242,6 +261,7 @@ def test_ranges_cover_all_files_of_all_hosts(tmp_path):
         results = {"hardware": hardware, "host": {"caches": {}}, "speed": [], "ratios": [row]}
         (tmp_path / f"{cpu}-2000-01-0{day}.json").write_text(json.dumps(results))
     assert decoding_report.ranges(tmp_path)[2:] == ["| ours | Peer | beam 4 | 1 | 1.00 to 9.00 |"]
+    assert decoding_report.extremes(tmp_path) == []  # no such peer
     assert len(decoding_report.ranges(tmp_path, usual=False)) == 2  # no rows
 
 
@@ -260,6 +280,8 @@ def test_other_settings_and_allocators_have_tables_of_their_own(tmp_path):
     assert decoding_report.allocators(tmp_path)[2:] == [
         "| ours | int8 | beam 4 | 1 | 1.00 to 2.00 |"
     ]
+    (_, above) = decoding_report.slow_with_glibc(tmp_path)
+    assert above.endswith("Of 2 ratios, 1 are higher, up to 2.00.")
     assert decoding_report.ranges(tmp_path, usual=False)[2:] == [
         "| ours | Peer | beam 4 | 1 | tcmalloc | 1.50 to 3.00 |",
         "| ours | Peer | beam 4 | 1 | avx2 | 1.50 to 3.00 |",
@@ -327,6 +349,19 @@ def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
     assert lines[-1] == "| xeon-2-cores | beam 4 | 20.0 | 25.0 | 1.25 |"
     commands = decoding_report.commands(tmp_path / "generation")
     assert commands == ["VASWANI_KERNELS=0 python it.py", "python it.py"]
+
+
+def test_ratios_of_single_rounds_are_rounded_down(tmp_path):
+    for number, (rule, least, most) in enumerate(
+        [(engines.PEERS_RULE, 1.128, 2.0), (engines.PEERS_RULE, 1.5, 2.119), ("ours", 0.969, 1.2)]
+    ):
+        row = speed_row(rule, "int8", []) | {"rule": rule, "peer": "CTranslate2 int8"}
+        row |= {"least": least, "median": 1.6, "most": most}
+        hardware = {"cpu": "Xeon", "cores": 2, "flags": []}
+        results = {"hardware": hardware, "host": {"caches": {}}, "speed": [], "ratios": [row]}
+        (tmp_path / f"xeon-{number}.json").write_text(json.dumps(results))
+    (_, line) = decoding_report.extremes(tmp_path)
+    assert line.endswith("from 1.12 to 2.11 with the peer's rule, and from 0.96 to 1.20 with ours.")
 
 
 def test_numbers_of_threads_are_not_mixed(tmp_path):

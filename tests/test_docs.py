@@ -615,25 +615,30 @@ def test_the_memory_of_decoding_comes_from_its_results_files():
     assert DOCS["results"].rows("host | engine | precision | weights") == expected
 
 
-def test_the_lowest_ratios_with_tcmalloc_come_from_the_report_of_all_hosts():
+def test_the_lowest_ratios_in_other_settings_come_from_the_report_of_all_hosts():
     rows = Page(RESULTS / "generation" / "README.md").rows("ours | peer | search | threads | set")
-    same_rule, papers = (
-        min(float(cell.split(" to ")[0]) for cell in row[5:])
+    lowest = {
+        (row[0], row[4]): min(float(cell.split(" to ")[0]) for cell in row[5:] if cell)
         for row in rows
-        if row[1:5] == ["CTranslate2 int8", "beam 4", "1", "tcmalloc"]
-    )
+        if row[1:4] == ["CTranslate2 int8", "beam 4", "1"]
+    }
+    same_rule, papers = (lowest[rule, "tcmalloc"] for rule in ("ours, the peer's rule", "ours"))
     assert f"go down to {same_rule} and {papers}." in DOCS["results"].words
-    readme = Page(ROOT / "README.md").words
-    assert f"The lowest ratios are {same_rule} and {papers} with tcmalloc" in readme
-    fewer = min(
-        float(cell.split(" to ")[0])
-        for row in rows
-        if row[:4] == ["ours, the peer's rule", "CTranslate2 int8", "beam 4", "1"]
-        and row[4].startswith("avx")
-        for cell in row[5:]
-        if cell
-    )
+    fewer = min(ratio for (_, setting), ratio in lowest.items() if setting.startswith("avx"))
     assert f"those of the first row go down to {fewer}." in DOCS["results"].words
+    of_rules = [
+        min(ratio for (rule, _), ratio in lowest.items() if rule == found)
+        for found in ("ours, the peer's rule", "ours")
+    ]
+    (marian,) = (
+        sorted(float(cell) for cell in row[5:] if cell)
+        for row in rows
+        if row[1:5] == ["MarianMT float32", "beam 4", "2", "tcmalloc"]
+    )
+    words = f"ratios to MarianMT in float32 are {marian[0]} to {marian[-1]} with 4 beams"
+    assert words in DOCS["results"].words
+    words = f"another allocator for both, the lowest ratios are {of_rules[0]} and {of_rules[1]}."
+    assert words in Page(ROOT / "README.md").words
 
 
 def test_ratios_without_the_kernels_come_from_their_files(monkeypatch):
@@ -650,10 +655,10 @@ def test_ratios_without_the_kernels_come_from_their_files(monkeypatch):
         )
         for rule in ("ours, the peer's rule", "ours")
     )
-    words = DOCS["results"].words
-    assert f"beam search is {same_rule[0]:.2f} to {same_rule[-1]:.2f} times as fast" in words
-    assert f"{papers[0]:.2f} to {papers[-1]:.2f} times with the paper's" in words
-    readme = f"and {same_rule[0]:.2f} and {papers[0]:.2f} without our compiled kernels"
+    words = f"int8 are {same_rule[0]:.2f} to {same_rule[-1]:.2f} with the peer's rule, and "
+    words += f"{papers[0]:.2f} to {papers[-1]:.2f} with the paper's"
+    assert words in DOCS["results"].words
+    readme = f"Without our compiled kernels, the lowest are {same_rule[0]:.2f} and {papers[0]:.2f}."
     assert readme in Page(ROOT / "README.md").words
 
 
@@ -711,6 +716,9 @@ def test_bleu_of_states_of_7_bits_comes_from_its_results_files():
             cells.setdefault(model["model"], []).append(change)
     rows = page.rows("model | test set | validation set")
     assert rows == [[model, *changes] for model, changes in cells.items()]
+    loss = results_of("int8-avx2")["largest_loss"]
+    assert loss == -min(float(change.split(", ")[1]) for _, change, _ in rows)
+    assert f"The second model loses {loss:.3f} on the test set, which misses" in page.words
 
 
 # from-fairseq.md

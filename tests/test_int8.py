@@ -568,6 +568,13 @@ class TestClients:
         (found,) = session.run(None, arrays)
         torch.testing.assert_close(torch.from_numpy(found), expected.detach())
 
+    def test_int8_weights_without_their_configuration_are_not_saved(self, tmp_path):
+        model = VaswaniEncoderModel(VaswaniEncoderConfig(vocab_size=30, d_model=64))
+        model.round_to_int8()
+        with pytest.raises(ValueError, match="the folder could not be loaded: make int8 weights"):
+            model.save_pretrained(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
     def test_a_traced_program_multiplies_in_floating_point(self, rounded):
         trace = torch.jit.trace(
             lambda ids: rounded(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits,
