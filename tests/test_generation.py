@@ -242,9 +242,11 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab_size", [40, 9000])
-def test_a_beam_search_without_hypotheses_says_why(tiny_model, vocab_size, dtype):
+@pytest.mark.parametrize("values", [(3, 0), slice(None)])
+@pytest.mark.parametrize("name", ["lm_head", "model.decoder.layers.0.encoder_attn.q_proj"])
+def test_a_beam_search_without_hypotheses_says_why(tiny_model, name, values, vocab_size, dtype):
     model = tiny_model(dtype=dtype, vocab_size=vocab_size, tie_word_embeddings=False)
-    model.lm_head.weight.data[33, 0] = torch.nan
+    model.get_submodule(name).weight.data[values] = torch.nan
     with pytest.raises(ValueError, match=r"no hypotheses, .* NaN or -inf: look for NaN"):
         model.generate(torch.tensor([[3, 4, 1]]), num_beams=3)
 

@@ -43,7 +43,7 @@ class TestChoice:
             assert torch.equal(maxima, finite)
         assert torch.equal(found[0][0], found[1][0])
 
-    @pytest.mark.parametrize("place", [0, 31, 40])
+    @pytest.mark.parametrize("place", [0, 31, 40, slice(16, 32), slice(None)])
     def test_the_sum_of_a_row_with_nan_is_nan(self, place):
         logits = torch.randn(3, 41)
         logits[1, place] = torch.nan

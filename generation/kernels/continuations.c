@@ -5,14 +5,6 @@
 
 #include "instructions.h"
 
-INLINE int has_nan(const float *values, int64_t count)
-{
-    int found = 0;
-    for (int64_t i = 0; i < count; i++)
-        found |= values[i] != values[i];
-    return found;
-}
-
 INLINE float sum_of_exponentials(const float *values, int64_t count, float highest)
 {
     float total = 0;
@@ -33,24 +25,30 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
         const float *values = logits + row * vocabulary;
         float so_far = -3e38f; // the highest logit of the blocks so far
         double total = 0;      // of e^(logit - so_far)
-        int nan = 0;
         for (int64_t i = 0; i <= blocks; i++) {
             const int64_t width = i < blocks ? block : vocabulary - blocks * block;
             const float highest = maximum(values + i * block, width);
-            nan |= has_nan(values + i * block, width); // `maximum` overlooks NaN
             if (i < blocks)
                 maxima[row * blocks + i] = highest;
-            if (width == 0 || highest <= -3e38f)
-                continue;
+            const float sum = sum_of_exponentials(values + i * block, width, highest);
+            if (highest <= -3e38f && sum == sum)
+                continue; // nothing, or -inf alone; `maximum` overlooks NaN
             if (highest > so_far) {
                 total *= __builtin_exp((double)so_far - highest);
                 so_far = highest;
             }
-            total += __builtin_exp((double)highest - so_far) *
-                     sum_of_exponentials(values + i * block, width, highest);
+            total += __builtin_exp((double)highest - so_far) * sum;
         }
-        log_sums[row] = nan ? __builtin_nanf("") : (float)(so_far + __builtin_log(total));
+        log_sums[row] = (float)(so_far + __builtin_log(total));
     }
+}
+
+INLINE int has_nan(const float *values, int64_t count)
+{
+    int found = 0;
+    for (int64_t i = 0; i < count; i++)
+        found |= values[i] != values[i];
+    return found;
 }
 
 // Find the first of the best tokens of each row of logits (R, V): (R,). NaN is best, as in torch.

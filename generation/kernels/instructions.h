@@ -89,10 +89,10 @@ INLINE void fetch(const void *weights)
         __builtin_prefetch((const char *)weights + AHEAD + line);
 }
 
-// e^x of x <= 0, to the last bit or two: 2^n e^r with |r| <= ln(2) / 2.
+// e^x of x <= 0, to the last bit or two: 2^n e^r with |r| <= ln(2) / 2. NaN stays NaN.
 INLINE float exponential(float x)
 {
-    x = x > -87 ? x : -87;
+    x = x < -87 ? -87 : x;
     const float n = __builtin_rintf(x * 1.44269504f);
     float r = __builtin_fmaf(n, -0.693359375f, x);
     r = __builtin_fmaf(n, 2.12194440e-4f, r);
