@@ -16,6 +16,10 @@ from .rules_vaswani import SearchSettings
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
 RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
+_NO_SCORES = (
+    "The beam search found no hypotheses, because scores are NaN or -inf: look for NaN in the "
+    "model's weights, and for tokens that are all banned."
+)
 
 
 @dataclasses.dataclass
@@ -89,7 +93,12 @@ class Beam:
             The parents and last tokens (B, K) of the open hypotheses. In an exact search, also the
             numbers (R,) among B * K of those that can still win, because the descendants of others
             cannot win; else None.
+
+        Raises:
+            ValueError: a score is NaN.
         """
+        if bool(candidates.scores[:, 0].isnan().any()):  # NaN is best
+            raise ValueError(_NO_SCORES)
         if compute(candidates.scores, self.finished):
             return self._advance_compiled(candidates, length, settings)
         ends = settings.ends(candidates.tokens, self.limits[:, None], length)
@@ -179,10 +188,7 @@ def trace_back(
     lengths, parents, tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
     longest = lengths.max()
     if longest == 0:
-        raise ValueError(
-            "The beam search found no hypotheses, because all scores are NaN or -inf: look for NaN "
-            "in the model's weights, and for tokens that are all banned."
-        )
+        raise ValueError(_NO_SCORES)
     sequences = np.full((longest, sentences, returned), FILL)
     hypotheses = sequences.copy()
     hypothesis = parents  # (B, n) the hypothesis of the current step

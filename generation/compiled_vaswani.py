@@ -339,10 +339,13 @@ def _fill(
             return False
         if norm.weight.dtype not in COMPUTED or norm.bias.dtype not in COMPUTED:
             return False
-        weight, bias = norm.weight.detach().float(), norm.bias.detach().float()
+        # Copies, because another thread may write to the model during the call.
+        weight, bias = (
+            part.detach().to(torch.float32, copy=True) for part in (norm.weight, norm.bias)
+        )
         if not compute(weight, bias):
             return False
-        kept.append((weight, bias))  # the model may get other tensors during the call
+        kept.append((weight, bias))
         setattr(structure, name, Norm(weight.data_ptr(), bias.data_ptr(), norm.eps))
     for name, linears in products.items():
         prepared = compiled_product(*linears, relu=name == "fc1", checks=checks)

@@ -13,6 +13,7 @@ from .library_vaswani import compute
 
 _BLOCK = 512  # entries of the vocabulary that share one maximum
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
+_ON_STACK = 2**14  # candidates of a sentence for which a kernel has room
 
 
 def best_continuations(
@@ -45,7 +46,7 @@ def best_continuations(
     blocks = logits.shape[1] // _BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
-    compiled = compute(logits, running)
+    compiled = count <= _ON_STACK and compute(logits, running)
     if compiled:
         log_sums, maxima = log_sums_and_maxima(logits, _BLOCK)
     else:

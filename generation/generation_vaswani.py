@@ -6,6 +6,7 @@ call. Everything else in `generate` comes from transformers.
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -193,10 +194,11 @@ class VaswaniGenerationMixin(GenerationMixin):
         mask = self._mask_of_padding(inputs, generation_config, kwargs)
         if mask is not None:
             kwargs["attention_mask"] = mask
+        lengths = self._source_lengths(inputs, kwargs)
         rule = self._length_rule_of_call(generation_config, kwargs)
         if rule is not None:
             prompt = self._prompt_length(generation_config, kwargs)
-            limits = length_limits(self._source_lengths(inputs, kwargs), *rule) + prompt  # (B,)
+            limits = length_limits(lengths, *rule) + prompt  # (B,)
             generation_config = self._set_max_length(int(limits.max()), generation_config, kwargs)
             padded = self._setting_of_call("pad_token_id", generation_config, kwargs) is not None
             stopping_criteria = StoppingCriteriaList(
@@ -407,12 +409,13 @@ class VaswaniGenerationMixin(GenerationMixin):
         ):
             return None
         device = prompt.device
-        longest = [
+        of_call = [
             criterion.max_length
             for criterion in stopping_criteria
             if type(criterion) is MaxLengthCriteria
         ]
-        limits = torch.full((len(prompt),), min(longest, default=config.max_length), device=device)
+        longest = math.ceil(min(of_call, default=config.max_length))  # transformers takes fractions
+        limits = torch.full((len(prompt),), longest, device=device)
         for criterion in stopping_criteria:
             if type(criterion) is SourceLengthCriteria:
                 own = criterion.max_lengths.to(device)  # of each source, which may have n samples

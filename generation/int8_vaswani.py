@@ -369,10 +369,16 @@ def _exact_kernels(rounding: _Rounding) -> tuple[Callable, ...]:
 
 @functools.cache
 def _rounding() -> _Rounding:
-    """Return the finest rounding of states with which some kernel for packed weights is exact."""
-    for rounding in (_8_BITS, _7_BITS):
-        if set(_PACKING_KERNELS) & set(_exact_kernels(rounding)):
-            return rounding
+    """Return the finest rounding of states with which a kernel for packed weights is exact.
+
+    The compiled kernel comes first, because whole layers run in it. It may have fewer instructions
+    than others, for example with ATEN_CPU_CAPABILITY=avx2.
+    """
+    of_package, of_torch = _PACKING_KERNELS[:1], _PACKING_KERNELS[1:]
+    for kernels in (of_package, of_torch):
+        for rounding in (_8_BITS, _7_BITS):
+            if set(kernels) & set(_exact_kernels(rounding)):
+                return rounding
     return _8_BITS
 
 

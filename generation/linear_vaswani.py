@@ -300,7 +300,7 @@ def compiled_product(
     if len({weight.shape[1] for weight in weights}) > 1:
         return None  # the states fit one of them only
     bias = _joined_bias(layers)
-    bias = None if bias is None else as_stored(bias.detach().float())
+    bias = None if bias is None else as_stored(bias.detach().to(torch.float32, copy=True))
     if isinstance(layers[0], Int8Linear):
         largest = compiled_rounding(weights[0].shape[1])
         if largest is None:

@@ -73,7 +73,9 @@ class VaswaniInt8Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self.pre_quantized:
             _refuse_offloaded(model)
-            self.quantization_config.weight_error = model.round_to_int8()
+            # The user may load other models with the same object.
+            rounded = VaswaniInt8Config(model.round_to_int8())
+            self.quantization_config = model.config.quantization_config = rounded
         model.requires_grad_(False)
         return model
 
@@ -134,7 +136,11 @@ class RoundableModel(AdaptableModule, PreTrainedModel):
         Returns:
             The root of the mean squared change, as a fraction of that of the weights. None for a
             model without values, whose weights are loaded later.
+
+        Raises:
+            ValueError: a weight is NaN or infinite. The error names it.
         """
+        self._refuse_not_finite()
         rounded: dict[torch.Tensor, Any] = {}
         self._replace_modules(
             lambda module: (
@@ -150,6 +156,15 @@ class RoundableModel(AdaptableModule, PreTrainedModel):
             # A loaded parameter is a view of its file, which stays in memory as long as the view.
             parameter.data = parameter.data.clone()
         return _relative_change(rounded)
+
+    def _refuse_not_finite(self) -> None:
+        for name, module in self.named_modules():
+            weight = module.weight if type(module) in _ROUNDED_FORM else None
+            if weight is not None and not weight.is_meta and not weight.isfinite().all():
+                raise ValueError(
+                    f"{name}.weight has NaN or infinity, which int8 cannot have: round a model "
+                    "from before the update that broke it."
+                )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save as transformers does. Float weights are saved as such.

@@ -18,6 +18,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 from vaswani.generation import generation_vaswani
+from vaswani.generation.library_vaswani import library
 
 from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
 
@@ -26,6 +27,9 @@ from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
 def source(padded_batch):
     input_ids, attention_mask = padded_batch([7, 4, 2])
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+compiled = pytest.mark.skipif(library() is None, reason="this machine compiles no kernels")
 
 
 def never_ending(model):
@@ -215,6 +219,10 @@ SENSELESS = [
             },
             "at least one source sentence",
         ),
+        (
+            {"input_ids": torch.zeros(0, 3, dtype=torch.long), "max_new_tokens": 3},
+            "at least one source sentence",
+        ),
         ({"input_ids": torch.tensor([3, 4])}, r"batch of sentences \(B, S\).*\(2,\)"),
         (
             {"input_ids": torch.tensor([[3]]), "num_beams": 0},
@@ -249,6 +257,50 @@ def test_a_beam_search_without_hypotheses_says_why(tiny_model, name, values, voc
     model.get_submodule(name).weight.data[values] = torch.nan
     with pytest.raises(ValueError, match=r"no hypotheses, .* NaN or -inf: look for NaN"):
         model.generate(torch.tensor([[3, 4, 1]]), num_beams=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [40, 9000])
+def test_a_token_whose_embedding_is_nan_ends_a_beam_search_with_an_error(
+    tiny_model, source, vocab_size, dtype
+):
+    model = tiny_model(dtype=dtype, vocab_size=vocab_size, tie_word_embeddings=False)
+    model = never_ending(model)
+    best = model.generate(**source, num_beams=3, max_new_tokens=4)
+    model.model.decoder.embed_tokens.weight.data[best[1, 2]] = torch.nan
+    with pytest.raises(ValueError, match="look for NaN in the model's weights"):
+        model.generate(**source, num_beams=3, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        ("decoder", torch.float32),
+        ("decoder", torch.float64),
+        pytest.param("encoder", torch.float32, marks=compiled),  # zeros with torch's SDPA
+    ],
+)
+def test_attention_scores_that_are_all_infinite_have_no_softmax(tiny_model, source, part, dtype):
+    model = tiny_model(dtype=dtype, attention_bias=True)
+    attention = getattr(model.model, part).layers[0].self_attn
+    attention.q_proj.bias.data.fill_(1e25 if dtype == torch.float32 else 1e200)
+    attention.k_proj.bias.data.copy_(-attention.q_proj.bias)
+    with pytest.raises(ValueError, match=r"no hypotheses, .* NaN or -inf"):
+        model.generate(**source, num_beams=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_limit_with_a_fraction_is_rounded_up_as_in_greedy_search_of_transformers(
+    tiny_model, source, num_beams, dtype
+):
+    model = never_ending(tiny_model(dtype=dtype))
+    for limit in ({"max_length": 6.0}, {"max_new_tokens": 4.5}):
+        found = model.generate(**source, **limit, num_beams=num_beams)
+        assert torch.equal(found, model.generate(**source, max_length=6, num_beams=num_beams))
+        scored = {"output_scores": True, "return_dict_in_generate": True}
+        theirs = model.generate(**source, **limit, **scored).sequences
+        assert num_beams > 1 or torch.equal(found, theirs)
 
 
 @pytest.mark.parametrize(

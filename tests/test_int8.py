@@ -210,6 +210,18 @@ class TestProducts:
         assert int8_vaswani._fastest(1, 512, 2) is ranking[0]
         assert int8_vaswani._fastest(1, 33, 2) is ranking[1]
 
+    def test_states_are_rounded_as_the_compiled_kernel_needs_if_there_is_one(self, monkeypatch):
+        of_package, of_torch = int8_vaswani._compiled_product, int8_vaswani._onednn_product
+        to_8_bits, to_7_bits = int8_vaswani._8_BITS, int8_vaswani._7_BITS
+        for exact, expected in (
+            ({to_8_bits: (of_torch,), to_7_bits: (of_package, of_torch)}, to_7_bits),
+            ({to_8_bits: (of_package,), to_7_bits: (of_package,)}, to_8_bits),
+            ({to_8_bits: (of_torch,), to_7_bits: (of_torch,)}, to_8_bits),
+            ({to_8_bits: (), to_7_bits: (of_torch,)}, to_7_bits),
+        ):
+            monkeypatch.setattr(int8_vaswani, "_exact_kernels", exact.get)
+            assert int8_vaswani._rounding.__wrapped__() is expected
+
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86 CPUs")
     def test_a_cpu_with_avx2_alone_rounds_states_to_7_bits(self):
         code = (
@@ -312,6 +324,29 @@ class TestLoading:
                 total += weight.square().sum().item()
         error = rounded.config.quantization_config.weight_error
         assert error == pytest.approx((change / total) ** 0.5, rel=0.01)
+
+    def test_models_loaded_with_one_configuration_record_their_own_errors(self, saved, tmp_path):
+        other = load(saved)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter[..., 0] *= 9  # the steps of all other values of a row get larger
+        other.save_pretrained(tmp_path)
+        settings = VaswaniInt8Config()
+        errors = [
+            load(folder, quantization_config=settings).config.quantization_config.weight_error
+            for folder in (saved, tmp_path, saved)
+        ]
+        assert errors[0] == errors[2] != errors[1]
+        assert settings.weight_error is None
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    def test_weights_that_are_not_finite_are_refused_by_name(self, saved, value):
+        model = load(saved)
+        model.model.decoder.layers[1].fc2.weight.data[3, 5] = value
+        name = r"model\.decoder\.layers\.1\.fc2\.weight"
+        with pytest.raises(ValueError, match=f"{name} has NaN or infinity"):
+            model.round_to_int8()
+        assert not any(isinstance(module, Int8Linear) for module in model.modules())
 
     @pytest.mark.parametrize(
         "ties",

@@ -47,13 +47,17 @@ class TestChoice:
     def test_the_sum_of_a_row_with_nan_is_nan(self, place):
         logits = torch.randn(3, 41)
         logits[1, place] = torch.nan
-        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
+        log_sums, _ = log_sums_and_maxima(logits, BLOCK)
         assert log_sums.isnan().tolist() == [False, True, False]
-        scores, hypotheses, _ = best_candidates(
-            logits, BLOCK, log_sums, maxima, torch.zeros(1, 3), None, 8
-        )
-        assert scores.isfinite().all()
-        assert (hypotheses != 1).all()
+
+    @pytest.mark.parametrize("sums", [torch.nan, torch.inf, -torch.inf])
+    def test_the_best_of_a_sentence_is_nan_if_a_sum_is_not_finite(self, sums):
+        logits = torch.randn(6, 64)
+        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
+        log_sums[4] = sums
+        scores, *_ = best_candidates(logits, BLOCK, log_sums, maxima, torch.zeros(2, 3), None, 8)
+        assert scores[0].isfinite().all()
+        assert scores[1, 0].isnan()
 
     @pytest.mark.parametrize("count", [1, 2, 8, 40])
     @pytest.mark.parametrize("vocabulary", [64, 1003])
@@ -159,17 +163,19 @@ class TestBeam:
                     beam.keep(kept)
         assert len(beams[0].rows) < len(limits)
 
-    def test_scores_that_are_not_numbers_finish_nothing(self):
+    def test_impossible_candidates_finish_nothing_and_scores_of_nan_are_an_error(self):
         settings = SearchSettings(2, early_stopping="never", eos_token_ids=(0,))
         beam = beam_vaswani.Beam.start(torch.tensor([3]), settings, torch.empty(0))
         zeros = torch.zeros(1, 4, dtype=torch.long)
-        for value in (torch.nan, -torch.inf):
-            candidates = beam_vaswani.Candidates(torch.full((1, 4), value), zeros, zeros)
-            _, _, rows = beam.advance(candidates, 1, settings)
-            assert len(rows) == 0
-            assert (beam.endings == 0).all()
-            assert (beam.running == -torch.inf).all()
-            assert beam.done.all()
+        candidates = beam_vaswani.Candidates(torch.full((1, 4), -torch.inf), zeros, zeros)
+        _, _, rows = beam.advance(candidates, 1, settings)
+        assert len(rows) == 0
+        assert (beam.endings == 0).all()
+        assert (beam.running == -torch.inf).all()
+        assert beam.done.all()
+        candidates.scores[0, 0] = torch.nan
+        with pytest.raises(ValueError, match="scores are NaN"):
+            beam.advance(candidates, 2, settings)
 
     def test_sentences_end_at_end_tokens_and_at_limits(self):
         tokens, limits = torch.tensor([2, 7, 5, 8, 8]), torch.tensor([9, 9, 9, 3, 4])

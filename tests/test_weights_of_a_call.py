@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim.swa_utils import AveragedModel
 from transformers import CompileConfig, LogitsProcessorList
-from vaswani.generation import linear_vaswani, products_vaswani
+from vaswani.generation import incremental_vaswani, linear_vaswani, products_vaswani
 from vaswani.generation.linear_vaswani import PreparedLinear, prepare, prepared_copy
 from vaswani.modeling.quantization_vaswani import VaswaniInt8Quantizer
 
@@ -465,6 +465,26 @@ def test_parameters_that_are_replaced_for_a_while_are_used_for_that_while(dtype)
         meanwhile = answer(model)
     assert not equal(meanwhile, before)
     assert equal(answer(model), before)
+
+
+@packs
+@in_all_forms
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+def test_layers_that_change_during_a_call_leave_its_answer(dtype, norm_position, monkeypatch):
+    model = build(dtype, norm_position=norm_position)
+    before = answer(model)
+    steps, step = [], incremental_vaswani.IncrementalDecoder.step
+
+    def step_and_write(*args):
+        steps.append(step(*args))
+        if len(steps) == 2:
+            for parameter in model.model.decoder.layers.parameters():
+                parameter.data.copy_(parameter.data.flip(0))
+        return steps[-1]
+
+    monkeypatch.setattr(incremental_vaswani.IncrementalDecoder, "step", step_and_write)
+    assert equal(answer(model), before)
+    assert not equal(answer(model), before)
 
 
 class OpenCall:

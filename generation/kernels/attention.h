@@ -53,14 +53,16 @@ INLINE void weighted_sum(const float *weights, const float *values, const int32_
 }
 
 // One head of one hypothesis: softmax(q K^T / sqrt(d_k)) V over the listed positions.
+//
+// Scores that are all -inf have no softmax. As in torch, the output is then NaN.
 INLINE void attend_once(const float *query, const float *keys, const float *values,
                         const int32_t *places, int32_t count, int64_t d_k, int64_t d_v,
                         float scaling, float *scores, float *output)
 {
-    float total = 0;
     for (int32_t i = 0; i < count; i++)
         scores[i] = scalar_product(query, keys + places[i] * d_k, d_k) * scaling;
     const float highest = maximum(scores, count);
+    float total = highest > LOWEST ? 0 : __builtin_nanf("");
     for (int32_t i = 0; i < count; i++)
         scores[i] = exponential(scores[i] - highest);
     for (int32_t i = 0; i < count; i++)
@@ -79,7 +81,8 @@ INLINE void attend_together(const float *queries, int64_t tokens, int64_t stride
                             int64_t output_stride)
 {
     enum { AT_ONCE = 8 };
-    floats query[d_k], highest = float_in_all_lanes(-3e38f), total = float_in_all_lanes(0);
+    const floats lowest = float_in_all_lanes(LOWEST);
+    floats query[d_k], highest = lowest;
     for (int64_t i = 0; i < d_k; i++) {
         float lanes[LANES] = {0};
         for (int64_t lane = 0; lane < tokens; lane++)
@@ -102,6 +105,7 @@ INLINE void attend_together(const float *queries, int64_t tokens, int64_t stride
             highest = larger(scores[first + i], highest);
         }
     }
+    floats total = (floats)(highest <= lowest); // 0, or all bits of a lane, which are NaN
     for (int32_t i = 0; i < count; i++) {
         float lanes[LANES];
         const floats score = scores[i] - highest;

@@ -23,7 +23,7 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const float *values = logits + row * vocabulary;
-        float so_far = -3e38f; // the highest logit of the blocks so far
+        float so_far = LOWEST; // the highest logit of the blocks so far
         double total = 0;      // of e^(logit - so_far)
         for (int64_t i = 0; i <= blocks; i++) {
             const int64_t width = i < blocks ? block : vocabulary - blocks * block;
@@ -31,7 +31,7 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
             if (i < blocks)
                 maxima[row * blocks + i] = highest;
             const float sum = sum_of_exponentials(values + i * block, width, highest);
-            if (highest <= -3e38f && sum == sum)
+            if (highest <= LOWEST && sum == sum)
                 continue; // nothing, or -inf alone; `maximum` overlooks NaN
             if (highest > so_far) {
                 total *= __builtin_exp((double)so_far - highest);
@@ -89,8 +89,8 @@ INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count
 // log_sums: (R,) of the logits. maxima: (R, V / block). running: (B * K) log-probabilities of the
 // hypotheses. places: (B * K) the row of logits of each hypothesis, or -1 if it has none; without
 // places, every hypothesis has its own row. A list that cannot be filled ends with `nothing`, the
-// least of all scores. The C best lie in the C blocks with the best maxima, or after the last whole
-// block.
+// least of all scores. If a sum is NaN or infinite, the best of its sentence is NaN, as in torch. The C
+// best lie in the C blocks with the best maxima, or after the last whole block.
 EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t block,
                             const float *log_sums, const float *maxima, const float *running,
                             const int64_t *places, int64_t sentences, int64_t beams, int64_t count,
@@ -109,11 +109,13 @@ EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t blo
             best_of[i] = best_blocks[i] = -1;
             own_hypotheses[i] = own_tokens[i] = 0;
         }
+        int undefined = 0;
         for (int64_t k = 0; k < beams; k++) {
             const int64_t hypothesis = sentence * beams + k;
             const int64_t row = places ? places[hypothesis] : hypothesis;
             if (row < 0)
                 continue;
+            undefined |= !__builtin_isfinite(log_sums[row]);
             const float offset = running[hypothesis] - log_sums[row];
             const float *values = logits + row * vocabulary;
             for (int64_t i = 0; i < blocks; i++) {
@@ -141,5 +143,7 @@ EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t blo
                     insert(score, best_of[i], first + j, count, own, own_hypotheses, own_tokens);
             }
         }
+        if (undefined)
+            own[0] = __builtin_nanf("");
     }
 }

@@ -109,14 +109,16 @@ INLINE float exponential(float x)
     return power * scale;
 }
 
-// The largest value, and at least -3e38.
+#define LOWEST (-3e38f) // nearly the least float
+
+// The largest value, and at least LOWEST. NaN is overlooked.
 INLINE float maximum(const float *values, int64_t count)
 {
-    floats parts = float_in_all_lanes(-3e38f);
+    floats parts = float_in_all_lanes(LOWEST);
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
         parts = larger(read_floats(values + i), parts);
-    float lanes[LANES], highest = -3e38f;
+    float lanes[LANES], highest = LOWEST;
     memcpy(lanes, &parts, sizeof(parts));
     for (int lane = 0; lane < LANES; lane++)
         highest = lanes[lane] > highest ? lanes[lane] : highest;
