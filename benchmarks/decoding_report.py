@@ -55,12 +55,12 @@ Settings:
   are short if the benchmark's model learned little: the next table has the lengths.
 
 A ratio is the peer's time divided by ours in the same round. Tables have medians over rounds,
-rounded down. With "best" threads, a ratio divides medians of the files with one and with two
-threads."""
+rounded down. With "best" threads, a ratio divides the least medians of each engine, among the files
+of a host whose models have the same weights."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
-The cost of a page fault was measured in two threads until 2026-11-26. One thread, in which it was
-measured later, has a higher cost. The last columns have the mean tokens of a translation of short
+Two threads measured the cost of a page fault until 2026-11-26, and one thread measures it since
+then, at which the cost is higher. The last columns have the mean tokens of a translation of short
 and of long sentences.
 """
 _RATIOS = """\
@@ -83,9 +83,10 @@ _BELOW_AIMS = """
 Ratios below their aims:
 """
 _RATES = """\
-With glibc, native instructions and short sentences. The last file of a host with a setting gives
-its rates. A host has other rates at other hours, so rates of two settings may not compare. The
-model trains for 15 minutes, so BLEU shows no more than that the engines translate alike.
+With glibc, native instructions and short sentences. If a host has several files with a setting, the
+rates are those of the last. A host has other rates at other hours, so rates of two settings may not
+compare. The model trains for 15 minutes, so BLEU shows no more than that the engines translate
+alike.
 """
 _PROFILES = """\
 Shares of the time of our search with the peer's rule, in compiled kernels: the layers of encoder
@@ -99,9 +100,12 @@ Without the kernels (`VASWANI_KERNELS=0`), these operators of torch are the slow
 calls exceed our aims there.
 """
 _HYPOTHESES = """
-The paper's search goes on until no open hypothesis can win. So it extends a hypothesis by a token
-more often than the peer's rule does. The table has the mean number of such extensions for a
-sentence.
+The paper's search goes on until no open hypothesis can win, which takes more steps than the peer's
+rule. In a step, each open hypothesis is extended by a token. The table has the mean number of such
+extensions for a sentence.
+"""
+_COMMANDS = """\
+The files have the commit after `#`. A commit with `-dirty` had changes that are in no commit.
 """
 # The columns of a profile, and the kernels of each.
 _PARTS = {
@@ -133,7 +137,10 @@ def report(folder: Path) -> str:
         "Hosts": [_HOSTS, *hosts(folder)],
         "Ratios": [_RATIOS, *ranges(folder), *extremes(folder)],
         "Ratios in other settings": ranges(folder, usual=False),
-        "Ratios without compiled kernels": [_OPERATORS, *ranges(folder / "torch-operators")],
+        "Ratios without compiled kernels": [
+            *(_OPERATORS, *ranges(folder / "torch-operators")),
+            *("", *ranges(folder / "torch-operators", usual=False)),
+        ],
         "Allocators": [
             *(_ALLOCATORS, *allocators(folder), *slow_with_glibc(folder)),
             *(_PAGE_FAULTS, *page_faults(folder)),
@@ -141,7 +148,7 @@ def report(folder: Path) -> str:
         "Ratios below our aims": [*aims(), _BELOW_AIMS, *missed(folder)],
         "Sentences per second": [_RATES, *rates(folder)],
         "Profiles": [_PROFILES, *profiles(folder.parent)],
-        "Commands": ["```sh", *commands(folder), "```"],
+        "Commands": [_COMMANDS, "```sh", *commands(folder), "```"],
     }
     parts = [_HEAD, *("\n".join([f"## {title}\n", *lines]) for title, lines in sections.items())]
     return "\n\n".join(parts) + "\n"
@@ -246,17 +253,22 @@ def _shares_of_parts(shares: dict[str, float]) -> list[str]:
 
 
 def commands(folder: Path) -> list[str]:
-    """List the commands that made the files of a folder, those without kernels, and profiles."""
+    """List the commands that repeat the files of a folder, those without kernels, and profiles."""
+    without = folder / "torch-operators"
     paths = [
         *sorted(folder.glob("*.json")),
-        *sorted((folder / "torch-operators").glob("*.json")),
+        *sorted(without.glob("*.json")),
         *sorted(folder.parent.glob("decoding-profile*.json")),
     ]
-    files = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    found = (
-        ("" if results.get("kernels", True) else "VASWANI_KERNELS=0 ") + results["command"]
-        for results in files
-    )
+    found = []
+    for path in paths:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        command = results["command"]
+        if path.parent == without or not results.get("kernels", True):
+            command = f"VASWANI_KERNELS=0 {command}"
+        if "threads" not in results:
+            command += f" --threads {_EARLIER_THREADS}"
+        found.append(f"{command}  # {results['commit']}")
     return list(dict.fromkeys(found))
 
 
@@ -369,21 +381,25 @@ def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]
 def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
     """Compare engines on each host, each with the number of threads that is best for it.
 
-    An engine counts if it was measured with all numbers of threads of its host.
+    An engine counts if it was measured with all numbers of threads of its host. If it has several
+    files, its fastest one counts. Models with other weights have translations of other lengths, so
+    they are not compared.
     """
-    rows: dict[tuple, dict[tuple, dict[str, Row]]] = {}
+    rows: dict[tuple, dict[tuple, list[tuple[str, Row]]]] = {}
     for host, threads, results in _files(folder):
         for row in results["speed"]:
             if tuple(map(row.get, SETTING[:3])) == _USUAL:
                 key = (row["engine"], row["precision"], row["beams"], row["batch"])
-                rows.setdefault(host, {}).setdefault(key, {})[threads] = row
-    for host, found in rows.items():
-        numbers = {threads for of_engine in found.values() for threads in of_engine}
+                of_model = rows.setdefault((host, results.get("weights_sha256")), {})
+                medians = row | {"seconds": [statistics.median(row["seconds"])]}
+                of_model.setdefault(key, []).append((threads, medians))
+    for (host, _), found in rows.items():
+        numbers = {threads for of_engine in found.values() for threads, _ in of_engine}
         if len(numbers) > 1:
             best = [
-                min(of_engine.values(), key=lambda row: statistics.median(row["seconds"]))
+                min((row for _, row in of_engine), key=lambda row: row["seconds"])
                 for of_engine in found.values()
-                if of_engine.keys() == numbers
+                if {threads for threads, _ in of_engine} == numbers
             ]
             yield host, "best", {"ratios": compare(best)}
 

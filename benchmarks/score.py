@@ -301,14 +301,16 @@ class Ingredients:
                 row["seeds"] = sorted(scores)
                 sides[side] = [scores[seed] for seed in row["seeds"]]
             row[split] = sides | paired(sides["with"], sides["without"])
-        if "bootstrap_p_value" in before:
-            row["bootstrap_p_value"] = before["bootstrap_p_value"]
+        if before and before.get("bootstrap_seed", row["seeds"][0]) not in seeds:
+            names = ("bootstrap_p_value", "bootstrap_seed")
+            row |= {name: before[name] for name in names if name in before}
         elif self.recipe.get("score", "bleu") == "bleu":
             references = [pair[1] for pair in self.pairs["test"]]
             tokenize = self.recipe.get("bleu-tokenize", "13a")
             row["bootstrap_p_value"] = bootstrap(
                 given["translations"], without["translations"], references, tokenize
             )
+            row["bootstrap_seed"] = seeds[0]
         self.rows[name] = row
         print(name, *(f"{split}: {row[split]['difference']:+.2f}" for split in SPLITS), flush=True)
 
@@ -399,6 +401,8 @@ def earlier_report(path: Path | None, name: str, recipe: dict[str, Any]) -> dict
     if path is None or not path.exists():
         return {}
     report = json.loads(path.read_text(encoding="utf-8"))
+    if "settings" not in report:
+        sys.exit(f"An earlier version wrote {path}: remove it, or choose another file.")
     if (report.get("recipe"), report.get("settings")) != (name, recipe):
         sys.exit(f"{path} has seeds of another recipe, or of other settings: choose another file.")
     return report
@@ -424,10 +428,13 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
     recipes = runs_of(args.recipe, args.seeds, args.runs)
     kept = {run["seed"]: run for run in earlier.get("runs", [])}
+    if "log" in earlier:
+        report["log"] = earlier["log"]
     for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
         kept[seed] = {"seed": seed, **{name: run[name] for name in KEPT if name in run}}
         kept[seed]["curve"] = curve(run, score)
-        report.setdefault("log", earlier.get("log", run["log"]))
+        if seed == min(kept):
+            report["log"] = run["log"]
         print(f"seed {seed}: {score} {main_score(recipe, run['test'])}", flush=True)
     report["runs"] = runs = [kept[seed] for seed in sorted(kept)]
     for split in SPLITS:
@@ -443,7 +450,9 @@ def main(argv: list[str] | None = None) -> None:
         report["published"] = {"score": published, "source": source}
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")
-    if score == "exact_match" and len(recipes) == len(runs) > 1:
+    if score == "exact_match" and len(recipes) < len(runs):
+        print(f"no ensemble: it needs all seeds in one run, --seeds {' '.join(map(str, kept))}")
+    elif score == "exact_match" and len(runs) > 1:
         report["ensemble"] = ensemble(recipe, list(recipes))
         print(f"ensemble: {score} {report['ensemble']['test']}")
     rows = earlier.get("ingredients", [])

@@ -57,7 +57,7 @@ TRAINERS = ("packed", "sorted", "MarianMT")
 TINY_VOCAB_SIZE = 10_000
 PROFILED = 25  # operators of a profile that are printed and written
 PARTS = ("trainer", "network", "loss", "batching")
-# Threads stay awake for a moment after their last job, on cores that the next one needs.
+# Threads stay awake for a moment after their last job. The next worker needs their cores.
 PAUSE = 0.3
 
 
@@ -135,7 +135,7 @@ def take_turns(
             contender: [] for contender in workers
         }
         for turn in range(rounds):
-            # Every round starts with another worker, so that none always follows the same one.
+            # Every round starts with another worker, because a worker may disturb the next one.
             order = list(workers)[turn % len(workers) :] + list(workers)[: turn % len(workers)]
             for contender in order:
                 time.sleep(PAUSE)

@@ -7,7 +7,9 @@ from typing import Any
 
 from ..training.presets import PRESETS
 from .parser import CommandParser, settings
-from .train_warnings import all_warm_up, swapped_sides, without_effect
+from .train_warnings import all_warm_up, swapped_sides, untrained, without_effect
+
+_STEPS = 100_000  # of a run without a given length
 
 
 class TrainParser(CommandParser):
@@ -26,10 +28,17 @@ class TrainParser(CommandParser):
         parsed = super().parse_args(words, namespace)
         if parsed.steps is None and parsed.epochs is None:
             parsed.epochs = preset.get("epochs")
-            parsed.steps = None if parsed.epochs else 100_000
+            parsed.steps = None if parsed.epochs else _STEPS
         self._check(parsed)
+        schedule = parsed.objective == "scheduled_sampling" and "k" not in parsed.objective_settings
+        if schedule and parsed.minutes and parsed.steps == _STEPS:
+            self.error(
+                "the schedule of --objective scheduled_sampling depends on the length of the run: "
+                "pass --steps or --epochs beside --minutes"
+            )
         given = sys.argv[1:] if args is None else args
         warnings = [*swapped_sides(parsed), *without_effect(parsed, given), *all_warm_up(parsed)]
+        warnings += untrained(parsed)
         for warning in warnings:
             print(f"{self.prog}: warning: {warning}", file=sys.stderr)
         return parsed

@@ -42,3 +42,13 @@ def all_warm_up(args: argparse.Namespace) -> list[str]:
         f"--steps {args.steps} ends inside the warm-up of {args.warmup} updates: set --warmup "
         f"{max(args.steps // 10, 1)}, or train longer"
     ]
+
+
+def untrained(args: argparse.Namespace) -> list[str]:
+    """Return a warning for an objective that learns from translations of an untrained model."""
+    if args.model or args.objective not in ("risk", "reinforce"):
+        return []
+    return [
+        f"--objective {args.objective} learns from the model's own translations, but this model is "
+        "not trained yet: train it without --objective first, and then pass it as --model"
+    ]

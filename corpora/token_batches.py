@@ -44,9 +44,10 @@ class TokenBatchSampler(Sampler[list[int]]):
         drop_oversize: leave out single pairs that exceed a budget. By default, each of them has a
             batch of its own. In both cases a warning counts them, and `oversize` lists them.
         batches_per_update: processes times accumulated batches. The largest batches are split until
-            the number of batches is a multiple of it. With too few pairs for that, the last update
-            is small, and Accelerate repeats batches so that all processes have the same number. An
-            update has the same sentences for every split into processes and accumulated batches.
+            the number of batches is a multiple of it. If there are too few pairs for that, the last
+            update is small, and Accelerate repeats batches so that all processes have the same
+            number. An update has the same sentences for every split into processes and accumulated
+            batches.
         mixture: draws the pairs of every epoch from several corpora. None takes each pair once.
 
     Raises:

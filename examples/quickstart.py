@@ -19,7 +19,6 @@ from tqdm import tqdm
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    DataCollatorForSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
@@ -27,6 +26,7 @@ from transformers import (
     set_seed,
 )
 from vaswani.configuration.extras import needs
+from vaswani.corpora.packed_collator import DataCollatorForPackedSeq2Seq
 from vaswani.hub_cards.card import write_model_card
 from vaswani.training.circumstances import circumstances, weights_sha256
 
@@ -86,7 +86,7 @@ def train(
         model=model,
         args=arguments,
         train_dataset=data,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
+        data_collator=DataCollatorForPackedSeq2Seq(tokenizer, model=model),  # without padding
         processing_class=tokenizer,
     )
     started = time.monotonic()

@@ -43,7 +43,7 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
-        # Reading the weights empties the caches of a CPU, so all of them are compared at the end.
+        # Reading the weights empties the caches of a CPU, so all weights are compared at the end.
         checks: list[Callable[[], bool]] = []
         prepared = cls._filled(layers, heads, checks)
         if all(check() for check in checks):

@@ -105,7 +105,7 @@ def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
         if states.numel() <= few_values:
             output = _apply(layers, states)
             return output.relu_() if relu else output
-        # A single row must be packed: without packing it would be rounded differently.
+        # A single row is always packed, because a product without packing rounds differently.
         if not in_use and states.numel() > layers[0].in_features:
             in_use = True
             return _multiply(states, layers[0].weight, layers[0].bias, relu)

@@ -85,7 +85,7 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if boundaries is not None and inputs is not None:
             given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             refuse_masks_and_caches(given)
-            packing = Packing(boundaries, kwargs.get("max_length_q"))
+            packing = Packing(boundaries, kwargs.get("max_length_q"), position_ids)
             position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
             use_cache = False
         # The mask tells the sentences of a packed batch apart by their positions, but only without
@@ -156,7 +156,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             encoder_hidden_states: (B, S, D) an encoder's output, for `add_cross_attention` only.
             encoder_attention_mask: (B, S), 1 at real source tokens.
             labels: (B, T) the same tokens as `input_ids`, -100 at positions to ignore. The model
-                shifts them, and returns the loss first.
+                shifts them inside each sentence, and returns the loss first.
             use_cache: return `past_key_values`; ignored with `labels` and in packed batches.
             logits_to_keep: number of last positions that get logits, or their list; 0 means all.
             prefix_mask: (B, T), 1 at tokens that see each other in both directions.
@@ -186,6 +186,10 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             return_dict=True,
             **kwargs,
         )
+        boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is not None and labels is not None and shift_labels is not None:
+            # The last token of a packed sentence does not predict the first token of the next one.
+            shift_labels = shift_labels.index_fill(1, boundaries[1:].long() - 1, -100)
         logits, loss = self.predict(
             outputs.last_hidden_state, shift_labels, num_items_in_batch, logits_to_keep, skip_logits
         )

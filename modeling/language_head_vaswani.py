@@ -72,9 +72,9 @@ class LanguageHead:
         then do not depend on the split. Without `logits` (B, T, V), the loss computes them in
         chunks, for real tokens only.
 
-        With `r_drop`, the second half of the batch repeats the first with other dropout. The mean
-        then gains `r_drop` / 4 times the divergence KL(p, q) + KL(q, p) of their predictions, which
-        makes it half of equation 4 of Liang et al. (2021).
+        With `r_drop`, the second half of the batch repeats the first with other dropout. The loss
+        is then half of equation 4 of Liang et al. (2021): the mean loss of both halves, plus
+        `r_drop` / 4 times the divergence KL(p, q) + KL(q, p) of their predictions.
 
         Raises:
             ValueError: a label is neither -100 nor an entry of the target vocabulary.

@@ -57,9 +57,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     R-Drop adds `r_drop` / 2 times the divergence of two passes.
 
     Logits exist for one chunk of tokens at a time. The forward pass therefore computes the
-    gradients too, without R-Drop softmax(logits) minus the smoothed target. The backward pass only
-    scales them. Products have the dtype of autocast or of the hidden states; sums have at least
-    float32.
+    gradients too, and the backward pass only scales them. Without R-Drop, the gradient of the
+    logits is softmax(logits) minus the smoothed target. Products have the dtype of autocast or of
+    the hidden states; sums have at least float32.
     """
 
     @staticmethod

@@ -6,8 +6,7 @@ VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3   VaswaniForConditionalGenerati
 
 The default configuration has no departures from the paper.
 
-Shapes: B sentences, S source tokens, T target tokens, D = d_model, V entries of the target
-vocabulary; d_ff as in the paper.
+Shapes: B sentences, S source and T target tokens, D = d_model, d_ff, a target vocabulary of V.
 """
 
 import math

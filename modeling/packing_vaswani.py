@@ -33,7 +33,7 @@ class Packing:
 
     Raises:
         ValueError: `cu_seq_lens` is not a tensor of integers (B + 1,). On the CPU also: it does not
-            start at 0 and rise strictly, or `max_length` is too small.
+            start at 0 and rise strictly, `max_length` is too small, or a position is not below it.
     """
 
     def __init__(
@@ -75,6 +75,21 @@ class Packing:
             raise ValueError(
                 f"{self.prefix}max_length_q is {self.max_length}, but the longest sentence has "
                 f"{longest} tokens: pass {longest}, or leave {self.prefix}max_length_q out."
+            )
+        if self.given_positions is not None and self.given_positions.is_cpu:
+            self._check_positions(self.given_positions, sum(lengths))
+
+    def _check_positions(self, positions: torch.Tensor, tokens: int) -> None:
+        name = f"{self.prefix}position_ids"
+        if positions.numel() != tokens:
+            raise ValueError(
+                f"{name} must have the shape (1, {tokens}), got {tuple(positions.shape)}."
+            )
+        lowest, highest = int(positions.min()), int(positions.max())
+        if lowest < 0 or highest >= self.max_length:
+            raise ValueError(
+                f"{name} go from {lowest} to {highest}, but the longest sentence has "
+                f"{self.max_length} tokens: count from 0 in each sentence, or leave {name} out."
             )
 
     def number_of_tokens(self, states: torch.Tensor) -> int:
@@ -263,6 +278,7 @@ def takes_packed_batches(forward: Callable) -> Callable:
         arguments["attention_mask"] = source
         if target is not None:
             _prepare_decoder(self, arguments, target)
+            _flatten_encoder_outputs(arguments, source)
         outputs = forward(self, **arguments)
         for name, value in outputs.items() if pad_outputs else ():
             side = source if target is None or name.startswith("encoder") else target
@@ -300,11 +316,18 @@ def _check_same_number(source: Packing, target: Packing) -> None:
 
 
 def refuse_masks_and_caches(arguments: Mapping[str, Any]) -> None:
-    """Refuse masks and caches beside the boundaries of a packed batch.
+    """Refuse what a packed batch cannot have beside its boundaries.
 
     Raises:
-        ValueError: `attention_mask`, `decoder_attention_mask` or `past_key_values` is given.
+        ValueError: `attention_mask`, `decoder_attention_mask`, `past_key_values` or
+            `logits_to_keep` is given.
     """
+    keep = arguments.get("logits_to_keep")
+    if torch.is_tensor(keep) or keep:
+        raise ValueError(
+            "logits_to_keep counts positions of padded sentences, but this batch is packed: leave "
+            "logits_to_keep out."
+        )
     for name in ("attention_mask", "decoder_attention_mask"):
         if arguments.get(name) is not None:
             raise ValueError(
@@ -325,6 +348,17 @@ def _prepare_decoder(model: Any, arguments: dict[str, Any], target: Packing) -> 
     labels, given = arguments.get("labels"), ("decoder_input_ids", "decoder_inputs_embeds")
     if labels is not None and all(arguments.get(name) is None for name in given):
         arguments["decoder_input_ids"] = _shift_right(model, labels, target)
+
+
+def _flatten_encoder_outputs(arguments: dict[str, Any], source: Packing) -> None:
+    """Remove the padding that `takes_packed_batches` adds to the states of an encoder."""
+    if (given := arguments.get("encoder_outputs")) is None:
+        return
+    states, *others = given.values() if isinstance(given, Mapping) else given
+    if len(states) == len(source.cu_seq_lens) - 1:
+        states = source.flat(states)
+    source.number_of_tokens(states)
+    arguments["encoder_outputs"] = (states, *others)
 
 
 def _shift_right(model: Any, labels: torch.Tensor, target: Packing) -> torch.Tensor:

@@ -20,8 +20,8 @@ import torch
 from documents import ROOT
 from launches import free_port
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["datasets", "peft", "vaswani.training.trainer"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["datasets", "peft", "vaswani.training.trainer"])
 
 
 def in_child(function):
@@ -55,7 +55,7 @@ def forked(processes, *words):
             log.touch()
         port = free_port()
         ranks = [
-            _FORKS.Process(target=_run, args=(words, _variables(rank, processes, port), log))
+            FORKS.Process(target=_run, args=(words, _variables(rank, processes, port), log))
             for rank, log in enumerate(logs)
         ]
         for rank in ranks:

@@ -376,6 +376,7 @@ def test_the_output_appears_whole(run_of, tmp_path, monkeypatch):
 # --- memory ---
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_checkpoints(checkpoint, tmp_path):
     folders = [checkpoint(str(i), weight=torch.full((4_000_000,), float(i))) for i in range(9)]
     script = (

@@ -175,6 +175,7 @@ def multi30k():
     return sides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["words", "byte pairs"])
 def test_padding_of_multi30k_is_under_5_percent_up_to_8192_tokens_a_batch(multi30k, unit):
     if unit == "words":

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from forks import FORKS
 from torch import nn
 from vaswani.commands.main import main
 
@@ -151,6 +152,7 @@ def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
 @pytest.mark.slow
 def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(generation, "host_facts", functools.cache(generation.host_facts))
+    monkeypatch.setattr(worker.multiprocessing, "get_context", lambda _: FORKS)
     monkeypatch.setattr(base_model, "_SAMPLE", 8)  # the corpus has 12 long sources
     lines = ENGLISH + GERMAN
     tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
@@ -335,21 +337,30 @@ def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
     shares["others"] = 0.38
     row = {"precision": "int8", "beams": 1, "batch": 8, "calls_a_step": 106, "shares": shares}
     results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "threads": 2, "profile": [row]}
+    results |= {"command": "python it.py", "commit": "1a2b3c"}
     means = [
         {"engine": engine, "beams": 4, "mean": mean}
         for engine, mean in ((engines.PEERS_RULE, 20.0), (engines.OURS, 25.0))
     ]
     for name, more in {"": {"hypotheses": means}, "-operators": {"kernels": False}}.items():
         path = tmp_path / f"decoding-profile{name}.json"
-        path.write_text(json.dumps(results | {"command": "python it.py", **more}))
+        path.write_text(json.dumps(results | more))
     lines = list(decoding_report.profiles(tmp_path))
     start = "| xeon-2-cores | greedy | 2 | short | int8 | 8 |"
     assert lines[2] == f"{start} 50% | 0% | 2% | 0% | 48% | 106 |"
     slowest = "`vaswani::run_layers` 50%, `vaswani::best_tokens` 2%, `aten::mm` 10%"
     assert f"{start} {slowest} | 106 |" in lines
     assert lines[-1] == "| xeon-2-cores | beam 4 | 20.0 | 25.0 | 1.25 |"
-    commands = decoding_report.commands(tmp_path / "generation")
-    assert commands == ["VASWANI_KERNELS=0 python it.py", "python it.py"]
+    earlier = {name: results[name] for name in ("command", "commit")}
+    for folder in ("generation", "generation/torch-operators"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "earlier.json").write_text(json.dumps(earlier))
+    assert decoding_report.commands(tmp_path / "generation") == [
+        "python it.py --threads 1  # 1a2b3c",
+        "VASWANI_KERNELS=0 python it.py --threads 1  # 1a2b3c",
+        "VASWANI_KERNELS=0 python it.py  # 1a2b3c",
+        "python it.py  # 1a2b3c",
+    ]
 
 
 def test_ratios_of_single_rounds_are_rounded_down(tmp_path):
@@ -378,23 +389,23 @@ def test_numbers_of_threads_are_not_mixed(tmp_path):
     ]
 
 
-def test_each_engine_has_its_best_number_of_threads(tmp_path):
-    for threads, ours, theirs in ((1, 4.0, 6.0), (2, 2.0, 9.0)):
+def test_each_engine_has_the_best_of_its_files_of_a_model(tmp_path):
+    files = [("a", 1, [4.0], [6.0]), ("a", 2, [2.0, 2.0], [8.0, 9.0])]
+    files += [("a", 1, [9.0], [9.0, 5.0, 1.0]), ("b", 1, [9.0], [1.0])]
+    for number, (weights, threads, ours, theirs) in enumerate(files):
         speed = [
-            speed_row(engines.PEERS_RULE, "int8", [ours]),
-            speed_row("CTranslate2", "int8", [theirs]),
+            speed_row(engines.PEERS_RULE, "int8", ours),
+            speed_row("CTranslate2", "int8", theirs),
         ]
         if threads == 2:
             speed.append(speed_row("CTranslate2", "float32", [1.0]))
         results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "host": {"caches": {}}}
         results |= {"threads": threads, "speed": speed, "ratios": ratios.compare(speed)}
-        (tmp_path / f"Xeon-{threads}.json").write_text(json.dumps(results))
-    start = f"| {engines.PEERS_RULE} | CTranslate2 int8 | beam 4"
-    assert decoding_report.ranges(tmp_path)[2:] == [
-        f"{start} | 1 | 1.50 |",
-        f"{start} | 2 | 4.50 |",
-        f"{start} | best | 3.00 |",
-    ]
+        results["weights_sha256"] = weights
+        (tmp_path / f"Xeon-{number}.json").write_text(json.dumps(results))
+    assert f"| {engines.PEERS_RULE} | CTranslate2 int8 | beam 4 | best | 2.50 |" in (
+        decoding_report.ranges(tmp_path)
+    )
 
 
 def test_long_sources_have_40_to_60_tokens(corpus):
@@ -697,6 +708,19 @@ def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
     assert [ratio["tokens_per_batch"] for ratio in training.compare(rows, "MarianMT")] == [4096]
 
 
+def test_the_bootstrap_of_an_ingredient_is_renewed_with_its_seed(monkeypatch):
+    monkeypatch.setattr(score, "pairs_of", lambda *_: [("a", "b")])
+    p_values = iter([0.5, 0.25])
+    monkeypatch.setattr(score, "bootstrap", lambda *_: next(p_values))
+    found, rows = {"valid": [1.0], "test": [2.0], "translations": ["b"]}, []
+    for seed, expected in ((1, 0.5), (2, 0.5), (1, 0.25)):
+        ingredients = score.Ingredients({Path(f"run-{seed}"): {"seed": seed}}, 1, rows)
+        ingredients.add("beams", found, found)
+        rows = list(ingredients.rows.values())
+        assert (rows[0]["bootstrap_p_value"], rows[0]["bootstrap_seed"]) == (expected, 1)
+    assert rows[0]["seeds"] == [1, 2]
+
+
 def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
     # By hand: mean 41.2, standard deviation 0.1, so t = 0.2 / (0.1 / sqrt(3)).
     published = score.against_published([41.1, 41.2, 41.3], 41.0)
@@ -850,6 +874,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     assert packed["without"] == [run["test"]["bleu"] for run in without]
     assert packed["difference"] == round((sum(bleu) - sum(packed["without"])) / 2, 2)
     assert 0 <= rows["packed batches"]["bootstrap_p_value"] <= 1
+    assert rows["packed batches"]["bootstrap_seed"] == 1
 
     times = {path: path.stat().st_mtime_ns for path in runs.values()}
     capsys.readouterr()

@@ -802,6 +802,7 @@ def pushed(tmp_path_factory):
     return repositories, [output for output, _ in finished], folder
 
 
+@pytest.mark.slow
 def test_a_push_brings_the_card_and_all_it_links_to(pushed):
     repositories, _, folder = pushed
     _, draft, first, _ = repositories["numbers"]
@@ -816,11 +817,13 @@ def test_a_push_brings_the_card_and_all_it_links_to(pushed):
     assert {"LICENSE-CODE", "results.json", "learning_curve.png"} <= set(first)
 
 
+@pytest.mark.slow
 def test_the_hub_finds_no_fault_with_the_card_and_would_have_found_one(pushed):
     _, (printed, _), _ = pushed
     assert [error["message"] for error in json.loads(printed)["errors"]] == ['"license" is wrong']
 
 
+@pytest.mark.slow
 def test_a_card_changed_on_the_hub_or_in_the_folder_is_pushed_as_it_is(pushed):
     repositories, _, folder = pushed
     *_, last = repositories["changed"]
@@ -830,6 +833,7 @@ def test_a_card_changed_on_the_hub_or_in_the_folder_is_pushed_as_it_is(pushed):
     assert last["results.json"] == (folder / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["numbers", "numbers-later", "saved"])
 def test_weights_trained_further_take_no_old_number_with_them(pushed, name):
     repositories, _, _ = pushed
@@ -840,6 +844,7 @@ def test_weights_trained_further_take_no_old_number_with_them(pushed, name):
     assert "LICENSE-CODE" in last
 
 
+@pytest.mark.slow
 def test_the_code_without_the_package_runs_as_printed(pushed):
     _, (_, printed), _ = pushed
     assert printed == "[{'translation_text': 'dreihundertzweiundvierzig'}]\n"

@@ -173,7 +173,10 @@ def trainer_of_the_scripts(model, tokenizer, folder, static=False, **settings):
         (False, {}),
         (True, {}),
         (False, {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2}),
-        (False, {"torch_compile": True, "torch_compile_backend": "eager"}),
+        pytest.param(
+            *(False, {"torch_compile": True, "torch_compile_backend": "eager"}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["as printed", "pad_to_max_length", "label smoothing", "torch_compile"],
 )
@@ -542,6 +545,7 @@ def test_peft_finds_the_target_modules_by_itself(model):
         assert again.get_nb_trainable_parameters()[0] > 0
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_peft():
     code = "import sys, vaswani; vaswani.VaswaniConfig().to_dict(); sys.exit('peft' in sys.modules)"
     finished = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)

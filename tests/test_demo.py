@@ -488,6 +488,7 @@ def skipped(value):
     return isinstance(value, dict) and value.keys() == {"__type__"}
 
 
+@pytest.mark.slow
 def test_an_error_in_one_panel_leaves_the_others(page, model):
     handlers = page.Handlers(model)
     for shown, *others in (
@@ -502,6 +503,7 @@ def test_an_error_in_one_panel_leaves_the_others(page, model):
     assert 'role="alert"' not in handlers.link(pairs, 0)
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_model_is_named_in_its_panel_and_logged(page, model, monkeypatch, caplog):
     def fail(*arguments):
         raise RuntimeError("out of memory")
@@ -522,6 +524,7 @@ def test_a_failure_of_the_model_is_named_in_its_panel_and_logged(page, model, mo
     assert len([record for record in caplog.records if record.exc_info]) == 4
 
 
+@pytest.mark.slow
 def test_a_new_text_empties_every_panel(page, model):
     handlers = page.Handlers(model)
     *panels, own, chosen, pairs = handlers.clear()
@@ -531,6 +534,7 @@ def test_a_new_text_empties_every_panel(page, model):
     assert scores == panels[1]
 
 
+@pytest.mark.slow
 def test_equal_translations_are_one_choice(page, model):
     _, chosen, pairs = page.Handlers(model).score("nine\nnine", "neun\nacht", 4, 0.6)
     assert [pair.name for pair in pairs] == [

@@ -2,13 +2,12 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launches import environment
+from forks import forked
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -17,12 +16,9 @@ FROZEN = ROOT / "tests" / "frozen" / "0.1"
 
 
 def test_quickstart_trains_saves_and_reloads_the_same_model(tmp_path):
-    command = [sys.executable, ROOT / "examples" / "quickstart.py", "--output", tmp_path / "model"]
+    command = [ROOT / "examples" / "quickstart.py", "--output", tmp_path / "model"]
     sizes = ["--steps", "5", "--train-size", "300", "--test-size", "20"]
-    done = subprocess.run(
-        [*command, *sizes], capture_output=True, text=True, env=environment(), check=True
-    )
-    assert "same after reloading   yes" in done.stdout
+    assert "same after reloading   yes" in forked(1, *command, *sizes)
     assert json.loads((tmp_path / "model" / "results.json").read_text())["numbers_tested"] == 20
 
 
@@ -79,11 +75,8 @@ def test_a_saved_model_is_fine_tuned_with_seq2seq_trainer_alone(tmp_path):
     rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]
     (tmp_path / "pairs.tsv").write_text("".join(rows), encoding="utf-8")
     output = tmp_path / "out"
-    subprocess.run(
-        [sys.executable, ROOT / "examples" / "fine_tune.py", FROZEN, tmp_path / "pairs.tsv",
-         "--output", output, "--learning-rate", "1e-3"],
-        env=environment(), check=True, capture_output=True,
-    )  # fmt: skip
+    command = [ROOT / "examples" / "fine_tune.py", FROZEN, tmp_path / "pairs.tsv"]
+    forked(1, *command, "--output", output, "--learning-rate", "1e-3")
     tokenizer = AutoTokenizer.from_pretrained(output)
     batch = tokenizer([num2words(1042)], text_target=[num2words(1042, lang="de")])
     before, after = (

@@ -222,6 +222,7 @@ class TestProducts:
             monkeypatch.setattr(int8_vaswani, "_exact_kernels", exact.get)
             assert int8_vaswani._rounding.__wrapped__() is expected
 
+    @pytest.mark.slow
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86 CPUs")
     def test_a_cpu_with_avx2_alone_rounds_states_to_7_bits(self):
         code = (
@@ -382,6 +383,7 @@ class TestLoading:
         again = load(saved_int8, quantization_config=VaswaniInt8Config())
         assert torch.equal(logits(again), logits(rounded))
 
+    @pytest.mark.slow
     def test_a_folder_loads_without_the_package(self, saved_int8, rounded, tmp_path):
         script = (
             "import sys, torch\n"

@@ -343,6 +343,7 @@ class TestCrowdedCores:
         assert len(looks) > 2
         assert set(looks) == {torch.get_num_threads()}
 
+    @pytest.mark.slow
     @compiled
     def test_waiting_threads_sleep_and_compute_the_same(self):
         """In a process of its own, because its threads sleep until it ends."""

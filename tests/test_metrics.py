@@ -292,6 +292,7 @@ def test_moses_without_sacremoses_says_what_to_install(monkeypatch):
         TranslationMetric(compound_tokenize="moses:de")
 
 
+@pytest.mark.slow
 def test_compound_split_bleu_can_tokenise_by_moses_as_tensor2tensor_did():
     pytest.importorskip("sacremoses")
     text = "Haus: 3,5-Liter-Motor (z. B.)."

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -23,11 +24,15 @@ from vaswani.training.rewards import reward_of, rewarded, sentence_bleu, sentenc
 from vaswani.training.scheduled_sampling import ScheduledSampling
 from vaswani.training.sequence_objectives import Candidates, MinimumRisk, Reinforce
 
+from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM
+
 ROWS = [
     {"input_ids": [3, 4, 5, 2], "labels": [6, 7, 8, 9, 2]},
     {"input_ids": [6, 2], "labels": [5, 2]},
     {"input_ids": [9, 8, 7, 6, 5, 2], "labels": [11, 12, 2]},
 ]
+SIZES_OF_DECODER = {"vocab_size": 19, "d_model": 16, "decoder_layers": 1}
+SIZES_OF_DECODER |= {"decoder_attention_heads": 2, "decoder_ffn_dim": 16}
 UPDATE = Update(number=500, tokens=10, sentences=3, updates=1000)
 KINDS = pytest.mark.parametrize("form", [lambda batch: batch, packed], ids=["padded", "packed"])
 
@@ -50,14 +55,14 @@ def prepared(objective):
 )
 def test_schedules_are_those_of_bengio_et_al(settings, update, expected):
     schedule = ScheduledSampling(**settings)
-    epsilon = schedule.probability_of_right_tokens(update, updates=10**6)
+    epsilon = schedule.probability_of_reference_tokens(update, updates=10**6)
     assert epsilon == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("updates", [1, 1000, 10**6])
 @pytest.mark.parametrize("schedule", ["linear", "exponential", "inverse_sigmoid"])
 def test_default_schedules_end_a_run_with_half_of_the_tokens_from_the_model(schedule, updates):
-    epsilon = ScheduledSampling(schedule).probability_of_right_tokens
+    epsilon = ScheduledSampling(schedule).probability_of_reference_tokens
     course = [epsilon(update, updates) for update in range(0, updates + 1, -(-updates // 10))]
     assert course == sorted(course, reverse=True)
     assert course[0] > 0.6
@@ -376,6 +381,37 @@ def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(t
         make_trainer(tmp_path, objective=objective, processing_class=Letters(), data=data).train()
 
 
+def test_sampling_from_divided_weights_is_refused_before_the_first_update(tmp_path):
+    trainer = make_trainer(tmp_path, objective=MinimumRisk("chrf"), processing_class=Letters())
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ObjectiveError, match="FSDP and ZeRO-3 divide them: train with DDP"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"r_drop": 5.0}, "r_drop"),
+        ({"objective": "risk"}, "objective"),
+        ({"objective": "scheduled_sampling"}, "objective"),
+        ({"batching": "packed"}, "batching='packed'"),
+    ],
+)
+def test_what_only_translation_models_can_do_is_refused_for_others(tmp_path, settings, setting):
+    model = VaswaniForCausalLM(VaswaniDecoderConfig(**SIZES_OF_DECODER))
+    message = (
+        f"{setting} works with translation models of vaswani only, not with VaswaniForCausalLM"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer(tmp_path, model=model, **settings)
+
+
+def test_a_function_is_an_objective_for_language_models_too(tmp_path):
+    model = VaswaniForCausalLM(VaswaniDecoderConfig(**SIZES_OF_DECODER))
+    trainer = make_trainer(tmp_path, model=model, objective=lambda model, inputs, update: None)
+    assert trainer.objective(model, {}, UPDATE) is None
+
+
 @pytest.mark.parametrize(
     ("column", "changes", "message"),
     [
@@ -416,6 +452,7 @@ def test_an_empty_row_ends_the_run_before_the_first_update(tmp_path, column, cha
         ({"name": "risk", "sharpness": "high"}, "cannot take"),
         ({"name": "scheduled_sampling", "schedule": "cosine"}, "got 'cosine'"),
         ({"name": "scheduled_sampling", "k": 0.5}, "k of the inverse_sigmoid schedule"),
+        ({"name": "scheduled_sampling", "c": 0.1}, "c and floor belong to the linear schedule"),
         ({"name": "r_drop", "alpha": -1}, "alpha of R-Drop must be 0 or more"),
     ],
 )

@@ -6,12 +6,20 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DataCollatorWithFlattening
+from transformers.modeling_outputs import BaseModelOutput
 from vaswani.corpora.packed_collator import DataCollatorForPackedSeq2Seq, packed
 from vaswani.modeling import packed_attention_vaswani, windows_vaswani
 from vaswani.modeling.packing_vaswani import PackedMask
 from vaswani.modeling.windows_vaswani import Windows
 
-from vaswani import VaswaniEncoderModel, VaswaniModel, VaswaniTokenizer
+from vaswani import (
+    VaswaniDecoderConfig,
+    VaswaniEncoderModel,
+    VaswaniForCausalLM,
+    VaswaniModel,
+    VaswaniTokenizer,
+)
 
 SOURCES, TARGETS = [7, 1, 3, 11, 2, 3, 40, 5], [5, 9, 1, 13, 1, 2, 31, 6]
 
@@ -272,6 +280,51 @@ def test_a_mask_of_none_and_arguments_by_position_are_taken(tiny_model, batches)
     assert model(flat["input_ids"], *nothing, flat["labels"], True, **rest).loss == expected
     with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
         model(flat["input_ids"], **flat)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_ids": torch.arange(6)[None]}, r"position_ids must have the shape \(1, 7\)"),
+        ({"position_ids": torch.arange(7)[None] + 9}, "position_ids go from 9 to 15, .* 4 tokens"),
+        ({"decoder_position_ids": torch.arange(3)[None] - 1}, "position_ids go from -1 to 1"),
+        ({"logits_to_keep": 1}, "logits_to_keep counts positions of padded sentences"),
+    ],
+)
+def test_what_contradicts_the_boundaries_is_refused_by_name(tiny_model, batches, changes, message):
+    _, flat = batches([4, 3], [2, 1])
+    with pytest.raises(ValueError, match=message):
+        tiny_model()(**flat | changes)
+
+
+def test_the_encoders_padded_output_of_an_earlier_call_is_taken(tiny_model, batches):
+    model, (_, flat) = tiny_model(), batches()
+    expected = model(**flat)
+    encoded = expected.encoder_last_hidden_state
+    for outputs in ((encoded,), BaseModelOutput(encoded)):
+        del flat["input_ids"]
+        found = model(**flat, encoder_outputs=outputs)
+        torch.testing.assert_close(found.logits, expected.logits)
+        flat["input_ids"] = None
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q end at 72, but the packed batch has 71"):
+        model(**flat, encoder_outputs=(encoded.flatten(0, 1)[None, :71],))
+
+
+@pytest.mark.parametrize("of_collator", [True, False], ids=["of transformers", "as the inputs"])
+def test_no_sentence_of_a_language_model_predicts_the_next_one(of_collator):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 19, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+    model = VaswaniForCausalLM(VaswaniDecoderConfig(**sizes, decoder_ffn_dim=16)).double().eval()
+    rows = [{"input_ids": [5, 6, 7, 2]}, {"input_ids": [8, 2]}, {"input_ids": [2]}]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    flat = collator(rows)
+    if not of_collator:
+        flat["labels"] = flat["input_ids"]
+    losses = [
+        len(ids[0, 1:]) * model(ids, labels=ids).loss
+        for ids in (torch.tensor([row["input_ids"]]) for row in rows[:2])
+    ]
+    torch.testing.assert_close(model(**flat).loss, sum(losses) / 4)
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])

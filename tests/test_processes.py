@@ -39,6 +39,7 @@ LOOP = ["--vocab-size", 340, "--steps", 12, "--tokens", 300]
 SLOW = ["--warmup", 400]
 
 
+@pytest.mark.slow
 def test_the_accelerate_loop_trains_a_model_that_auto_classes_load(number_words, tmp_path):
     forked(
         1, ROOT / "examples" / "accelerate_loop.py", *number_words, *LOOP, "--warmup", 4,

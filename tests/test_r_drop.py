@@ -104,7 +104,7 @@ def test_a_batch_without_tokens_has_no_loss():
     assert all(gradient.abs().sum() == 0 for gradient in torch.autograd.grad(loss, inputs))
 
 
-@pytest.mark.parametrize("way", ["logits", "compiled"])
+@pytest.mark.parametrize("way", ["logits", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_the_same_with_logits_and_compiled(tiny_model, padded_batch, way):
     torch.compiler.reset()
     model = tiny_model(dropout=0.0).train()
@@ -153,6 +153,7 @@ def divergence_of(model, batch):
     return divergence(logits, torch.cat((labels, labels))) / (labels != -100).sum()
 
 
+@pytest.mark.slow
 def test_passes_of_a_model_trained_with_it_agree_more(tmp_path):
     found = []
     for alpha in (0.0, 5.0):

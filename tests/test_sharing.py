@@ -208,6 +208,7 @@ def test_a_config_that_transformers_refuses_to_save_leaves_no_folder(tmp_path):
 # Folders in a process without the package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_folder_alone_behaves_as_the_original_in_every_generation(
     found_by_stranger, expected, number
@@ -217,6 +218,7 @@ def test_a_folder_alone_behaves_as_the_original_in_every_generation(
     assert facts["packages"] == ["transformers_modules"]
 
 
+@pytest.mark.slow
 def test_the_last_generation_behaves_as_the_original_in_a_process_that_saw_no_other(
     found_by_heir, expected
 ):
@@ -225,6 +227,7 @@ def test_the_last_generation_behaves_as_the_original_in_a_process_that_saw_no_ot
     assert facts["packages"] == ["transformers_modules"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_every_generation_has_the_same_files_and_the_same_code(
     saved, work, found_by_stranger, number
@@ -235,15 +238,18 @@ def test_every_generation_has_the_same_files_and_the_same_code(
         assert (generation / name).read_bytes() == (saved / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_config_alone_builds_every_model(found_by_heir):
     models = ["VaswaniModel", "VaswaniForConditionalGeneration", "VaswaniEncoderModel"]
     assert list(found_by_heir["config alone"].values()) == [models] * 3
 
 
+@pytest.mark.slow
 def test_a_tokenizer_alone_gives_the_same_ids(found_by_heir, expected):
     assert found_by_heir["tokenizer alone"] == expected["token ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["base", "encoder"])
 def test_a_model_without_a_head_saved_alone_gives_the_same_states(found_by_heir, expected, part):
     assert found_by_heir[f"{part} alone"] == expected[part]
@@ -278,6 +284,7 @@ def test_loading_and_pulling_with_the_package_needs_no_trust(published, expected
     assert facts["packages"] == ["vaswani"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["pushed", "saved"])
 def test_a_pull_without_the_package_behaves_as_the_original(found_by_stranger, expected, way):
     facts = found_by_stranger[way]
@@ -285,6 +292,7 @@ def test_a_pull_without_the_package_behaves_as_the_original(found_by_stranger, e
     assert facts["packages"] == ["transformers_modules"]
 
 
+@pytest.mark.slow
 def test_a_push_from_pulled_classes_is_complete_and_points_to_itself(hub, saved, found_by_heir):
     files = hub.files("pushed-again/both")
     assert set(files) - CARD == MODEL_FILES | TOKENIZER_FILES
@@ -295,11 +303,13 @@ def test_a_push_from_pulled_classes_is_complete_and_points_to_itself(hub, saved,
         assert b"--" not in files[name]
 
 
+@pytest.mark.slow
 def test_a_push_from_pulled_classes_behaves_as_the_original(found_by_heir, expected):
     facts = found_by_heir["pushed again"]
     assert facts["behaviour"] == expected
     assert facts["packages"] == ["transformers_modules"]
 
 
+@pytest.mark.slow
 def test_the_loopback_hub_knew_every_request(hub, found_by_heir):
     assert hub.unknown_requests == []

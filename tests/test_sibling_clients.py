@@ -122,6 +122,7 @@ def modules():
     return sentence_transformers, importlib.import_module("sentence_transformers.models")
 
 
+@pytest.mark.slow
 def test_sentence_transformers_trains_an_encoder_and_reloads_the_same_vectors(
     modules, saved, tmp_path
 ):
@@ -212,6 +213,7 @@ def test_the_collator_of_masked_words_trains_a_masked_language_model(saved, toke
     assert (losses or [trainer.state.log_history[-1]["train_loss"]])[-1] < 5.5
 
 
+@pytest.mark.slow
 def test_trl_fine_tunes_a_language_model_as_its_documentation_shows(saved, tokenizer, tmp_path):
     trl = pytest.importorskip("trl")
     folder = saved(VaswaniForCausalLM)

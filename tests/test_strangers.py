@@ -196,6 +196,7 @@ def test_the_fields_of_a_loaded_configuration_are_plain_values(hostile):
     assert fields["auto_map"]["AutoModelForCausalLM"] == "mallory.Model"
 
 
+@pytest.mark.slow
 def test_remote_code_does_not_repeat_them_either(hostile, clean, tmp_path):
     program = f"""
 import sys

@@ -128,6 +128,7 @@ def test_translate_writes_through_links_to_pipes_and_to_standard_output(command,
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+@pytest.mark.slow
 def test_translate_appends_to_a_log_that_is_standard_output(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("before\n")

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
+from forks import in_child
 from launches import environment
 from loopback_hub import LoopbackHub
 from num2words import num2words
@@ -289,13 +292,13 @@ def test_settings_that_make_no_sense_are_refused_before_training(
 def test_results_name_the_command_and_the_commit_of_the_package(parallel_files, tmp_path):
     arguments = ["train", "--model", str(FROZEN), "--train", *parallel_files, "--steps", "1"]
     arguments += ["--output", str(tmp_path / "run")]
-    subprocess.run(
-        [sys.executable, "-m", "vaswani", *arguments],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
+
+    def command_elsewhere():
+        os.chdir(tmp_path)
+        sys.argv = ["vaswani", *arguments]
+        runpy.run_module("vaswani", run_name="__main__", alter_sys=True)
+
+    assert in_child(command_elsewhere) == 0
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert shlex.split(results["command"]) == ["vaswani", *arguments]
     describe = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
@@ -303,6 +306,7 @@ def test_results_name_the_command_and_the_commit_of_the_package(parallel_files, 
     assert results["commit"] == commit or not commit
 
 
+@pytest.mark.slow
 def test_training_pushes_a_complete_repository(parallel_files, tmp_path):
     with LoopbackHub() as hub:
         arguments = [
@@ -343,3 +347,23 @@ def test_a_wrong_objective_setting_ends_the_run_with_a_sentence(parallel_files, 
             "--objective-settings", "reward=meteor", "--output", tmp_path / "run",
         )  # fmt: skip
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("objective", ["risk", "reinforce"])
+def test_an_objective_on_own_translations_warns_without_a_model(objective, capsys):
+    words = ["--train", "x.tsv", "--output", "run", "--objective", objective]
+    make_parser().parse_args(words)
+    assert "--objective " in (warning := capsys.readouterr().err)
+    assert "this model is not trained yet: train it without --objective first" in warning
+    make_parser().parse_args([*words, "--model", str(FROZEN)])
+    assert "not trained" not in capsys.readouterr().err
+
+
+def test_a_schedule_of_sampling_needs_the_length_of_the_run(capsys):
+    words = ["--train", "x.tsv", "--output", "run", "--minutes", "3"]
+    words += ["--objective", "scheduled_sampling"]
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(words)
+    assert "pass --steps or --epochs beside --minutes" in capsys.readouterr().err
+    for more in (["--steps", "9"], ["--epochs", "2"], ["--objective-settings", "k=5"]):
+        make_parser().parse_args([*words, *more])

@@ -666,6 +666,7 @@ for dtype in FORMS:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="this system has no fork")
 def test_a_process_forked_during_a_call_answers_from_its_own_weights():
     folder = Path(__file__).resolve().parent

@@ -46,6 +46,8 @@ Loss = Callable[[nn.Module, dict[str, Any], Update], torch.Tensor]
 class Objective:
     """A training loss that can check the model and the data before the first update."""
 
+    translates = False  # whether it needs a translation model
+
     def prepare(self, trainer: Any) -> None:
         """Get what the loss needs from a trainer. `train` calls this before the first update.
 

@@ -45,7 +45,7 @@ def objective_of(objective: str | Loss | None) -> Loss | None:
     """Return the objective of a name. An objective or None is returned unchanged.
 
     Raises:
-        ObjectiveError: the name is unknown, or this is a class or cannot be called.
+        ObjectiveError: the name is unknown, or the objective is a class or cannot be called.
     """
     if objective is None:
         return None

@@ -22,6 +22,8 @@ class RDrop(Objective):
         ObjectiveError: alpha is negative or not finite.
     """
 
+    translates = True
+
     def __init__(self, alpha: float = 5.0) -> None:
         if not 0 <= alpha < math.inf:
             raise ObjectiveError(f"alpha of R-Drop must be 0 or more, got {alpha}.")

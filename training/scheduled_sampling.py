@@ -39,8 +39,11 @@ class ScheduledSampling(Objective):
         floor: lowest epsilon of the linear schedule.
 
     Raises:
-        ObjectiveError: the schedule is unknown, or a number is out of its range.
+        ObjectiveError: the schedule is unknown, or a number is out of its range or belongs to
+            another schedule.
     """
+
+    translates = True
 
     def __init__(
         self,
@@ -52,6 +55,10 @@ class ScheduledSampling(Objective):
         if schedule not in _SCHEDULES:
             raise ObjectiveError(
                 f"schedule must be one of {', '.join(_SCHEDULES)}, got {schedule!r}."
+            )
+        if schedule != "linear" and (c is not None or floor):
+            raise ObjectiveError(
+                f"c and floor belong to the linear schedule: leave them out for {schedule!r}."
             )
         self.schedule, self.k, self.c, self.floor = schedule, k, c, floor
         highest = math.inf if schedule == "inverse_sigmoid" else 1.0
@@ -66,7 +73,7 @@ class ScheduledSampling(Objective):
                 f"c must be 0 or more and floor between 0 and 1, got c={c} and floor={floor}."
             )
 
-    def probability_of_right_tokens(self, update: int, updates: int) -> float:
+    def probability_of_reference_tokens(self, update: int, updates: int) -> float:
         """Return epsilon after `update` updates of a run with `updates` updates."""
         updates = max(updates, 1)
         if self.schedule == "linear":
@@ -84,7 +91,7 @@ class ScheduledSampling(Objective):
         right, own = inputs.get("decoder_input_ids"), self.unwrap(model)
         if right is None:
             right = decoder_inputs(own, inputs["labels"], inputs)
-        epsilon = self.probability_of_right_tokens(update.number, update.updates)
+        epsilon = self.probability_of_reference_tokens(update.number, update.updates)
         mixed = right
         if epsilon < 1:
             predicted = self._predictions(model, inputs, right)

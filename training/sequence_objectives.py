@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import counts_fast, first_empty, token_counts
@@ -60,6 +61,7 @@ class SequenceObjective(Objective):
         ObjectiveError: a number is out of range, or the reward is unknown.
     """
 
+    translates = True
     repeats = False  # whether a sample that repeats another translation counts again
     min_candidates = 1
 
@@ -84,8 +86,16 @@ class SequenceObjective(Objective):
         """Get the tokenizer of a trainer, and test the reward on a reference of its data.
 
         Raises:
-            ObjectiveError: there is no tokenizer or no reference, or the reward fails.
+            ObjectiveError: there is no tokenizer or no reference, the reward fails, or no process
+                has the whole weights.
         """
+        if trainer.train_dataset is None:
+            return  # `train` reports it
+        if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+            raise ObjectiveError(
+                "Sampling needs the whole weights in each process, but FSDP and ZeRO-3 divide "
+                "them: train with DDP or ZeRO-2."
+            )
         if trainer.processing_class is None:
             raise ObjectiveError(
                 "Rewards compare texts: pass the tokenizer to the trainer as processing_class."

@@ -20,6 +20,7 @@ from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
 from transformers.utils import logging
 
+from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
 from ..corpora.mixing import Mixture
@@ -65,9 +66,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
     process.
 
     A run may be killed at any time, even during a save. `train(resume_from_checkpoint=True)`
-    continues from the last complete checkpoint, and names incomplete checkpoints in a warning. It
-    ends with the same weights, bit for bit, as a run that was never killed, because the rest of an
-    epoch has the same batches. This holds for one and for several processes.
+    continues from the last complete checkpoint, and names incomplete checkpoints in a warning. The
+    rest of the epoch has the same batches, so the final weights are those of a run that was never
+    killed, bit for bit. This holds for one and for several processes.
 
     `save_total_limit` removes a checkpoint only after a newer one is complete. A loss or gradient
     that is not finite ends training before it changes the weights.
@@ -89,8 +90,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` are then ignored.
         noam_factor: factor of that learning rate. The paper has 1.
         objective: the training loss: a name ("risk", "reinforce", "scheduled_sampling", "r_drop"),
-            an Objective with its settings, or a function (model, inputs, update) -> loss.
-            None means the model's own loss (5.4). Evaluation always uses the model's own loss.
+            an Objective with its settings, or a function (model, inputs, update) -> loss, which
+            returns the share of a batch in the mean loss of its update: for example
+            model(**inputs, num_items_in_batch=update.tokens).loss. None means the model's own loss
+            (5.4). Evaluation always uses the model's own loss.
         r_drop: `r_drop=alpha` is short for `objective=RDrop(alpha)` (Liang et al., 2021). 0 is off.
 
     Raises:
@@ -103,7 +106,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
             source is empty with `batching="packed"`. No complete checkpoint exists to resume from,
             or it has another learning rate. `r_drop` is negative, or is combined with an objective.
             An objective or packed batches are combined with another package's model, another loss,
-            or torch's DataParallel. TokenBatchSampler and `noam_schedule` raise further ones.
+            or torch's DataParallel. An objective by name or packed batches are combined with a
+            model that does not translate. TokenBatchSampler and `noam_schedule` raise further ones.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
@@ -139,9 +143,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
         refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
         super().__init__(*args, **kwargs)
         if self.objective is not None:
-            self._require_own_loss("r_drop" if r_drop else "objective")
+            setting = "r_drop" if r_drop else "objective"
+            self._require_own_loss(setting, getattr(self.objective, "translates", False))
         if batching == "packed":
-            self._require_own_loss("batching='packed'")
+            self._require_own_loss("batching='packed'", translates=True)
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.lengths = lengths
@@ -156,11 +161,14 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self._streams = StreamStates()
         self._sentences_per_update: int | None = None
 
-    def _require_own_loss(self, setting: str) -> None:
-        """Refuse a setting that needs a model of this package and its own loss."""
-        if not hasattr(self.accelerator.unwrap_model(self.model).config, "label_smoothing"):
+    def _require_own_loss(self, setting: str, translates: bool) -> None:
+        """Refuse a setting that needs a model of this package, or one that translates."""
+        config = self.accelerator.unwrap_model(self.model).config
+        fits = config.model_type == VaswaniConfig.model_type
+        if not fits and (translates or not hasattr(config, "label_smoothing")):
+            kind = "translation models" if translates else "models"
             raise ValueError(
-                f"{setting} works with models of vaswani only, not with "
+                f"{setting} works with {kind} of vaswani only, not with "
                 f"{type(self.model).__name__}: leave {setting} out."
             )
         if self.compute_loss_func is not None or self.args.label_smoothing_factor:
@@ -342,7 +350,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 "return the loss as a tensor of one number, without dimensions."
             )
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+            # Gradients are averaged over processes. Processes that share a tensor-parallel model
+            # have the same batch.
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, None) if return_outputs else loss
 
     def get_batch_samples(
@@ -356,7 +366,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if self.objective is not None and tokens is not None:
             sentences = torch.tensor(sum(map(sentences_of, batches)), device=device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
-                sentences = self.accelerator.gather(sentences).sum()
+                sentences = self.accelerator.gather(sentences).sum() / self.get_tp_size()
             self._sentences_in_update = sentences
         return batches, tokens
 

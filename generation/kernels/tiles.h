@@ -22,8 +22,8 @@ __attribute__((constructor)) static void ask_for_tiles(void)
 
 // Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 to multiply without.
 //
-// A few rows of integers are faster without. Floats must not be, because their sums would be
-// rounded differently.
+// A few rows of integers are faster without tiles. Rows of floats always use them, because sums
+// without tiles are rounded differently.
 static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes)
 {
     struct {
