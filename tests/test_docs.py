@@ -632,12 +632,11 @@ def test_the_lowest_ratios_in_other_settings_come_from_the_report_of_all_hosts()
         if row[1:4] == ["CTranslate2 int8", "beam 4", "1"] and row[4] != "long"
     }
     same_rule, papers = (lowest[rule, "tcmalloc"] for rule in ("ours, the peer's rule", "ours"))
-    words = f"first row go down to {same_rule}, and those of the second row to {papers}."
+    words = f"ratio of the first row is {same_rule}, and that of the second row is {papers}."
     assert words in DOCS["results"].words
     fewer = min(ratio for (_, setting), ratio in lowest.items() if setting.startswith("avx"))
-    assert f"fewer instructions, the ratios of the first row go down to {fewer}." in (
-        DOCS["results"].words
-    )
+    words = f"With fewer instructions, the lowest ratio of the first row is {fewer}."
+    assert words in DOCS["results"].words
     of_rules = [
         min(ratio for (rule, _), ratio in lowest.items() if rule == found)
         for found in ("ours, the peer's rule", "ours")
@@ -649,7 +648,7 @@ def test_the_lowest_ratios_in_other_settings_come_from_the_report_of_all_hosts()
     )
     words = f"ratios to MarianMT in float32 are {marian[0]} to {marian[-1]} with 4 beams"
     assert words in DOCS["results"].words
-    words = "With another allocator or fewer instructions, they go down to "
+    words = "With another allocator or fewer instructions, the lowest ratios are "
     words += f"{of_rules[0]} and {of_rules[1]}."
     assert words in Page(ROOT / "README.md").words
 
@@ -671,7 +670,7 @@ def test_ratios_without_the_kernels_come_from_their_files(monkeypatch):
     words = f"int8 are {same_rule[0]:.2f} to {same_rule[-1]:.2f} with the peer's rule, and "
     words += f"{papers[0]:.2f} to {papers[-1]:.2f} with the paper's rule"
     assert words in DOCS["results"].words
-    lowest = f"they go down to {same_rule[0]:.2f} and {papers[0]:.2f}, with two threads."
+    lowest = f"the lowest are {same_rule[0]:.2f} and {papers[0]:.2f}, with two threads."
     assert f"Without our compiled kernels, {lowest}" in Page(ROOT / "README.md").words
     with_two_threads = " ".join(" ".join(row[4:]) for row in rows if row[3] == "2")
     assert {f"{same_rule[0]:.2f}", f"{papers[0]:.2f}"} <= set(with_two_threads.split())

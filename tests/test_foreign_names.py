@@ -198,7 +198,7 @@ IMPORTS = {
         StoppingCriteriaList SuppressTokensLogitsProcessor TemperatureLogitsWarper
         TopKLogitsWarper TopPLogitsWarper TypicalLogitsWarper
     """,
-    "transformers.integrations.deepspeed": "unset_hf_deepspeed_config",
+    "transformers.integrations.deepspeed": "is_deepspeed_zero3_enabled unset_hf_deepspeed_config",
     "transformers.masking_utils": "create_bidirectional_mask create_causal_mask",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_outputs": """

@@ -7,6 +7,7 @@ import shlex
 import pytest
 from documents import ROOT, Page, converter_call, printed_by
 from num2words import num2words
+from scipy import stats
 from vaswani.commands.main import main
 
 PAGE = Page(ROOT / "README.md")
@@ -64,7 +65,10 @@ def test_results_come_from_results_files():
         rows[path.split("/")[-1]] = cells, found if others else found[0]
     assert len(rows) == 3
     (_, bleu, _), results = rows["multi30k-tiny-r-drop.json"]
-    assert bleu == f"{results['test']['mean']:.2f} BLEU, mean of {len(results['runs'])} seeds"
+    scores = results["test"]["seeds"]
+    mean = f"{results['test']['mean']:.2f} BLEU, mean of {len(scores)} seeds"
+    p_value = f"{stats.ttest_1samp(scores, 41.02).pvalue:.2f}"
+    assert bleu == f"{mean}, which is no significant difference (p = {p_value})"
     (_, errors, _), results = rows["g2p-eng_us.json"]
     mean, voted = (
         100 - results[key][name] for key, name in (("test", "mean"), ("ensemble", "test"))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import counts_fast, first_empty, token_counts
