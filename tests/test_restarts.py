@@ -105,14 +105,9 @@ def test_a_machine_of_two_that_dies_and_comes_back_changes_no_weight(arguments, 
     """Each machine restarts its launcher until it succeeds, as a cluster manager does."""
     chance, output, kills = random.Random(5), tmp_path / "run", 0
     flags = ["--nnodes", 2, "--nproc_per_node", 1, "--max-restarts", RESTARTS]
-    flags += [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"127.0.0.1:{free_port()}",
-        "--rdzv_id",
-        "run",
-    ]
+    flags += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    # The other machine notices a death after 5 seconds. By default, it waits for 15.
+    flags += ["--rdzv_id", "run", "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=5"]
     machines = [launcher(flags, arguments, output) for _ in range(2)]
     end, kill_after = time.monotonic() + 60 * MINUTES, chance.randrange(30)
     try:
