@@ -59,9 +59,9 @@ rounded down. With "best" threads, a ratio divides the least medians of each eng
 of a host whose models have the same weights."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
-Two threads measured the cost of a page fault until 2026-11-26, and one thread measures it since
-then, at which the cost is higher. The last columns have the mean tokens of a translation of short
-and of long sentences.
+Until 2026-11-26, two threads measured the cost of a page fault. Since then, one thread measures it,
+and the cost is higher. The last columns have the mean tokens of a translation of short and of long
+sentences.
 """
 _RATIOS = """\
 Ranges over all files, with glibc, native instructions and short sentences.

@@ -27,7 +27,7 @@ from .modeling_vaswani import (
     VaswaniPreTrainedModel,
     refuse_inputs_of_other_half,
 )
-from .packing_vaswani import Packing, refuse_masks_and_caches
+from .packing_vaswani import Packing, refuse_beside_boundaries
 
 
 def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
@@ -84,7 +84,7 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         boundaries = kwargs.get("cu_seq_lens_q")
         if boundaries is not None and inputs is not None:
             given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
-            refuse_masks_and_caches(given)
+            refuse_beside_boundaries(given)
             packing = Packing(boundaries, kwargs.get("max_length_q"), position_ids)
             position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
             use_cache = False

@@ -274,7 +274,7 @@ def takes_packed_batches(forward: Callable) -> Callable:
             _check_same_number(source, target)
         if len(arguments) != len(args) + len(kwargs):
             signature.bind(self, *args, **kwargs)  # raises Python's own error
-        refuse_masks_and_caches(arguments)
+        refuse_beside_boundaries(arguments)
         arguments["attention_mask"] = source
         if target is not None:
             _prepare_decoder(self, arguments, target)
@@ -315,7 +315,7 @@ def _check_same_number(source: Packing, target: Packing) -> None:
         )
 
 
-def refuse_masks_and_caches(arguments: Mapping[str, Any]) -> None:
+def refuse_beside_boundaries(arguments: Mapping[str, Any]) -> None:
     """Refuse what a packed batch cannot have beside its boundaries.
 
     Raises:
@@ -392,6 +392,6 @@ __all__ = [
     "causal_mask",
     "decoder_inputs",
     "position_encodings",
-    "refuse_masks_and_caches",
+    "refuse_beside_boundaries",
     "takes_packed_batches",
 ]

@@ -196,18 +196,17 @@ def test_tokens_and_scores_equal_transformers_search(tiny_model, padded_batch, s
     ],
 )
 def test_greedy_search_equals_transformers(tiny_model, source, searches, rules, limit):
-    models = 4 if limit else 2  # the default limit is 50 tokens more than the source
+    models = 8 if limit else 2  # the default limit is 50 tokens more than the source
     for seed in range(models):
         model = tiny_model(seed=seed)
         if seed % 2:
             model.round_to_int8()
-        call = {**source, **rules, **limit}
-        scored = {"return_dict_in_generate": True, "output_scores": True}
-        assert torch.equal(model.generate(**call), model.generate(**call, **scored).sequences)
-    assert torch.equal(
-        model.generate(**call), model.generate(**call, return_dict_in_generate=True).sequences
-    )
-    assert (searches["greedy_search"], searches["_sample"]) == (models + 2, models)
+        call = {**source, **rules, **limit, "return_dict_in_generate": True}
+        ours = model.generate(**call).sequences
+        theirs = model.generate(**call, output_scores=True).sequences
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, model.generate(**source, **rules, **limit))
+    assert (searches["greedy_search"], searches["_sample"]) == (2 * models, models)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vaswani.generation import beam_vaswani
+from vaswani.generation import beam_vaswani, continuations_vaswani
 from vaswani.generation.choice_vaswani import (
     best_candidates,
     best_tokens,
@@ -10,6 +10,7 @@ from vaswani.generation.choice_vaswani import (
     log_sums_and_maxima,
 )
 from vaswani.generation.compiled_vaswani import CompiledEmbedding
+from vaswani.generation.continuations_vaswani import best_continuations
 from vaswani.generation.int8_vaswani import Int8Embedding
 from vaswani.generation.library_vaswani import library
 from vaswani.generation.rules_vaswani import SearchSettings
@@ -73,6 +74,16 @@ class TestChoice:
         assert torch.equal(found[0], scores)
         assert torch.equal(found[1], places // vocabulary)
         assert torch.equal(found[2], places % vocabulary)
+
+    def test_more_candidates_than_a_kernel_has_room_for_are_found_by_torch(self, monkeypatch):
+        logits, running = torch.randn(6, 2000), torch.randn(2, 3)
+        found = best_continuations(logits, running, 4)
+        monkeypatch.setattr(continuations_vaswani, "_ON_STACK", 3)
+        monkeypatch.setattr(continuations_vaswani, "best_candidates", None)  # is not called
+        scores, hypotheses, tokens = best_continuations(logits, running, 4)
+        torch.testing.assert_close(scores, found[0])
+        assert torch.equal(hypotheses, found[1])
+        assert torch.equal(tokens, found[2])
 
     def test_the_best_token_is_the_first_of_equal_ones_and_nan_is_best_as_in_torch(self):
         logits = torch.randint(0, 5, (9, 1003)).float()
