@@ -11,9 +11,8 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--beams",
         type=positive,
-        default=4,
         metavar="N",
-        help="beam size for the test set, saved as default of the model (default: 4)",
+        help="beam size of the scores, saved as the model's default (default: that of --model, else 4)",
     )
     add(
         "--generation",

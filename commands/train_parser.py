@@ -54,7 +54,9 @@ class TrainParser(CommandParser):
                 self.error(f"--{name} needs --{needed}".replace("_", "-"))
         if args.batching == "packed" and not args.max_source_tokens:
             self.error("--batching packed needs --max-source-tokens, the size of a batch")
-        if args.nbest > args.beams:
+        if not args.model:
+            args.beams = args.beams or 4
+        if args.beams and args.nbest > args.beams:
             self.error(f"--nbest {args.nbest} needs at least as many --beams, got {args.beams}")
         if args.objective and args.r_drop:
             self.error("--r-drop is an objective too: leave out --r-drop or --objective")
@@ -66,7 +68,8 @@ class TrainParser(CommandParser):
                 setattr(args, option, settings(getattr(args, option)))
             except ValueError as error:
                 self.error(f"--{option.replace('_', '-')}: {error}")
-        args.generation = {"num_beams": args.beams, **args.generation}
+        if args.beams:
+            args.generation = {"num_beams": args.beams, **args.generation}
 
     def _check_stream(self, args: argparse.Namespace) -> None:
         if not args.stream:

@@ -133,18 +133,25 @@ def test_validation_bleu_is_sacrebleus_of_the_models_own_greedy_translations(com
     assert results["valid"]["greedy_bleu"] == round(expected.score, 2)
 
 
-def test_fine_tuning_keeps_the_checkpoints_generation_settings(command, parallel_files, tmp_path):
+@pytest.mark.parametrize(
+    ("beams", "saved"), [((), 6), (("--beams", 5), 5), (("--generation", "num_beams=3"), 3)]
+)
+def test_fine_tuning_keeps_the_checkpoints_generation_settings(
+    command, parallel_files, tmp_path, beams, saved
+):
     model = AutoModelForSeq2SeqLM.from_pretrained(FROZEN)
     model.generation_config.update(length_penalty=1.2, max_length_offset=7, no_repeat_ngram_size=3)
+    model.generation_config.num_beams = 6
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(FROZEN).save_pretrained(tmp_path / "model")
     command(
         "train", "--model", tmp_path / "model", "--train", *parallel_files,
-        "--valid", *parallel_files, "--steps", 1, "--beams", 5, "--output", tmp_path / "run",
+        "--valid", *parallel_files, "--steps", 1, *beams, "--output", tmp_path / "run",
     )  # fmt: skip
     kept = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").generation_config
     assert (kept.length_penalty, kept.max_length_offset, kept.no_repeat_ngram_size) == (1.2, 7, 3)
-    assert (kept.num_beams, kept.max_length) == (5, None)
+    assert (kept.num_beams, kept.max_length) == (saved, None)
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["valid"]["beams"] == saved
 
 
 def test_fine_tuning_keeps_separate_vocabularies_apart(
@@ -275,6 +282,7 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         ),
         (["--generation", "lenght_penalty=1"], "'lenght_penalty'.* mean 'length_penalty'"),
         (["--generation", "length_penalty=high"], "length_penalty must be a number, got 'high'"),
+        (["--model", FROZEN, "--nbest", 5], "--nbest 5 needs at least as many --beams, got 4"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_training(

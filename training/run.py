@@ -119,6 +119,7 @@ class TrainingRun:
         # One process prepares the data, and that may take longer than the usual timeout.
         wait_for_all = patient_barrier()
         self.model, self.tokenizer = self._build()
+        self.beams = self._set_generation()
         # A model with a separate target vocabulary has a second tokenizer.
         self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
         self.train_pairs: TrainingPairs | TextStream
@@ -129,10 +130,6 @@ class TrainingRun:
         wait_for_all()
         self.parameters = self.model.num_parameters()
         self._describe()
-        try:
-            self.model.generation_config.update(**options.generation)
-        except ValueError as error:  # a setting contradicts those of --model
-            raise RunError(f"--generation: {error}") from error
         self.metric = TranslationMetric(options.bleu_tokenize)
 
     def say(self, text: str) -> None:
@@ -208,6 +205,19 @@ class TrainingRun:
             return VaswaniForConditionalGeneration(VaswaniConfig.preset(row, **fields)), tokenizer
         except (ValueError, StrictDataclassError) as error:
             raise RunError(str(error)) from error
+
+    def _set_generation(self) -> int:
+        """Save the search settings of the command line in the model, and return its beam size."""
+        generation = self.model.generation_config
+        try:
+            generation.update(**self.options.generation)
+        except ValueError as error:  # a setting contradicts those of --model
+            raise RunError(f"--generation: {error}") from error
+        generation.num_beams = generation.num_beams or 4
+        if self.options.nbest > generation.num_beams:
+            needed = f"at least as many --beams, got {generation.num_beams}"
+            raise RunError(f"--nbest {self.options.nbest} needs {needed}")
+        return generation.num_beams
 
     def _build_tokenizer(self) -> PreTrainedTokenizerBase:
         options = self.options
@@ -363,7 +373,7 @@ class TrainingRun:
         )
         perplexity = evaluate_perplexity(translator.model, batches)
         scores = []
-        for beams, search in ((1, "greedy search"), (self.options.beams, "beam search")):
+        for beams, search in ((1, "greedy search"), (self.beams, "beam search")):
             self.say(f"Translating the validation set with {search} ...")
             scores.append(translate_and_score(translator, self.metric, self.valid_pairs, beams)[0])
         return {**perplexity, "greedy_bleu": scores[0]["bleu"], **scores[1]}
@@ -377,7 +387,7 @@ class TrainingRun:
         parts, lines = [], []
         for pairs in self.test_parts:
             scores, candidates = translate_and_score(
-                translator, self.metric, pairs, self.options.beams, self.options.nbest
+                translator, self.metric, pairs, self.beams, self.options.nbest
             )
             lines += [best for best, *_ in candidates]
             scores["samples"] = [
