@@ -213,6 +213,24 @@ def test_samples_keep_the_models_limit_of_length(tiny_model):
     assert max(map(len, samples[0])) == 4
 
 
+@pytest.mark.parametrize("pad_token_id", [0, 2])
+def test_samples_have_no_padding_after_their_own_limit(tiny_model, pad_token_id):
+    model = tiny_model(pad_token_id=pad_token_id)
+    model.generation_config.update(max_length_factor=1.0, max_length_offset=2)
+    objective = prepared(Reinforce(first_letters, 20))
+    sources = [torch.tensor([3, 4, 2]), torch.arange(3, 15)]
+    for source, samples in zip(sources, objective._samples(model, sources), strict=True):
+        assert max(map(len, samples)) <= len(source) + 2
+        assert any(sample[-1] != 2 and len(sample) == len(source) + 2 for sample in samples)
+
+
+@pytest.mark.parametrize("labels", [[4, -100, 6, 2], [-100, 4, 2]])
+def test_a_reference_with_hidden_labels_is_refused(tiny_model, labels):
+    batch = collator([*ROWS[1:], {"input_ids": [3, 2], "labels": labels}])
+    with pytest.raises(ObjectiveError, match="-100 before the end of its reference"):
+        prepared(Reinforce(first_letters, 2))(tiny_model(), batch, UPDATE)
+
+
 def test_fine_tuning_by_reinforce_raises_the_reward(tmp_path):
     rewards = []
 

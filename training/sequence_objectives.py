@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import counts_fast, first_empty, token_counts
+from ..generation.limits_vaswani import length_limits, length_rule
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .objective import Objective, ObjectiveError, Update, is_whole, mean_of
 from .rewards import Reward, reward_of, rewarded
@@ -189,12 +190,17 @@ class SequenceObjective(Objective):
         ids = nn.utils.rnn.pad_sequence(sources, batch_first=True)
         lengths = torch.tensor([len(source) for source in sources], device=ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-        with own.evaluating(), _generation_settings(own, self._sampling(own)):
+        settings = self._sampling(own)
+        with own.evaluating(), _generation_settings(own, settings):
             sequences = own.generate(input_ids=ids, attention_mask=mask.long())[:, 1:]
         ends = torch.isin(sequences, torch.tensor(own.config.eos_token_id, device=ids.device))
-        # Keep the end token, and drop the padding after it.
-        open_before = ends.cumsum(dim=1) - ends.long() == 0
-        samples = [row[real] for row, real in zip(sequences, open_before, strict=True)]
+        # Keep the end token. Padding follows it, or the limit of a sample without an end token.
+        real = ends.cumsum(dim=1) - ends.long() == 0
+        rule = length_rule(settings.max_length_factor, settings.max_length_offset)
+        if rule is not None:
+            limits = length_limits(lengths, *rule).repeat_interleave(self.candidates)
+            real &= torch.arange(sequences.shape[1], device=ids.device) < limits[:, None]
+        samples = [row[kept] for row, kept in zip(sequences, real, strict=True)]
         return [
             samples[first : first + self.candidates]
             for first in range(0, len(samples), self.candidates)
@@ -294,7 +300,11 @@ def _generation_settings(own: Any, settings: VaswaniGenerationConfig) -> Iterato
 
 
 def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Split a padded or packed batch into the source and reference tokens of each sentence."""
+    """Split a padded or packed batch into the source and reference tokens of each sentence.
+
+    Raises:
+        ObjectiveError: a reference is empty, or labels of -100 hide a part of it.
+    """
     flat = packed(inputs)
     sides = (("input_ids", "cu_seq_lens_q"), ("labels", "decoder_cu_seq_lens_q"))
     sources, targets = (
@@ -303,6 +313,11 @@ def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.T
     references = [target[target != -100] for target in targets]
     if not all(map(len, references)):
         raise ObjectiveError("A row of the training data has no reference: its labels are empty.")
+    if any(-100 in target[: len(found)] for target, found in zip(targets, references, strict=True)):
+        raise ObjectiveError(
+            "A row of the training data has a label of -100 before the end of its reference. "
+            "Rewards compare whole references: leave the label out."
+        )
     return list(sources), references
 
 
