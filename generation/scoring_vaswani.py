@@ -54,6 +54,18 @@ class VaswaniScores:
         return "\n".join([" pair  tokens       sum     score  per token", *lines])
 
 
+@contextlib.contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Set all modules to evaluation; afterwards each module returns to its own mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 class VaswaniScoringMixin:
     """`score`, `align` and `soft_align`, for a model that generates."""
 
@@ -69,15 +81,8 @@ class VaswaniScoringMixin:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate without gradients; afterwards each module returns to its own mode."""
-        modules = list(self.modules())
-        modes = [module.training for module in modules]
-        self.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
+        with evaluation_mode(self), torch.no_grad():
+            yield
 
     def score(
         self,
@@ -474,4 +479,10 @@ def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]
     ]
 
 
-__all__ = ["VaswaniScores", "VaswaniScoringMixin", "indices_among", "words_of_tokens"]
+__all__ = [
+    "VaswaniScores",
+    "VaswaniScoringMixin",
+    "evaluation_mode",
+    "indices_among",
+    "words_of_tokens",
+]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutput
 
 from .windows_vaswani import Windows
 
@@ -354,11 +355,20 @@ def _flatten_encoder_outputs(arguments: dict[str, Any], source: Packing) -> None
     """Remove the padding that `takes_packed_batches` adds to the states of an encoder."""
     if (given := arguments.get("encoder_outputs")) is None:
         return
-    states, *others = given.values() if isinstance(given, Mapping) else given
-    if len(states) == len(source.cu_seq_lens) - 1:
-        states = source.flat(states)
-    source.number_of_tokens(states)
-    arguments["encoder_outputs"] = (states, *others)
+
+    def flat(states: torch.Tensor) -> torch.Tensor:
+        if len(states) == len(source.cu_seq_lens) - 1:
+            states = source.flat(states)
+        source.number_of_tokens(states)
+        return states
+
+    outputs = BaseModelOutput(**given) if isinstance(given, Mapping) else BaseModelOutput(*given)
+    recorded = outputs.hidden_states
+    arguments["encoder_outputs"] = BaseModelOutput(
+        flat(outputs.last_hidden_state),
+        None if recorded is None else tuple(map(flat, recorded)),
+        outputs.attentions,
+    )
 
 
 def _shift_right(model: Any, labels: torch.Tensor, target: Packing) -> torch.Tensor:

@@ -498,3 +498,12 @@ def test_the_callback_refuses_before_training_what_would_fail_after_it(trainer, 
     with pytest.raises(FileExistsError, match="run-averaged"):
         trainer(AverageCheckpoints(last=3)).train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_the_callback_leaves_out_later_checkpoints_of_an_earlier_run(trainer, tmp_path):
+    trainer().train()
+    earlier = averaged(tmp_path / "run" / "checkpoint-4")
+    trainer(AverageCheckpoints(last=1), max_steps=2).train()
+    result, last = averaged(tmp_path / "run-averaged"), averaged(tmp_path / "run" / "checkpoint-2")
+    assert all(torch.equal(result[key], last[key]) for key in last)
+    assert not all(torch.equal(result[key], earlier[key]) for key in earlier)

@@ -499,10 +499,11 @@ def test_perplexity_is_exp_of_the_mean_nll_of_tokens_however_they_are_batched(ti
     expected = sum(nll_by_hand(model, *pair) for pair in PAIRS) / 11  # 2 + 6 + 3 target tokens
     rows = iter(PAIRS)
     model.train()
+    model.model.encoder.eval()
     result = evaluate_perplexity(
         model, (collate([next(rows) for _ in range(size)]) for size in batches)
     )
-    assert model.training
+    assert (model.training, model.model.encoder.training) == (True, False)
     assert result["loss"] == pytest.approx(expected, rel=1e-12)
     assert result["perplexity"] == pytest.approx(math.exp(expected), rel=1e-12)
     assert result["target_tokens"] == 11

@@ -310,6 +310,23 @@ def test_the_encoders_padded_output_of_an_earlier_call_is_taken(tiny_model, batc
         model(**flat, encoder_outputs=(encoded.flatten(0, 1)[None, :71],))
 
 
+@pytest.mark.parametrize(
+    "recorded", [{"output_hidden_states": True}, {"output_attentions": True}], ids=str
+)
+def test_recorded_states_of_an_earlier_call_are_returned_as_they_were(
+    tiny_model, batches, recorded
+):
+    model, (padded, flat) = tiny_model(attn_implementation="eager"), batches()
+    expected = model(**flat, **recorded)
+    encoded = model.get_encoder()(padded["input_ids"], padded["attention_mask"], **recorded)
+    del flat["input_ids"]
+    found = model(**flat, encoder_outputs=encoded, **recorded)
+    assert found.keys() == expected.keys()
+    for name in ("loss", "logits", "encoder_last_hidden_state", "encoder_hidden_states"):
+        torch.testing.assert_close(found.get(name), expected.get(name))
+    assert found.encoder_attentions is encoded.attentions
+
+
 @pytest.mark.parametrize("of_collator", [True, False], ids=["of transformers", "as the inputs"])
 def test_no_sentence_of_a_language_model_predicts_the_next_one(of_collator):
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..corpora.atomic_folder import new_folder, refuse_existing
 from ..modeling.loading_vaswani import is_finite
-from .checkpoints import TRAINER_STATE, run_checkpoints
+from .checkpoints import TRAINER_STATE, run_checkpoints, update_of
 
 logger = logging.get_logger(__name__)
 
@@ -123,13 +123,17 @@ def _last_of_run(run: Path, last: int) -> list[Path]:
             f"{run} holds {len(found)} checkpoint-N folders, fewer than the {last} to average: "
             "pass a smaller last (--last), or train with a larger save_total_limit."
         )
-    folders = found[-last:]
+    _refuse_incomplete(found[-last:])
+    return found[-last:]
+
+
+def _refuse_incomplete(folders: Sequence[Path]) -> None:
+    # Optimizer files may be missing, because an average needs only the weights.
     if incomplete := [str(path) for path in folders if not (path / TRAINER_STATE).is_file()]:
         raise ValueError(
             f"Incomplete, because {TRAINER_STATE}, which is saved last, is missing: "
             f"{', '.join(incomplete)}. Remove these folders, or list the checkpoints to average."
         )
-    return folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,11 +339,15 @@ class AverageCheckpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         run = _run_folder(args)
-        found = len(run_checkpoints(run))
-        if found < self.last:
-            logger.warning(f"{run} holds {found} checkpoints, not {self.last}.")
-        if found:
-            average_checkpoints(run, self._output(args), last=min(self.last, found))
+        # An earlier run may have left checkpoints of later updates in the same folder.
+        folders = [
+            folder for folder in run_checkpoints(run) if update_of(folder) <= state.global_step
+        ]
+        if len(folders) < self.last:
+            logger.warning(f"{run} holds {len(folders)} checkpoints, not {self.last}.")
+        if folders:
+            _refuse_incomplete(folders[-self.last :])
+            average_checkpoints(folders[-self.last :], self._output(args))
 
 
 def _run_folder(args: TrainingArguments) -> Path:

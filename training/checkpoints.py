@@ -28,12 +28,13 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def run_checkpoints(run: Path) -> list[Path]:
     """List the checkpoint-N folders of a Trainer's output folder, in the order of their numbers."""
-    numbered = []
-    for folder in run.iterdir():
-        match = _NAME.fullmatch(folder.name)
-        if match and folder.is_dir():
-            numbered.append((int(match[1]), folder))
-    return [folder for _, folder in sorted(numbered)]
+    folders = [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=update_of)
+
+
+def update_of(checkpoint: Path) -> int:
+    """Return N of a checkpoint-N folder, the number of its last update."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def last_complete_checkpoint(run: str | os.PathLike) -> Path | None:

@@ -6,7 +6,6 @@
 Everything works offline. Memory does not grow with the number of sentences, except for their text.
 """
 
-import contextlib
 import itertools
 import math
 import re
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.extras import needs
 from ..generation.batches_vaswani import batches_by_length
+from ..generation.scoring_vaswani import evaluation_mode
 
 with needs("vaswani[train]"):
     import datasets
@@ -260,7 +260,7 @@ def generate_texts(
             inputs = tokenizer.pad(
                 {"input_ids": [token_ids[row] for row in batch]}, return_tensors="pt"
             ).to(model.device)
-            with _evaluation_mode(model):
+            with evaluation_mode(model):
                 output = generate(**inputs, **generate_kwargs)
             decoded = (target_tokenizer or tokenizer).batch_decode(
                 getattr(output, "sequences", output), skip_special_tokens=True
@@ -268,16 +268,6 @@ def generate_texts(
             for row, text in zip(batch, decoded, strict=True):
                 texts[filled[row]] = text
         yield from texts
-
-
-@contextlib.contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def evaluate_generation(
@@ -388,7 +378,7 @@ def evaluate_perplexity(
     """
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
-    with _evaluation_mode(model):
+    with evaluation_mode(model):
         for batch in batches:
             if "labels" not in batch:
                 raise ValueError(f"A batch has no labels, only {', '.join(sorted(batch))}.")

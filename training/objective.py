@@ -74,7 +74,7 @@ class Objective:
 
 def sentences_of(inputs: dict[str, Any]) -> int:
     """Count the sentence pairs of a batch, padded or packed."""
-    boundaries = inputs.get("decoder_cu_seq_lens_q")
+    boundaries = inputs.get("decoder_cu_seq_lens_q", inputs.get("cu_seq_lens_q"))
     return len(inputs["labels"]) if boundaries is None else len(boundaries) - 1
 
 
