@@ -16,7 +16,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser("align", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or Hub id of a saved model with its tokenizer")
-    add("source", metavar="SOURCE", help="text file, one sentence per line, plain or .gz")
+    add("source", metavar="SOURCE", help="text file, one sentence per line, plain, .gz or .zst")
     add("target", metavar="TARGET", help="translations of the source, line by line")
     add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
     add("--level", choices=("word", "token"), default="word", help="default: word")

@@ -3,8 +3,9 @@
     vaswani average runs/en-de --last 5 --output runs/en-de-averaged
     vaswani average runs/en-de/checkpoint-900 runs/en-de/checkpoint-1000 --output averaged
 
-The paper averages the last 5 checkpoints of its base models and the last 20 of its big models. The
-output folder is written completely or not at all.
+The paper averages the last 5 checkpoints of its base models and the last 20 of its big models. A
+run keeps its last 5 checkpoints, or as many as its --average needs, so --last cannot select more.
+The output folder is written completely or not at all.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def make_parser() -> CommandParser:
         help="with --last: the output folder of a run; without: saved models, oldest first",
     )
     add("--last", type=positive, metavar="N", help="average the N newest checkpoints of a run")
-    add("--output", "-o", required=True, metavar="FOLDER", help="folder to write; must not exist")
+    add("--output", "-o", required=True, metavar="FOLDER", help="new or empty folder to write")
     return parser
 
 

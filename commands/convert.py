@@ -1,11 +1,11 @@
 """Convert a model from another toolkit, or to another toolkit.
 
-    vaswani convert fairseq checkpoint_best.pt out/ --source-dict dict.de.txt
+    vaswani convert fairseq model.pt out/ --source-dict dict.de.txt --target-dict dict.en.txt
     vaswani convert marian Helsinki-NLP/opus-mt-en-de out/
     vaswani convert to-ctranslate2 runs/en-de out/ --quantization int8
 
-`vaswani convert CONVERTER --help` explains a converter and its options. A converter converts a
-model exactly, or refuses it and says why.
+`vaswani convert CONVERTER --help` explains a converter and its options. A converter
+converts a model exactly, or refuses it and says why.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     converter = find(args.converter)
     parser = CommandParser(f"convert {args.converter}", converter.__doc__)
     converter.add_arguments(parser)
-    parser.add_argument("output", metavar="OUTPUT", help="folder to write, which must not exist")
+    parser.add_argument("output", metavar="OUTPUT", help="new or empty folder to write")
     options = vars(parser.parse_args(args.arguments))
     try:
         refuse_existing(Path(options["output"]))  # before any work

@@ -6,7 +6,7 @@ from .parser import positive
 
 FORMS = """Pairs of a source and a target line come in any of these forms:
 
-    --train train.en train.de              two parallel text files, plain or .gz
+    --train train.en train.de              two parallel text files
     --train pairs.tsv                      one TSV file: source, tab, target (first two columns)
     --train pairs.jsonl                    one JSONL or Parquet file
     --train ID[@CONFIG][:SPLIT]            a data set of the Hub, or a local folder of one

@@ -23,7 +23,8 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--scheduler",
         default="noam",
-        help="noam, which is equation 3, or any of transformers' (default: noam)",
+        help="noam, which is equation 3, or any of transformers' (default: noam; inverse_sqrt with "
+        "--preset tiny and small)",
     )
     add(
         "--bf16",
@@ -45,14 +46,26 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluations and checkpoints (section 6.1)."""
     add = parser.add_argument_group("evaluations and checkpoints").add_argument
-    add("--eval-steps", type=positive, default=1000, metavar="N", help="default: 1000")
-    add("--save-steps", type=positive, metavar="N", help="default: --eval-steps")
+    add(
+        "--eval-steps",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="updates between evaluations (default: 1000)",
+    )
+    add(
+        "--save-steps",
+        type=positive,
+        metavar="N",
+        help="updates between checkpoints (default: --eval-steps)",
+    )
     add(
         "--average",
         type=positive,
         default=1,
         metavar="N",
-        help="the model is the mean of the last N checkpoints (default: 1; section 6.1: 5 or 20)",
+        help="the model is the mean of the last N checkpoints (default: 1; section 6.1: 5 or 20); "
+        "a run keeps max(N, 5) checkpoints",
     )
     add(
         "--patience",
@@ -65,6 +78,6 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="must",
         choices=("must", "auto"),
-        help="continue from the last complete checkpoint in the output folder; auto starts a new "
-        "run where there is none, for launchers that restart it",
+        help="continue from the last complete checkpoint in the output folder, or start a new run "
+        "if the folder has none; without auto, the folder must exist",
     )

@@ -12,7 +12,8 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--beams",
         type=positive,
         metavar="N",
-        help="beam size of the scores, saved as the model's default (default: that of --model, else 4)",
+        help="beam size of the scores, saved as the model's default (default: that of --model, "
+        "else 4)",
     )
     add(
         "--generation",

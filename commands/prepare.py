@@ -2,9 +2,10 @@ r"""Learn the vocabulary of a run and tokenise its training data ahead of time.
 
     vaswani prepare --train train.en train.de --vocab-size 37000 --data-cache prepared
 
-`vaswani train` with the same options on data and vocabulary then starts at once. On another
-machine, copy the folder `prepared` there and pass --data-cache prepared. Results are stored under a
-hash of the data and the options, so a changed file or option is prepared again.
+`vaswani train` with the same options for data and vocabulary then starts at once. --preset tiny has
+--vocab-size 8000, and --preset small has 10000. On another machine, copy the data and the folder
+`prepared` there, and pass --data-cache prepared. Results are stored under a hash of the data and
+the options, so a changed file or option is prepared again.
 """
 
 import argparse

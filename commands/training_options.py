@@ -26,8 +26,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--preset",
         default="base",
         metavar="NAME",
-        help="tiny or small, with training settings for CPUs and small data, or a row of the "
-        "paper's Table 3: base, big, C-N2, ... (default: base)",
+        help="tiny or small, with other defaults of the options for CPUs and small data, or a row "
+        "of the paper's Table 3: base, big, C-N2, ... (default: base); no effect with --model",
     )
     add(
         "--set",
@@ -35,7 +35,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="FIELD=VALUE",
-        help="fields of VaswaniConfig that differ from the preset: --set d_model=128 dropout=0.3",
+        help="fields of VaswaniConfig that differ from the preset: --set d_model=128 dropout=0.3; "
+        "not with --model",
     )
 
 

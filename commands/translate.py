@@ -26,7 +26,7 @@ def make_parser() -> CommandParser:
         nargs="?",
         default="-",
         metavar="INPUT",
-        help="text file, one sentence per line, plain or .gz (default: standard input)",
+        help="text file, one sentence per line, plain, .gz or .zst (default: standard input)",
     )
     add("--output", "-o", default="-", metavar="FILE", help="default: standard output")
     add("--beams", type=positive, metavar="N", help="beam size (default: the model's own, else 4)")
@@ -38,12 +38,19 @@ def make_parser() -> CommandParser:
         help="write N translations per line, best first; output lines become LINE ||| TEXT",
     )
     add("--scores", action="store_true", help="append ||| and the length-penalised log-probability")
-    add("--length-penalty", type=float, metavar="ALPHA", help="exponent alpha of section 6.1")
+    add(
+        "--length-penalty",
+        type=float,
+        metavar="ALPHA",
+        help="exponent of the length penalty (default: the model's own); the model's "
+        "length_penalty_type chooses the formula: gnmt is that of section 6.1",
+    )
     add(
         "--max-new-tokens",
         type=positive,
         metavar="N",
-        help="largest number of output tokens (default: source tokens + 50)",
+        help="largest number of output tokens (default: the model's own limit; a fresh model has "
+        "source tokens + 50)",
     )
     add(
         "--batch-tokens",

@@ -383,7 +383,8 @@ def decoder_inputs(
     cu_seq_lens = batch.get("decoder_cu_seq_lens_q")
     if cu_seq_lens is None:
         return model.prepare_decoder_input_ids_from_labels(labels)
-    return _shift_right(model, labels, Packing(cu_seq_lens, prefix="decoder_"))
+    longest = batch.get("decoder_max_length_q")
+    return _shift_right(model, labels, Packing(cu_seq_lens, longest, prefix="decoder_"))
 
 
 def _padded_output(side: Packing | None, value: Any) -> Any:
