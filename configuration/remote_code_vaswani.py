@@ -64,7 +64,9 @@ _LICENSE = (
     "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
     "# SPDX-License-Identifier: Apache-2.0\n\n"
 )
-_IMPORT_ACROSS_ROOMS = re.compile(r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE)
+_IMPORT_ACROSS_SUBPACKAGES = re.compile(
+    r"^(\s*from )\.\.\w+(\.\w+_vaswani import )", flags=re.MULTILINE
+)
 
 
 class _FromFile(str):
@@ -74,19 +76,19 @@ class _FromFile(str):
 def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
     """Write flat copies of the files that travel, so that `folder` loads without the package.
 
-    In the copies, `from ..room.file import` becomes `from .file import`.
+    In the copies, `from ..subpackage.file import` becomes `from .file import`.
 
     Returns:
         The paths of the copies.
     """
-    rooms = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent.parent
     target_folder = Path(folder)
     target_folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name in _TRAVELLING_FILES:
         target = target_folder / Path(name).name
-        if (source := rooms / name).is_file():
-            flat = _IMPORT_ACROSS_ROOMS.sub(r"\1\2", source.read_text(encoding="utf-8"))
+        if (source := package / name).is_file():
+            flat = _IMPORT_ACROSS_SUBPACKAGES.sub(r"\1\2", source.read_text(encoding="utf-8"))
             text = _LICENSE + flat
         elif (source := Path(__file__).with_name(target.name)).is_file():
             text = source.read_text(encoding="utf-8")  # this file is such a copy itself

@@ -276,6 +276,7 @@ class VaswaniEncoder(VaswaniStack):
     def __init__(self, config: VaswaniConfig) -> None:
         super().__init__(config, config.vocab_size, VaswaniEncoderLayer, config.encoder_layers)
 
+    @takes_packed_batches
     @merge_with_config_defaults
     @capture_outputs
     def forward(

@@ -17,9 +17,9 @@ import pytest
 import vaswani
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("configuration", "tokenization", "generation", "modeling", "corpora", "training")
-ROOMS += ("conversion", "hub_cards", "pictures", "demo", "commands", "vaswani")
-ROOMS += ("examples", "benchmarks")
+SUBPACKAGES = ("configuration", "tokenization", "generation", "modeling", "corpora", "training")
+SUBPACKAGES += ("conversion", "hub_cards", "pictures", "demo", "commands", "vaswani")
+SUBPACKAGES += ("examples", "benchmarks")
 PACKAGES = ("transformers", "torch", "accelerate", "peft", "sacrebleu")
 
 # Methods that are called or overridden, with their parameters.
@@ -271,7 +271,7 @@ def users(name):
 
 
 def sources():
-    return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    return sorted(path for subpackage in SUBPACKAGES for path in (ROOT / subpackage).rglob("*.py"))
 
 
 def parameters(function):
@@ -353,11 +353,11 @@ def modules():
     """Return all modules of the package."""
     scripts = ("examples", "benchmarks", "space", "vaswani")
     for path in sources():
-        room = path.parent.name
-        if room not in scripts and path.stem != "__main__":
+        subpackage = path.parent.name
+        if subpackage not in scripts and path.stem != "__main__":
             with contextlib.suppress(ModuleNotFoundError):  # an extra is not installed
                 yield importlib.import_module(
-                    f"vaswani.{room}.{path.stem}".removesuffix(".__init__")
+                    f"vaswani.{subpackage}.{path.stem}".removesuffix(".__init__")
                 )
     yield vaswani
 

@@ -310,6 +310,15 @@ def test_the_encoders_padded_output_of_an_earlier_call_is_taken(tiny_model, batc
         model(**flat, encoder_outputs=(encoded.flatten(0, 1)[None, :71],))
 
 
+def test_the_encoder_alone_takes_packed_sources(tiny_model, batches):
+    encoder, (padded, flat) = tiny_model().get_encoder(), batches()
+    expected = encoder(padded["input_ids"], padded["attention_mask"]).last_hidden_state
+    sources = {name: flat[name] for name in ("input_ids", "cu_seq_lens_q", "max_length_q")}
+    found = encoder(**sources).last_hidden_state
+    real = padded["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real])
+
+
 @pytest.mark.parametrize(
     "recorded", [{"output_hidden_states": True}, {"output_attentions": True}], ids=str
 )

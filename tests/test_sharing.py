@@ -32,10 +32,12 @@ from vaswani import (
 )
 
 PACKAGE = Path(vaswani.__file__).parent.parent
-TRAVELLING_ROOMS = ("configuration", "tokenization", "generation", "modeling")
-ROOMS = Path(inspect.getfile(VaswaniConfig)).parent.parent
+TRAVELLING_SUBPACKAGES = ("configuration", "tokenization", "generation", "modeling")
+SUBPACKAGES = Path(inspect.getfile(VaswaniConfig)).parent.parent
 CODE = {
-    path.name: path for room in TRAVELLING_ROOMS for path in (ROOMS / room).glob("*_vaswani.py")
+    path.name: path
+    for name in TRAVELLING_SUBPACKAGES
+    for path in (SUBPACKAGES / name).glob("*_vaswani.py")
 }
 CONFIG_FILES = {"config.json", *CODE}
 MODEL_FILES = {"model.safetensors", "generation_config.json", *CONFIG_FILES}
@@ -161,14 +163,16 @@ def test_the_code_that_travels_is_known():
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_code_is_saved_with_its_licence_and_unchanged_but_for_imports_across_rooms(saved, name):
+def test_code_is_saved_with_its_licence_and_unchanged_but_for_imports_across_subpackages(
+    saved, name
+):
     about, licence, blank, *flat = (saved / name).read_text(encoding="utf-8").splitlines()
     assert licence == "# SPDX-License-Identifier: Apache-2.0"
     assert about.startswith("# Part of vaswani")
     assert blank == ""
     source = CODE[name].read_text(encoding="utf-8").splitlines()
-    for room in TRAVELLING_ROOMS:
-        source = [line.replace(f"from ..{room}.", "from .") for line in source]
+    for folder in TRAVELLING_SUBPACKAGES:
+        source = [line.replace(f"from ..{folder}.", "from .") for line in source]
     assert flat == source
     assert not any(line.lstrip().startswith("from ..") for line in flat)
 
