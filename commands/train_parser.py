@@ -73,6 +73,8 @@ class TrainParser(CommandParser):
 
     def _check_stream(self, args: argparse.Namespace) -> None:
         if not args.stream:
+            if args.stream_buffer != self.get_default("stream_buffer"):
+                self.error("--stream-buffer needs --stream: leave out --stream-buffer")
             return
         needed = {"--max-source-tokens": args.max_source_tokens, "--steps": args.steps}
         needed["--tokenizer or --model"] = args.tokenizer or args.model

@@ -42,11 +42,7 @@ class Rules:
 
     def key(self) -> str:
         """Return a text that changes when a rule or the code of the function changes."""
-        source = ""
-        if self.function:
-            module = inspect.getmodule(_filter_of(self.function))
-            source = inspect.getsource(module) if module else ""
-        return repr(asdict(self)) + source
+        return repr(asdict(self)) + (_source_of(self.function) if self.function else "")
 
 
 def _filter_of(name: str) -> Callable[[str, str], Any]:
@@ -54,6 +50,15 @@ def _filter_of(name: str) -> Callable[[str, str], Any]:
         return function_of(name)
     except ValueError as error:
         raise DataError(f"--filter {error}") from error
+
+
+def _source_of(name: str) -> str:
+    """Return the source of a function's module, or "" if there is none, as for `operator:ne`."""
+    module = inspect.getmodule(_filter_of(name))
+    try:
+        return inspect.getsource(module) if module else ""
+    except (OSError, TypeError):  # the module is compiled
+        return ""
 
 
 class TextFilter:
@@ -76,6 +81,10 @@ class TextFilter:
             )
         if rules.function:
             self._checks.append(("filter", _filter_of(rules.function)))
+
+    def keeps(self, source: str, target: str) -> bool:
+        """Tell whether all checks keep a pair."""
+        return all(keeps(source, target) for _, keeps in self._checks)
 
     def __call__(self, pairs: Sequence[Pair]) -> tuple[list[Pair], Counter[str]]:
         """Return the pairs that are kept, and how many pairs each check left out."""
@@ -121,4 +130,4 @@ def length_filter(
     return kept, +dropped
 
 
-__all__ = ["Rules", "TextFilter", "function_of", "length_filter"]
+__all__ = ["Rules", "TextFilter", "length_filter"]

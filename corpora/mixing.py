@@ -1,6 +1,7 @@
 """Mixing of corpora: which pairs of each corpus an epoch contains."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,28 +28,56 @@ class Mixture:
             raise ValueError(f"{len(shares)} shares for {len(sizes)} corpora: give one for each.")
         if min(shares) < 0 or not sum(shares):
             raise ValueError(f"shares must be 0 or more, and one above 0, got {list(shares)}.")
-        self.sizes, self.seed = list(sizes), seed
-        total = sum(sizes)
-        self.taken = [round(total * share / sum(shares)) for share in shares]
+        self.sizes, self.seed = [int(size) for size in sizes], int(seed)
+        self.shares = [float(share) for share in shares]
+        total = sum(self.sizes)
+        self.taken = [round(total * share / sum(self.shares)) for share in self.shares]
 
-    def rows(self, fitting: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch, chosen from the `fitting` rows, which fit into a batch."""
-        rows = []
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments in JSON types."""
+        return {"sizes": self.sizes, "shares": self.shares, "seed": self.seed}
+
+    def draw(
+        self, fitting: np.ndarray, oversize: np.ndarray, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the fitting and the oversize rows of an epoch.
+
+        The two kinds keep their proportion in every corpus. The number of oversize rows per corpus
+        differs by at most one between epochs, and epoch 0 has the largest number.
+
+        Args:
+            fitting: sorted rows that fit into a batch.
+            oversize: sorted rows that do not.
+            epoch: number of the epoch.
+        """
+        drawn: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         start = 0
         for corpus, (size, taken) in enumerate(zip(self.sizes, self.taken, strict=True)):
-            first, last = np.searchsorted(fitting, [start, start + size])
+            small, large = (
+                rows[slice(*np.searchsorted(rows, [start, start + size]))]
+                for rows in (fitting, oversize)
+            )
             start += size
-            rows.append(self._rows_of_epoch(corpus, fitting[first:last], taken, epoch))
-        return np.concatenate(rows)
+            if not len(small) + len(large):
+                continue
+            begin, end = epoch * taken, (epoch + 1) * taken
+            # The first `end` draws of a corpus contain `last` oversize rows, rounded up.
+            first, last = (
+                -(-draws * len(large) // (len(small) + len(large))) for draws in (begin, end)
+            )
+            drawn[0].append(self._window(small, begin - first, end - last, corpus))
+            drawn[1].append(self._window(large, first, last, corpus, 1))
+        return np.concatenate([fitting[:0], *drawn[0]]), np.concatenate([oversize[:0], *drawn[1]])
 
-    def _rows_of_epoch(self, corpus: int, rows: np.ndarray, taken: int, epoch: int) -> np.ndarray:
-        """Return the window of an epoch in the endless shuffled passes over a corpus."""
-        if not len(rows) or not taken:
+    def _window(
+        self, rows: np.ndarray, begin: int, end: int, corpus: int, *seeds: int
+    ) -> np.ndarray:
+        """Return the draws `begin` to `end` of the endless shuffled passes over some rows."""
+        if begin == end:
             return rows[:0]
-        begin, end = epoch * taken, (epoch + 1) * taken
         passes = range(begin // len(rows), -(-end // len(rows)))
         shuffled = [
-            rows[np.random.default_rng([self.seed, corpus, number]).permutation(len(rows))]
+            rows[np.random.default_rng([self.seed, corpus, number, *seeds]).permutation(len(rows))]
             for number in passes
         ]
         offset = passes[0] * len(rows)

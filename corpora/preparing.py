@@ -154,7 +154,14 @@ class Tokenise:
         readable = [pair for pair in batch if not isinstance(pair, DataError)]
         kept, dropped = self.text_filter(readable)
         dropped["unreadable"] = len(batch) - len(readable)
-        pairs = tagged(kept, self.tag)
+        rows, fits, too_long = self.encode(tagged(kept, self.tag))
+        hashes = None
+        if self.rules.drop_duplicates:
+            hashes = hashes_of(kept, self.rules.drop_duplicates)[fits]
+        return rows, dropped + too_long, hashes
+
+    def encode(self, pairs: Sequence[Pair]) -> tuple[pyarrow.RecordBatch, np.ndarray, Counter[str]]:
+        """Return the pairs whose lengths fit as an Arrow batch, their mask, and dropped counts."""
         sides = [
             encoder([pair[side] for pair in pairs]) for side, encoder in enumerate(self.encoders)
         ]
@@ -179,12 +186,10 @@ class Tokenise:
                 )
             }
         columns["length"] = np.maximum(*lengths).astype(np.int32)
-        rows = pyarrow.record_batch(columns)
-        hashes = hashes_of(kept, self.rules.drop_duplicates) if self.rules.drop_duplicates else None
+        table = pyarrow.record_batch(columns)
         if not fits.all():
-            rows = rows.filter(pyarrow.array(fits))
-            hashes = hashes[fits] if hashes is not None else None
-        return rows, dropped + too_long, hashes
+            table = table.filter(pyarrow.array(fits))
+        return table, fits, too_long
 
 
 def _lists(rows: list[bytes], lengths: np.ndarray, dtype: np.dtype) -> pyarrow.ListArray:

@@ -5,7 +5,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from transformers.utils import logging
 
 from ..configuration.extras import needs
 from .reading import DataError
@@ -15,6 +17,8 @@ from .token_batches import TokenBatchSampler
 with needs("vaswani[train]"):
     import datasets
     from datasets.distributed import split_dataset_by_node
+
+logger = logging.get_logger(__name__)
 
 Row = dict[str, Any]
 State = dict[str, Any]
@@ -45,7 +49,8 @@ class TokenBatchStream(IterableDataset):
         sampler: TokenBatchSampler or PackedBatchSampler, which makes the batches of a buffer.
         seed: seed of the order of batches.
         buffer: number of rows in a buffer.
-        states: state of each worker to resume from.
+        states: state of each worker to resume from. Workers without a state start at the beginning.
+        drop_oversize: leave out single pairs that exceed a budget, as TokenBatchSampler does.
     """
 
     def __init__(
@@ -59,11 +64,14 @@ class TokenBatchStream(IterableDataset):
         seed: int = 0,
         buffer: int = BUFFER,
         states: dict[int, State] | None = None,
+        drop_oversize: bool = False,
     ) -> None:
         self.rows, self.collate, self.encode = rows, collate, encode
         self.budgets = (max_source_tokens, max_target_tokens)
         self.sampler, self.seed, self.buffer = sampler, seed, buffer
-        self.states = states or {}
+        self.states, self.drop_oversize = states or {}, drop_oversize
+        # All workers share this memory, so that only the first of them warns.
+        self._warned = torch.zeros(1, dtype=torch.bool).share_memory_()
 
     def __iter__(self) -> Iterator[tuple[Row | None, tuple[int, State]]]:
         """Yield each batch with the number of the worker and the worker's state after the batch.
@@ -99,9 +107,11 @@ class TokenBatchStream(IterableDataset):
             if not read:
                 return  # this worker has no shard
             if state is before and before["rows"] is None and not before["given"]:
+                budgets = " or raise the budgets of tokens" if self.drop_oversize else ""
                 raise DataError(
                     f"All {read} pairs of the stream were dropped, so that no batch can be made: "
-                    "loosen the filters, or check that the files hold sources and targets."
+                    f"loosen the filters{budgets}, or check that the files hold sources and "
+                    "targets."
                 )
             state = {**state, "rows": None, "block": state["block"] + 1, "given": 0}
 
@@ -126,9 +136,24 @@ class TokenBatchStream(IterableDataset):
         if not block:
             return []
         lengths = [(len(row["input_ids"]), len(row["labels"])) for row in block]
-        sampler = self.sampler(lengths, *self.budgets, seed=self.seed)
+        sampler = self.sampler(lengths, *self.budgets, seed=self.seed, warn=False)
         sampler.set_epoch(number * _MOST_WORKERS + worker)
-        return [[block[row] for row in batch] for batch in sampler]
+        if len(sampler.oversize):
+            self._warn_of_oversize(*lengths[sampler.oversize[0]])
+        # The sampler cannot drop them, because it refuses a buffer without any other pair.
+        dropped = set(sampler.oversize.tolist()) if self.drop_oversize else set()
+        return [[block[row] for row in batch] for batch in sampler if batch[0] not in dropped]
+
+    def _warn_of_oversize(self, source: int, target: int) -> None:
+        if not self._warned:
+            self._warned.fill_(True)
+            source_budget, target_budget = self.budgets
+            logger.warning(
+                f"The stream has sentence pairs that exceed max_source_tokens ({source_budget}) or "
+                f"max_target_tokens ({target_budget or source_budget}). These pairs are "
+                f"{'dropped' if self.drop_oversize else 'alone in a batch'}. The first one has "
+                f"{source} source tokens and {target} target tokens."
+            )
 
 
 def rows_of_process(data: Any, process: int, processes: int) -> Any:

@@ -31,8 +31,11 @@ class TextStream(IterableDataset):
     Args:
         corpora: corpora to read. If any corpus has a weight, the others have weight 1.
         tokenizer, target_tokenizer: tokenizers of the sources and of the targets.
-        rules: rules that drop pairs.
+        rules: rules that drop pairs. A stream cannot drop duplicates.
         seed: seed of the sampling.
+
+    Raises:
+        DataError: the rules drop duplicates, or a script or the function is unknown.
     """
 
     def __init__(
@@ -43,6 +46,11 @@ class TextStream(IterableDataset):
         rules: Rules,
         seed: int,
     ) -> None:
+        if rules.drop_duplicates:
+            raise DataError(
+                "drop_duplicates needs prepared data, because a stream does not remember earlier "
+                "pairs: leave drop_duplicates out, or prepare the corpora."
+            )
         encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
         self._tokenise = Tokenise(encoders, rules, tag=None)
         self._skip = rules.skip_unreadable
@@ -72,9 +80,14 @@ class TextStream(IterableDataset):
             for row in rows:
                 if row["error"]:
                     raise DataError(row["error"])
-        table, _, _ = self._tokenise(
-            [(row["source"], row["target"]) for row in rows if not row["error"]]
-        )
+        keeps = self._tokenise.text_filter.keeps
+        # Filter before tagging, because filters see texts without a tag in prepared corpora too.
+        pairs = [
+            tagged([(row["source"], row["target"])], row["tag"])[0]
+            for row in rows
+            if not row["error"] and keeps(row["source"], row["target"])
+        ]
+        table, _, _ = self._tokenise.encode(pairs)
         return table.select(["input_ids", "labels"]).to_pylist()
 
 
@@ -156,9 +169,8 @@ def _texts(
             if isinstance(pair, DataError):
                 row = {"source": "", "target": "", "error": str(pair)}
             else:
-                ((source, target),) = tagged([pair], corpus.tag)
-                row = {"source": source, "target": target, "error": ""}
-            yield row, (number, place + 1)
+                row = {"source": pair[0], "target": pair[1], "error": ""}
+            yield {**row, "tag": corpus.tag}, (number, place + 1)
 
 
 __all__ = ["TextStream", "reader_of"]

@@ -42,13 +42,14 @@ class TokenBatchSampler(Sampler[list[int]]):
         max_target_tokens: budget of target tokens per batch. None means `max_source_tokens`.
         seed: seed of the order.
         drop_oversize: leave out single pairs that exceed a budget. By default, each of them has a
-            batch of its own. In both cases a warning counts them, and `oversize` lists them.
+            batch of its own. `oversize` lists them in both cases.
         batches_per_update: processes times accumulated batches. The largest batches are split until
             the number of batches is a multiple of it. If there are too few pairs for that, the last
             update is small, and Accelerate repeats batches so that all processes have the same
             number. An update has the same sentences for every split into processes and accumulated
             batches.
         mixture: draws the pairs of every epoch from several corpora. None takes each pair once.
+        warn: count oversize pairs in a warning.
 
     Raises:
         ValueError: lengths are missing, negative, not integers or not pairs; a budget or
@@ -64,6 +65,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         drop_oversize: bool = False,
         batches_per_update: int = 1,
         mixture: Mixture | None = None,
+        warn: bool = True,
     ) -> None:
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = (
@@ -85,9 +87,10 @@ class TokenBatchSampler(Sampler[list[int]]):
         number = np.int32 if len(fits) < 2**31 else np.int64
         self._fitting = np.flatnonzero(fits).astype(number)
         self.oversize = np.flatnonzero(~fits).astype(number)
-        self._report_oversize(drop_oversize)
+        if warn:
+            self._report_oversize(drop_oversize)
         self._alone = self.oversize[:0] if drop_oversize else self.oversize
-        self.num_sentences = len(self._rows()) + len(self._alone)
+        self.num_sentences = sum(map(len, self._drawn()))
         if self.num_sentences == 0:
             raise ValueError(
                 f"All {len(self._source)} sentence pairs exceed max_source_tokens "
@@ -127,11 +130,11 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"{', '.join(map(str, self.oversize[:5]))}{more}"
             )
 
-    def _rows(self) -> np.ndarray:
-        """Return the rows of the epoch's pairs, without oversize pairs."""
+    def _drawn(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the epoch's pairs that fit into a batch, and its oversize rows."""
         if self.mixture is None:
-            return self._fitting
-        return self.mixture.rows(self._fitting, self.epoch)
+            return self._fitting, self._alone
+        return self.mixture.draw(self._fitting, self._alone, self.epoch)
 
     def _order(self, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs so that neighbours have similar lengths. Equal lengths are shuffled.
@@ -140,7 +143,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         two sides. The difference rises for one length and falls for the next, so that neighbours
         of different lengths are similar too.
         """
-        rows = self._rows()
+        rows, _ = self._drawn()
         key = _ranks(_length_keys(self._source[rows], self._target[rows], int(rng.integers(2))))
         shuffled = rng.permutation(np.arange(len(rows), dtype=self._fitting.dtype))
         key = key[shuffled]
@@ -185,13 +188,15 @@ class TokenBatchSampler(Sampler[list[int]]):
         needed = len(self._reference()[1])
         if needed > 1:
             needed += 1 + needed // 100
-        total = needed + len(self._alone)
+        # No epoch of a mixture has more oversize pairs than epoch 0.
+        total = needed + len(self._drawn()[1])
         total += -total % self.batches_per_update
         return min(total, self.num_sentences)
 
     def _plan(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return order and cut of one epoch, with the same number of batches as all epochs."""
-        count = self._num_batches - len(self._alone)
+        _, oversize = self._drawn()
+        count = self._num_batches - len(oversize)
         for _ in range(_DRAWS):
             order = self._order(rng)
             ends = self._cut(order, first=1 - rng.random())
@@ -203,8 +208,8 @@ class TokenBatchSampler(Sampler[list[int]]):
             # than the first.
             order, ends = _limit_batches(order, ends, count, rng)
         ends = _split_largest(ends, count)
-        alone = np.arange(1, len(self._alone) + 1) + len(order)
-        return np.concatenate((order, self._alone)), np.concatenate((ends, alone))
+        alone = np.arange(1, len(oversize) + 1) + len(order)
+        return np.concatenate((order, oversize)), np.concatenate((ends, alone))
 
 
 class PackedBatchSampler(TokenBatchSampler):
@@ -216,7 +221,7 @@ class PackedBatchSampler(TokenBatchSampler):
 
     def _order(self, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs at random."""
-        return rng.permutation(self._rows())
+        return rng.permutation(self._drawn()[0])
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
         """Cut an order into batches as full as the budgets allow, and return where each ends."""

@@ -356,7 +356,7 @@ def _flatten_encoder_outputs(arguments: dict[str, Any], source: Packing) -> None
     if (given := arguments.get("encoder_outputs")) is None:
         return
 
-    def flat(states: torch.Tensor) -> torch.Tensor:
+    def flat(states: Any) -> torch.Tensor:
         if len(states) == len(source.cu_seq_lens) - 1:
             states = source.flat(states)
         source.number_of_tokens(states)
@@ -376,9 +376,7 @@ def _shift_right(model: Any, labels: torch.Tensor, target: Packing) -> torch.Ten
     return target.flat(model.prepare_decoder_input_ids_from_labels(padded))
 
 
-def decoder_inputs(
-    model: Any, labels: torch.Tensor, batch: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def decoder_inputs(model: Any, labels: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
     """Shift labels right inside each sentence of a padded or packed batch."""
     cu_seq_lens = batch.get("decoder_cu_seq_lens_q")
     if cu_seq_lens is None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 from transformers.testing_utils import CaptureLogger
 from vaswani.corpora import token_batches
+from vaswani.corpora.mixing import Mixture
 from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training.sequence_objectives import MinimumRisk
 from vaswani.training.trainer import VaswaniTrainer
@@ -333,7 +334,7 @@ def make_trainer(
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize", "batching")
     names += ("noam_warmup_steps", "noam_factor", "r_drop", "objective", "compute_loss_func")
-    names += ("processing_class", "stream_buffer")
+    names += ("processing_class", "stream_buffer", "mixture")
     own.update({name: changes.pop(name) for name in names if name in changes})
     dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
     set_seed(3)
@@ -498,6 +499,16 @@ def test_given_lengths_are_used_instead(tmp_path):
 def test_training_data_without_usable_lengths_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **changes).train()
+
+
+def test_settings_about_data_are_recorded(tmp_path):
+    mixture = Mixture(np.array([20, 40]), [np.float32(0.5), 2], seed=3)
+    trainer = make_trainer(tmp_path, drop_oversize=True, mixture=mixture)
+    settings = json.loads(json.dumps(trainer.settings()))
+    assert settings["drop_oversize"] is True
+    assert settings["mixture"] == {"sizes": [20, 40], "shares": [0.5, 2.0], "seed": 3}
+    stream = training_data().to_iterable_dataset()
+    assert make_trainer(tmp_path, data=stream, stream_buffer=7).settings()["stream_buffer"] == 7
 
 
 def test_a_target_budget_alone_is_refused(tmp_path):

@@ -211,6 +211,14 @@ def test_filters_that_do_not_exist_are_refused(rules, complaint):
         TextFilter(Rules(**rules))
 
 
+def test_a_filter_may_be_a_compiled_function(write, tokenizer, tmp_path):
+    (corpus,) = parse_corpora([write("a.tsv", [("same", "same"), ("one", "eins")])])
+    rules = Rules(function="operator:ne")
+    found = prepare(corpus, tokenizer, tokenizer, rules, tmp_path, processes=1)
+    assert (found.kept, found.dropped) == (1, {"filter": 1})
+    assert rules.key() != Rules(function="operator:eq").key()
+
+
 def test_nothing_left_is_an_error_with_the_counts(write, tokenizer, tmp_path):
     (corpus,) = parse_corpora([write("a.tsv", [("one", "one"), ("two", "two")])])
     with pytest.raises(DataError, match=r"No pair of .*a\.tsv is left: 2 identical"):
@@ -228,10 +236,11 @@ def test_a_mixture_takes_its_shares_and_sees_all_pairs_of_a_corpus_equally_often
     )
     mixture = Mixture(sizes, shares, seed)
     every = np.arange(sum(sizes))
+    oversize = np.random.default_rng(seed).random(len(every)) < data.draw(st.floats(0, 1))
     seen = Counter()
     starts = np.cumsum([0, *sizes])
     for epoch in range(5):
-        rows = mixture.rows(every, epoch)
+        rows = np.concatenate(mixture.draw(every[~oversize], every[oversize], epoch))
         seen.update(rows.tolist())
         for corpus, start in enumerate(starts[:-1]):
             count = ((rows >= start) & (rows < starts[corpus + 1])).sum()
@@ -284,6 +293,30 @@ def test_batches_of_a_mixture_depend_on_seed_and_epoch_and_keep_budget_and_numbe
             mine = [b for own in dealt for b in own[update * per_process :][:per_process]]
             assert sorted(mine) == sorted(batches[4 * update :][:4])
     assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("kind", [TokenBatchSampler, PackedBatchSampler])
+def test_a_mixture_draws_oversize_pairs_as_it_draws_the_others(kind):
+    without = kind([[5, 5]] * 4 + [[50, 5]], 10, mixture=Mixture([2, 3], [1, 0]))
+    assert {row for batch in without for row in batch} == {0, 1}
+
+    lengths = np.full((100, 2), 5)
+    lengths[[3, 40, 60, 61, 62]] = 50  # 2 of the first 50 rows, and 3 of the others
+    mixture = Mixture([50, 50], [1, 4], seed=1)
+    sampler, dropping = (
+        kind(lengths, 10, drop_oversize=drop, mixture=mixture) for drop in (False, True)
+    )
+    seen = Counter()
+    for epoch in range(25):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        assert all(len(batch) == 1 for batch in batches if lengths[batch].max() > 10)
+        seen.update(row for batch in batches for row in batch)
+        dropping.set_epoch(epoch)
+        assert max(lengths[batch].max() for batch in dropping) == 5
+    # 25 epochs of 20 and 80 pairs are 10 and 40 passes.
+    assert seen == {row: 10 if row < 50 else 40 for row in range(100)}
 
 
 def test_recipes_repeat_the_options_about_data(tmp_path):

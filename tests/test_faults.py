@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import resource
@@ -390,6 +391,46 @@ def test_a_number_that_is_not_finite_ends_training_before_it_reaches_the_weights
     resumed = make_trainer(tmp_path / "run", **changes)
     resumed.train(resume_from_checkpoint=True)
     assert_bit_for_bit(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("what", "fate"),
+    [
+        ("loss", "The weights were not changed by this update"),
+        ("gradient", "The optimizer lomo may already have changed the weights in this update"),
+    ],
+)
+def test_a_backend_that_updates_in_the_backward_pass_is_not_said_to_keep_the_weights(
+    what, fate, tmp_path
+):
+    run = make_trainer(tmp_path, optim="lomo", max_steps=4)
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    seen = []
+
+    def backward(loss, **kwargs):
+        """Update at once, as the engine of DeepSpeed does."""
+        seen.append(weights(run))
+        if what == "gradient" and len(seen) == 3:
+            loss = loss + (0 * next(run.model.parameters()).sum()).sqrt()
+        loss.backward()
+        run.optimizer.step()
+
+    run.accelerator.backward = backward
+    if what == "loss":
+        run.objective = lambda model, inputs, update: (
+            model(**inputs).loss * (math.nan if update.number == 2 else 1)
+        )
+    with pytest.raises(FloatingPointError, match=f"{what} is nan in update 3. {fate}"):
+        run.train()
+    kept = all(value.isfinite().all() for value in weights(run).values())
+    assert kept == (what == "loss")
+
+
+def test_the_message_about_a_gradient_names_deepspeed(tmp_path):
+    run = make_trainer(tmp_path)
+    run.is_deepspeed_enabled = True
+    with pytest.raises(FloatingPointError, match="DeepSpeed may already have changed the weights"):
+        run._get_grad_norm(run.model, grad_norm=math.inf)
 
 
 def main(job, output):

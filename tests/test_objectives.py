@@ -1,6 +1,7 @@
 """Objectives: the formulas of their papers, resumed updates, and errors in one sentence."""
 
 import copy
+import json
 import math
 import re
 
@@ -268,6 +269,29 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, name):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_bit_for_bit(weights(resumed), weights(whole))
     assert whole.settings()["objective"] == type(OBJECTIVES[name]()).__name__
+
+
+@pytest.mark.parametrize(
+    ("objective", "recorded"),
+    [
+        (
+            MinimumRisk(first_letters, 2),
+            {"reward": "first_letters", "candidates": 2, "likelihood": 0.0, "sharpness": 0.005},
+        ),
+        (
+            ScheduledSampling("exponential", k=0.9),
+            {"schedule": "exponential", "k": 0.9, "c": None, "floor": 0.0},
+        ),
+        (RDrop(2.0), {"alpha": 2.0}),
+        (lambda model, inputs, update: model(**inputs).loss, {}),
+        (None, {}),
+    ],
+)
+def test_the_settings_of_an_objective_are_recorded(tmp_path, objective, recorded):
+    trainer = make_trainer(tmp_path, objective=objective)
+    settings = json.loads(json.dumps(trainer.settings()))
+    assert settings["objective_settings"] == recorded
+    assert settings["r_drop"] == (2.0 if isinstance(objective, RDrop) else 0.0)
 
 
 def test_a_function_is_an_objective_and_sees_its_update(tmp_path):

@@ -83,7 +83,13 @@ def test_a_resumed_run_goes_on_with_the_next_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other", [{}, {"noam_warmup_steps": 5, "noam_factor": 0.5}, {"learning_rate": 0.25}]
+    "other",
+    [
+        {},
+        {"noam_warmup_steps": 5, "noam_factor": 0.5},
+        {"noam_warmup_steps": 6},
+        {"learning_rate": 0.25},
+    ],
 )
 def test_resuming_with_another_learning_rate_is_refused(tmp_path, other):
     saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}

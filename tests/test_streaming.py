@@ -3,20 +3,28 @@
 import itertools
 import json
 import shutil
+from logging import FileHandler
+from types import SimpleNamespace
 
 import pytest
 from forks import forked
 from launches import TRAIN
 from num2words import num2words
-from test_batching import make_trainer, training_data
+from test_batching import Recorder, assert_bit_for_bit, make_trainer, training_data, weights
 from test_processes import assert_equal_weights
 from torch.utils.data import DataLoader, IterableDataset
 from vaswani.commands.train import make_parser
+from vaswani.corpora import streaming
 from vaswani.corpora.corpus import parse_corpora
 from vaswani.corpora.filtering import Rules
+from vaswani.corpora.mapped import MappedPairs
+from vaswani.corpora.mixing import Mixture
+from vaswani.corpora.preparing import prepare
 from vaswani.corpora.reading import DataError
 from vaswani.corpora.streaming import TokenBatchStream, rows_of_process
 from vaswani.corpora.text_stream import TextStream
+from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
+from vaswani.training.trainer import data_parallel_rank
 
 from vaswani import VaswaniTokenizer
 
@@ -198,3 +206,185 @@ def test_a_stream_without_what_it_needs_is_refused(words, complaint, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["--train", "a.tsv", "--output", "x", "--stream", *words])
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"drop_empty": True},
+        {"drop_identical": True},
+        {"scripts": ("Han", "Han")},
+        {"function": "operator:ne"},
+    ],
+)
+def test_filters_of_a_stream_see_the_texts_without_their_tags(rules, tokenizer, tmp_path):
+    rows = ["\tleer", "eins\teins", "one\teins", "日\t日", "月\t日"]
+    (tmp_path / "a.tsv").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    corpora = parse_corpora([f"{tmp_path}/a.tsv"], tags=["de"])
+    chosen = Rules(**rules)
+    streamed = list(TextStream(corpora, tokenizer, tokenizer, chosen, seed=0))
+    found = prepare(corpora[0], tokenizer, tokenizer, chosen, tmp_path, processes=1)
+    prepared = MappedPairs.from_files(found.files, "name")[:]
+    for name in ("input_ids", "labels"):
+        assert [row[name] for row in streamed] == prepared[name]
+    assert 0 < len(streamed) < len(rows)
+
+
+def test_each_row_of_a_stream_gets_the_tag_of_its_corpus(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.tsv").write_text(f"{name}\tx\n" * 3)
+    words = [f"{tmp_path}/a.tsv=1", f"{tmp_path}/b.tsv=1"]
+    lines = [">>de<< a", ">>fr<< b"]
+    tokenizer = VaswaniTokenizer.train_from_iterator(lines, "char", 50, show_progress=False)
+    corpora = parse_corpora(words, tags=["de", "fr"])
+    data = TextStream(corpora, tokenizer, tokenizer, Rules(), seed=0)
+    found = {tuple(row["input_ids"]) for row in data}
+    assert found == {tuple(tokenizer(line)["input_ids"]) for line in lines}
+
+
+def test_a_stream_refuses_to_drop_duplicates(corpora, tokenizer):
+    with pytest.raises(DataError, match="drop_duplicates needs prepared data, because"):
+        TextStream(corpora, tokenizer, tokenizer, Rules(drop_duplicates="pairs"), seed=0)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "stream_buffer": 16}
+
+
+def test_a_second_training_starts_its_stream_again(tmp_path):
+    record = Recorder()
+    trainer = make_trainer(tmp_path, data=Rows(), collate=record, stream_buffer=16, max_steps=3)
+    trainer.train()
+    first, record.batches = record.batches, []
+    trainer.train()
+    assert record.batches == first
+
+
+def test_a_stream_continues_at_its_position_even_with_ignore_data_skip(tmp_path):
+    # transformers restores the random numbers of dropout only if it skips batches itself.
+    changes = {"max_steps": 3, "dropout": 0.0, **SAVING}
+    whole = make_trainer(tmp_path, data=Rows(), **changes)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", data=Rows(), ignore_data_skip=True, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.state.global_step == 3
+    assert_bit_for_bit(weights(resumed), weights(whole))
+    # The states also count the batches that were skipped, for the next resume.
+    for folder in (tmp_path, tmp_path / "resumed"):
+        saved = json.loads((folder / "checkpoint-3" / "stream_state_0.json").read_text())
+        assert saved["states"]["0"]["total"] == 3
+
+
+def test_a_checkpoint_before_the_first_batch_of_some_workers_resumes(tmp_path):
+    def trainer_of(output):
+        data = training_data().to_iterable_dataset(num_shards=2)  # the third worker has none
+        changes = {"max_steps": 2, "dataloader_num_workers": 3, **SAVING}
+        return make_trainer(output, data=data, **changes)
+
+    whole = trainer_of(tmp_path)
+    whole.train()
+    resumed = trainer_of(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert_bit_for_bit(weights(resumed), weights(whole))
+
+
+LONG = [{"input_ids": [3] * length, "labels": [4] * 5} for length in (5, 50, 50, 5, 5, 60)]
+
+
+def stream_of_rows(rows, **options):
+    return TokenBatchStream(
+        rows_of_process(rows, 0, 1), 10, 10, collate=list, **{"buffer": 2, **options}
+    )
+
+
+@pytest.mark.parametrize("batching", [TokenBatchSampler, PackedBatchSampler])
+@pytest.mark.parametrize("drop", [False, True])
+def test_oversize_pairs_of_a_stream_are_alone_or_dropped(drop, batching):
+    stream = stream_of_rows(LONG, drop_oversize=drop, sampler=batching)
+    batches = [
+        [len(row["input_ids"]) for row in batch]
+        for batch, (_, state) in itertools.islice(stream, 12)
+        if state["pass"] == 0
+    ]
+    assert sorted(batches) == [[5]] * 3 + ([] if drop else [[50], [50], [60]])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("drop", "fate"), [(False, "alone in a batch"), (True, "dropped")])
+def test_a_stream_warns_once_of_oversize_pairs_without_numbers_of_rows(
+    drop, fate, workers, tmp_path
+):
+    handler = FileHandler(tmp_path / "log")  # workers append to the same file
+    streaming.logger.addHandler(handler)
+    try:
+        taken(stream_of_rows(LONG, drop_oversize=drop), 12, workers)
+    finally:
+        streaming.logger.removeHandler(handler)
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert f"These pairs are {fate}. The first one has" in line
+    assert "counted from 0" not in line
+
+
+def test_a_stream_without_any_pair_in_the_budget_says_so():
+    with pytest.raises(DataError, match="loosen the filters or raise the budgets of tokens"):
+        taken(stream_of_rows(LONG[1:3], drop_oversize=True), 1)
+
+
+def test_a_trainer_drops_oversize_pairs_of_a_stream(tmp_path):
+    record = Recorder()
+    changes = {"max_source_tokens": 10, "drop_oversize": True, "stream_buffer": 8, "max_steps": 6}
+    data = training_data().to_iterable_dataset()
+    make_trainer(tmp_path, data=data, collate=record, **changes).train()
+    lengths = [pair for batch in record.batches for pair in batch]
+    assert max(map(max, lengths)) <= 10
+
+
+@pytest.mark.parametrize(
+    ("streams", "changes", "complaint"),
+    [
+        (True, {"lengths": [(5, 5)] * 60}, "lengths needs .*: leave lengths out"),
+        (True, {"mixture": Mixture([60], [1])}, "mixture needs .*weights .* of a TextStream"),
+        (False, {"stream_buffer": 16}, "stream_buffer=16 needs .*: leave stream_buffer out"),
+        (False, {"max_source_tokens": None, "drop_oversize": True}, "drop_oversize needs max_sour"),
+        (
+            False,
+            {"max_source_tokens": None, "mixture": Mixture([60], [1])},
+            "mixture needs max_source_tokens.*leave mixture out",
+        ),
+        (False, {"noam_factor": 2.0}, "noam_factor=2.0 needs noam_warmup_steps: give both"),
+    ],
+)
+def test_arguments_without_effect_are_refused(streams, changes, complaint, tmp_path):
+    data = training_data()
+    with pytest.raises(ValueError, match=complaint):
+        make_trainer(tmp_path, data=data.to_iterable_dataset() if streams else data, **changes)
+
+
+def test_processes_of_a_tensor_parallel_group_read_the_same_rows(tmp_path, monkeypatch):
+    assert [data_parallel_rank(process, 6, 1) for process in (0, 5)] == [(0, 6), (5, 6)]
+    assert [data_parallel_rank(process, 6, 2)[0] for process in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert data_parallel_rank(5, 6, 3) == (1, 2)
+
+    def rows_of(process):
+        trainer = make_trainer(tmp_path, data=Rows())
+        monkeypatch.setattr(type(trainer.args), "process_index", process)
+        trainer.accelerator = SimpleNamespace(num_processes=4)
+        trainer.get_tp_size = lambda: 2
+        return list(trainer.get_train_dataloader().dataset.rows)
+
+    first, second, third, fourth = map(rows_of, range(4))
+    assert first == second
+    assert third == fourth
+    assert [*first, *third] == [*training_data()][::2] + [*training_data()][1::2]
+
+
+def test_an_update_has_one_batch_per_tensor_parallel_group(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=3)
+    trainer.accelerator = SimpleNamespace(num_processes=4)
+    trainer.get_tp_size = lambda: 2
+    assert trainer._token_batch_sampler(96).batches_per_update == 6
+
+
+def test_a_buffer_without_a_stream_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--train", "a.tsv", "--output", "x", "--stream-buffer", "9"])
+    assert "--stream-buffer needs --stream" in capsys.readouterr().err

@@ -82,6 +82,7 @@ class SequenceObjective(Objective):
         if not 0 <= likelihood <= 1:
             raise ObjectiveError(f"likelihood must be from 0 to 1, got {likelihood}.")
         self.candidates, self.likelihood = int(candidates), likelihood
+        self.reward_processes = reward_processes
 
     def prepare(self, trainer: Any) -> None:
         """Get the tokenizer of a trainer, and test the reward on a reference of its data.

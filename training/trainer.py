@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput, has_length, seed_worker
@@ -68,10 +69,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
     A run may be killed at any time, even during a save. `train(resume_from_checkpoint=True)`
     continues from the last complete checkpoint, and names incomplete checkpoints in a warning. The
     rest of the epoch has the same batches, so the final weights are those of a run that was never
-    killed, bit for bit. This holds for one and for several processes.
+    killed, bit for bit. This holds for one and for several processes. A stream continues at its
+    saved position even with `ignore_data_skip`, because that costs no time.
 
     `save_total_limit` removes a checkpoint only after a newer one is complete. A loss or gradient
-    that is not finite ends training before it changes the weights.
+    that is not finite ends training before it changes the weights. DeepSpeed and some optimizers
+    change the weights in the backward pass. The error then says that the weights may have changed.
 
     Args:
         *args, **kwargs: arguments of Seq2SeqTrainer. `data_seed`, or `seed`, shuffles the batches.
@@ -101,13 +104,14 @@ class VaswaniTrainer(Seq2SeqTrainer):
             update.
         OSError: in `train`, a checkpoint could not be saved, for example because the disk is full.
             The message names it and the last complete checkpoint.
-        ValueError: `max_target_tokens` or `batching="packed"` is given without `max_source_tokens`.
-            `lengths` does not match the training data, or these lack a length or a column. A
-            source is empty with `batching="packed"`. No complete checkpoint exists to resume from,
-            or it has another learning rate. `r_drop` is negative, or is combined with an objective.
-            An objective or packed batches are combined with another package's model, another loss,
-            or torch's DataParallel. An objective by name or packed batches are combined with a
-            model that does not translate. TokenBatchSampler and `noam_schedule` raise further ones.
+        ValueError: an argument has no effect, such as `mixture` without `max_source_tokens` or
+            `lengths` for a stream. `lengths` does not match the training data, or these lack a
+            column. A source is empty with `batching="packed"`. No complete checkpoint exists to
+            resume from, or it has another learning rate. `r_drop` is negative, or is combined with
+            an objective. An objective or packed batches are combined with another package's model,
+            another loss, or torch's DataParallel. An objective by name or packed batches are
+            combined with a model that does not translate. TokenBatchSampler and `noam_schedule`
+            raise further ones.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
@@ -131,13 +135,23 @@ class VaswaniTrainer(Seq2SeqTrainer):
             raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
         if r_drop and objective is not None:
             raise ValueError("r_drop is an objective too: give only one of r_drop and objective.")
-        if max_source_tokens is None and max_target_tokens is not None:
-            raise ValueError("max_target_tokens needs max_source_tokens: give both.")
         if batching not in ("sorted", "packed"):
             raise ValueError(f"batching must be 'sorted' or 'packed', got {batching!r}.")
-        if batching == "packed" and max_source_tokens is None:
+        for name, given in (
+            ("max_target_tokens", max_target_tokens is not None),
+            ("batching='packed'", batching == "packed"),
+            ("drop_oversize", drop_oversize),
+            ("mixture", mixture is not None),
+        ):
+            if given and max_source_tokens is None:
+                raise ValueError(
+                    f"{name} needs max_source_tokens, the number of source tokens per batch: give "
+                    f"both, or leave {name} out."
+                )
+        if noam_factor != 1 and noam_warmup_steps is None:
             raise ValueError(
-                "batching='packed' needs max_source_tokens, the number of source tokens per batch."
+                f"noam_factor={noam_factor} needs noam_warmup_steps: give both, or set "
+                "learning_rate instead."
             )
         self.objective: Loss | None = RDrop(r_drop) if r_drop else objective_of(objective)
         refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
@@ -154,12 +168,37 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self.batching = batching
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
-        self.r_drop = r_drop
+        self.r_drop = self.objective.alpha if isinstance(self.objective, RDrop) else 0.0
         self.mixture = mixture
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = stream_buffer
         self._streams = StreamStates()
         self._sentences_per_update: int | None = None
+        self._refuse_options_of_other_data()
+
+    @property
+    def _has_stream(self) -> bool:
+        return self.train_dataset is not None and not has_length(self.train_dataset)
+
+    def _refuse_options_of_other_data(self) -> None:
+        """Refuse options of data with a length if there is a stream, and the reverse."""
+        if not self._has_stream:
+            if self.stream_buffer != BUFFER:
+                raise ValueError(
+                    f"stream_buffer={self.stream_buffer} needs training data without a length: "
+                    "leave stream_buffer out."
+                )
+            return
+        if self.lengths is not None:
+            raise ValueError(
+                "lengths needs training data with a length: leave lengths out, because a stream "
+                "counts the tokens of its rows."
+            )
+        if self.mixture is not None:
+            raise ValueError(
+                "mixture needs training data with a length: leave mixture out, and give weights "
+                "to the corpora of a TextStream instead."
+            )
 
     def _require_own_loss(self, setting: str, translates: bool) -> None:
         """Refuse a setting that needs a model of this package, or one that translates."""
@@ -186,7 +225,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         """Return a loader of token batches, distributed over the processes in turn."""
         if self.max_source_tokens is None or self.train_dataset is None:
             return super().get_train_dataloader()
-        if not has_length(self.train_dataset):
+        if self._has_stream:
             return self._stream_dataloader(self.max_source_tokens)
         sampler = self._token_batch_sampler(self.max_source_tokens)
         dataset: Any = self.train_dataset
@@ -212,13 +251,16 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return prepared
 
     def _stream_dataloader(self, max_source_tokens: int) -> DataLoader:
-        """Return a loader of a stream's batches. Each process and worker reads its own shards."""
+        """Return a loader of a stream's batches.
+
+        Each data-parallel group and worker reads its own shards.
+        """
         data, args = self.train_dataset, self.args
         collator = self._get_collator_with_removed_columns(self.data_collator, "training")
         if self.batching == "packed":
             collator = PackedCollator(collator)
         stream = TokenBatchStream(
-            rows_of_process(data, args.process_index, self.accelerator.num_processes),
+            rows_of_process(data, *self._data_parallel_rank()),
             max_source_tokens,
             self.max_target_tokens,
             collator,
@@ -226,9 +268,15 @@ class VaswaniTrainer(Seq2SeqTrainer):
             PackedBatchSampler if self.batching == "packed" else TokenBatchSampler,
             seed=args.seed if args.data_seed is None else args.data_seed,
             buffer=self.stream_buffer,
-            states=self._streams.states,
+            states=self._streams.start,
+            drop_oversize=self.drop_oversize,
         )
         return DataLoader(stream, batch_size=None, **self._loader_settings())
+
+    def _data_parallel_rank(self) -> tuple[int, int]:
+        return data_parallel_rank(
+            self.args.process_index, self.accelerator.num_processes, self.get_tp_size()
+        )
 
     def _loader_settings(self) -> dict[str, Any]:
         args, workers = self.args, self.args.dataloader_num_workers
@@ -243,7 +291,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self._streams.save(output_dir, self.args.process_index)
+        self._streams.save(output_dir, self.args)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -278,9 +326,10 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"{resume_from_checkpoint} is incomplete: {flaw}. resume_from_checkpoint=True "
                 "finds the last complete one."
             )
+        self._streams.reset()
         if resume_from_checkpoint:
             self._warn_of_other_processes(Path(resume_from_checkpoint))
-            if self.max_source_tokens and not has_length(self.train_dataset):
+            if self.max_source_tokens and self._has_stream:
                 self._streams.load(str(resume_from_checkpoint), self.args)
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
@@ -307,6 +356,21 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"{given} (`learning_rate`, or `noam_factor`). Resume with the settings of the "
                 "checkpoint, or start a new run with its weights."
             )
+        if self.noam_warmup_steps is not None and isinstance(self.lr_scheduler, LambdaLR):
+            self._require_saved_warm_up(self.lr_scheduler, checkpoint)
+
+    def _require_saved_warm_up(self, schedule: LambdaLR, checkpoint: str | None) -> None:
+        """Refuse a loaded schedule if its learning rate is not that of `noam_warmup_steps`."""
+        update = schedule.last_epoch
+        rate = schedule.base_lrs[0] * schedule.lr_lambdas[0](update)
+        saved = schedule.get_last_lr()[0]
+        if not math.isclose(rate, saved, rel_tol=1e-9):
+            raise ValueError(
+                f"{checkpoint} was trained with another schedule: its learning rate for update "
+                f"{update + 1} is {saved:.4g}, but noam_warmup_steps={self.noam_warmup_steps} "
+                f"gives {rate:.4g}. Resume with the settings of the checkpoint, or start a new run "
+                "with its weights."
+            )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.train_dataset, OnTheFlyPairs):
@@ -322,8 +386,16 @@ class VaswaniTrainer(Seq2SeqTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute the loss and gradients of a batch, and require that the loss is finite."""
         loss = super().training_step(*args, **kwargs)
-        self._require_finite("loss", loss)
+        self._require_finite("loss", loss, self._early_updater())
         return loss
+
+    def _early_updater(self) -> str | None:
+        """Return the name of what changes the weights in the backward pass, or None."""
+        if self.is_deepspeed_enabled:
+            return "DeepSpeed"
+        optimizer: Any = self.args.optim
+        early = "lomo" in optimizer.value or "layerwise" in optimizer.value
+        return f"The optimizer {optimizer.value}" if early else None
 
     def compute_loss(
         self,
@@ -334,7 +406,27 @@ class VaswaniTrainer(Seq2SeqTrainer):
     ) -> Any:
         """Compute the model's own loss (5.4), or the loss of the objective during training."""
         if self.objective is None or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss = found[0] if return_outputs else found
+        else:
+            loss = self._loss_of_objective(self.objective, model, inputs, num_items_in_batch)
+            found = (loss, None) if return_outputs else loss
+        if model.training and (updater := self._early_updater()):
+            # Check the loss now, because these backends change the weights in the backward pass.
+            # Without them, `training_step` checks it later, so that the device need not wait.
+            # DeepSpeed changes the weights after the last batch of an update, and such an
+            # optimizer after each batch.
+            unchanged = self.is_deepspeed_enabled or self.args.gradient_accumulation_steps == 1
+            self._require_finite("loss", loss.detach().mean(), None if unchanged else updater)
+        return found
+
+    def _loss_of_objective(
+        self,
+        objective: Loss,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> torch.Tensor:
         tokens: Any = num_items_in_batch
         sentences: Any = self._sentences_in_update
         if tokens is None:
@@ -342,25 +434,25 @@ class VaswaniTrainer(Seq2SeqTrainer):
         if num_items_in_batch is None or sentences is None:
             sentences = sentences_of(inputs)
         update = Update(self.state.global_step, tokens, sentences, self.state.max_steps)
-        loss = self.objective(model, inputs, update)
+        loss = objective(model, inputs, update)
         if not torch.is_tensor(loss) or loss.dim():
             found = f"a tensor {tuple(loss.shape)}" if torch.is_tensor(loss) else repr(loss)
             raise ObjectiveError(
-                f"The objective {name_of(self.objective)} returned {found}. An objective must "
-                "return the loss as a tensor of one number, without dimensions."
+                f"The objective {name_of(objective)} returned {found}. An objective must return "
+                "the loss as a tensor of one number, without dimensions."
             )
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # Gradients are averaged over processes. Processes that share a tensor-parallel model
             # have the same batch.
-            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        return (loss, None) if return_outputs else loss
+            loss = loss * self._data_parallel_rank()[1]
+        return loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
         """Collect the batches of an update, and count tokens and sentences over all processes."""
-        if self.max_source_tokens and not has_length(self.train_dataset):
-            epoch_iterator = map(self._streams.remember, epoch_iterator)
+        if self.max_source_tokens and self._has_stream:
+            epoch_iterator = self._streams.batches(epoch_iterator)
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._sentences_in_update = None
         if self.objective is not None and tokens is not None:
@@ -374,16 +466,22 @@ class VaswaniTrainer(Seq2SeqTrainer):
         # The Trainer calls this method after the gradients are averaged and before the update.
         norm = super()._get_grad_norm(*args, **kwargs)
         if norm is not None and getattr(self.accelerator, "scaler", None) is None:
-            self._require_finite("norm of the gradient", norm)
+            self._require_finite("norm of the gradient", norm, self._early_updater())
         return norm
 
-    def _require_finite(self, what: str, value: torch.Tensor | float) -> None:
+    def _require_finite(
+        self, what: str, value: torch.Tensor | float, updater: str | None = None
+    ) -> None:
+        """Require a finite number. `updater` names what may have changed the weights already."""
         number = float(value)
         if not math.isfinite(number):
+            weights = "The weights were not changed by this update."
+            if updater is not None:
+                weights = f"{updater} may already have changed the weights in this update."
             raise FloatingPointError(
-                f"The {what} is {number} in update {self.state.global_step + 1}. The weights were "
-                f"not changed by this update. {self._last_saved()} A lower learning rate, more "
-                "warm-up steps, max_grad_norm=1 or float32 usually help."
+                f"The {what} is {number} in update {self.state.global_step + 1}. {weights} "
+                f"{self._last_saved()} A lower learning rate, more warm-up steps, max_grad_norm=1 "
+                "or float32 usually help."
             )
 
     def _last_saved(self) -> str:
@@ -489,7 +587,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
         own = (
             "max_source_tokens",
             "max_target_tokens",
+            "drop_oversize",
             "batching",
+            "stream_buffer",
             "noam_warmup_steps",
             "noam_factor",
             "r_drop",
@@ -497,7 +597,9 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return {
             **self.args.to_dict(),
             **{name: getattr(self, name) for name in own},
+            "mixture": None if self.mixture is None else self.mixture.settings(),
             "objective": None if self.objective is None else name_of(self.objective),
+            "objective_settings": _settings_of(self.objective),
         }
 
     def create_model_card(
@@ -572,7 +674,8 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"lengths has {len(lengths)} sentence pairs, but the training data have "
                 f"{len(dataset)}: pass one row of lengths per pair."
             )
-        batches_per_update = self.accelerator.num_processes * self.args.gradient_accumulation_steps
+        _, readers = self._data_parallel_rank()
+        batches_per_update = readers * self.args.gradient_accumulation_steps
         kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler
         sampler = kind(
             lengths,
@@ -596,4 +699,29 @@ class VaswaniTrainer(Seq2SeqTrainer):
         return sampler
 
 
-__all__ = ["VaswaniTrainer"]
+def data_parallel_rank(process: int, processes: int, tensor_parallel: int) -> tuple[int, int]:
+    """Return the number of a process's tensor-parallel group, and the number of groups.
+
+    Processes of a group have consecutive ranks and parts of one model, so they need the same batch.
+
+    Args:
+        process: rank of the process.
+        processes: number of processes.
+        tensor_parallel: number of processes in a group.
+    """
+    return process // tensor_parallel, processes // tensor_parallel
+
+
+def _settings_of(objective: Loss | None) -> dict[str, Any]:
+    """Return the settings of an objective in JSON types. Functions are given by their names."""
+    if not isinstance(objective, Objective):
+        return {}
+    names = inspect.signature(type(objective)).parameters
+    values = {name: getattr(objective, name) for name in names if hasattr(objective, name)}
+    return {
+        name: value if isinstance(value, str | int | float | None) else name_of(value)
+        for name, value in values.items()
+    }
+
+
+__all__ = ["VaswaniTrainer", "data_parallel_rank"]
