@@ -252,15 +252,16 @@ def trained_and_pushed(saved, work):
 
 
 def training_that_lost_a_push(saved, work):
-    from vaswani.training import trainer as module
+    from vaswani.training import saving
+    from vaswani.training.trainer import VaswaniTrainer
 
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    module.logger.addHandler(handler)
+    saving.logger.addHandler(handler)
     loaded = load(saved)
     place = "interrupted/training"
-    trainer = train(module.VaswaniTrainer, loaded, f"{work}/interrupted", place)
+    trainer = train(VaswaniTrainer, loaded, f"{work}/interrupted", place)
     trained_to = trainer.state.global_step
     trainer.push_to_hub()
     facts = facts_about(parts_of(loaded["translator"], loaded["tokenizer"]))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_batching import STEPS, assert_bit_for_bit, make_trainer, needs_resume_on_cpus, weights
 from transformers import Seq2SeqTrainer, TrainerCallback, TrainerState, modeling_utils
 from transformers.testing_utils import CaptureLogger
-from vaswani.training import checkpoints, trainer
+from vaswani.training import checkpoints, saving, trainer
 from vaswani.training.checkpoints import last_complete_checkpoint
 from vaswani.training.trainer import VaswaniTrainer
 
@@ -64,8 +64,8 @@ def die_in(owner, name, number, when):
 # A checkpoint calls save_file once, torch.save four times (settings, optimizer, schedule, random
 # numbers), and each other function once. The second checkpoint is that of step 6.
 MOMENTS = {
-    "before the folder": (trainer, "begin_checkpoint", 2, "before"),
-    "in an empty folder": (trainer, "begin_checkpoint", 2, "after"),
+    "before the folder": (saving, "begin_checkpoint", 2, "before"),
+    "in an empty folder": (saving, "begin_checkpoint", 2, "after"),
     "in the weights": (modeling_utils, "safe_save_file", 2, "half way"),
     "after the weights": (modeling_utils, "safe_save_file", 2, "after"),
     "in the settings": (torch, "save", 5, "half way"),
@@ -76,8 +76,8 @@ MOMENTS = {
     "in the random numbers": (torch, "save", 8, "half way"),
     "before the state": (TrainerState, "save_to_json", 2, "before"),
     "in the state": (TrainerState, "save_to_json", 2, "half way"),
-    "before it is declared complete": (trainer, "finish_checkpoint", 2, "before"),
-    "when it is complete": (trainer, "finish_checkpoint", 2, "after"),
+    "before it is declared complete": (saving, "finish_checkpoint", 2, "before"),
+    "when it is complete": (saving, "finish_checkpoint", 2, "after"),
     "while the one before is removed": (checkpoints.shutil, "rmtree", 1, "before"),
 }
 
@@ -328,7 +328,7 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
 
     def train_until_full():
         run = make_trainer(output, **SAVING)
-        begin, limits = trainer.begin_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+        begin, limits = saving.begin_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
         allowed = {
             "weights": sizes["model.safetensors"] // 2,
             "optimizer": sizes["model.safetensors"] + 2000,
@@ -345,7 +345,7 @@ def test_a_full_disk_is_reported_and_leaves_the_last_checkpoint(
                 if file == "list":
                     checkpoints.flush = refuse
 
-        trainer.begin_checkpoint = fill_disk
+        saving.begin_checkpoint = fill_disk
         try:
             run.train()
         except OSError as error:

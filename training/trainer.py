@@ -1,13 +1,9 @@
 """Seq2SeqTrainer with the paper's batches and schedule (sections 5.1, 5.3), safe from kills."""
 
-import contextlib
 import copy
 import inspect
-import json
 import math
-import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,49 +12,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput, has_length, seed_worker
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..configuration.extras import needs
-from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
 from ..corpora.mixing import Mixture
 from ..corpora.on_the_fly import OnTheFlyPairs
-from ..corpora.packed_collator import PackedCollator
-from ..corpora.streaming import BUFFER, TokenBatchStream, rows_of_process
-from ..corpora.text_stream import TextStream
-from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
-from ..corpora.token_counts import first_empty, token_counts
-from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
+from ..corpora.streaming import BUFFER
 from ..modeling.quantization_vaswani import refuse_int8
-from .checkpoints import (
-    begin_checkpoint,
-    discard_checkpoint,
-    finish_checkpoint,
-    flaw_of,
-    is_being_saved,
-    last_complete_checkpoint,
-    limit_checkpoints,
-)
-from .circumstances import circumstances, weights_sha256
+from .checkpoints import flaw_of, last_complete_checkpoint
 from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
 from .objectives import objective_of
-from .processes import whole_weights
 from .r_drop import RDrop
+from .saving import SafeSaving
 from .schedule import noam_schedule
 from .stream_states import StreamStates
-
-with needs("vaswani[train]"):
-    import datasets
+from .token_loading import TokenBatchLoading
 
 logger = logging.get_logger(__name__)
 
-_CARD = "README.md"
 
-
-class VaswaniTrainer(Seq2SeqTrainer):
+class VaswaniTrainer(TokenBatchLoading, SafeSaving):
     """Seq2SeqTrainer with token batches (5.1), the paper's schedule (5.3), and safe saves.
 
     With `max_source_tokens=None`, the batches are those of Seq2SeqTrainer. Otherwise training
@@ -173,32 +147,7 @@ class VaswaniTrainer(Seq2SeqTrainer):
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = stream_buffer
         self._streams = StreamStates()
-        self._sentences_per_update: int | None = None
         self._refuse_options_of_other_data()
-
-    @property
-    def _has_stream(self) -> bool:
-        return self.train_dataset is not None and not has_length(self.train_dataset)
-
-    def _refuse_options_of_other_data(self) -> None:
-        """Refuse options of data with a length if there is a stream, and the reverse."""
-        if not self._has_stream:
-            if self.stream_buffer != BUFFER:
-                raise ValueError(
-                    f"stream_buffer={self.stream_buffer} needs training data without a length: "
-                    "leave stream_buffer out."
-                )
-            return
-        if self.lengths is not None:
-            raise ValueError(
-                "lengths needs training data with a length: leave lengths out, because a stream "
-                "counts the tokens of its rows."
-            )
-        if self.mixture is not None:
-            raise ValueError(
-                "mixture needs training data with a length: leave mixture out, and give weights "
-                "to the corpora of a TextStream instead."
-            )
 
     def _require_own_loss(self, setting: str, translates: bool) -> None:
         """Refuse a setting that needs a model of this package, or one that translates."""
@@ -220,78 +169,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 f"{setting} needs a process for each of the {self.args.n_gpu} GPUs: start the run "
                 "with `accelerate launch`."
             )
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Return a loader of token batches, distributed over the processes in turn."""
-        if self.max_source_tokens is None or self.train_dataset is None:
-            return super().get_train_dataloader()
-        if self._has_stream:
-            return self._stream_dataloader(self.max_source_tokens)
-        sampler = self._token_batch_sampler(self.max_source_tokens)
-        dataset: Any = self.train_dataset
-        collator = self.data_collator
-        if isinstance(dataset, datasets.Dataset):
-            dataset = self._remove_unused_columns(dataset, description="training")
-        else:
-            collator = self._get_collator_with_removed_columns(collator, description="training")
-        if self.batching == "packed":
-            collator = PackedCollator(collator)
-        dataloader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            collate_fn=collator,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            **self._loader_settings(),
-        )
-        prepared = self.accelerator.prepare(dataloader)
-        if prepared.batch_sampler is not sampler:
-            # Resuming wraps the batch sampler of a process once more before it sets the epoch.
-            # Accelerate then looks for `set_epoch` one level down only.
-            prepared.batch_sampler.sampler = sampler
-        return prepared
-
-    def _stream_dataloader(self, max_source_tokens: int) -> DataLoader:
-        """Return a loader of a stream's batches.
-
-        Each data-parallel group and worker reads its own shards.
-        """
-        data, args = self.train_dataset, self.args
-        collator = self._get_collator_with_removed_columns(self.data_collator, "training")
-        if self.batching == "packed":
-            collator = PackedCollator(collator)
-        stream = TokenBatchStream(
-            rows_of_process(data, *self._data_parallel_rank()),
-            max_source_tokens,
-            self.max_target_tokens,
-            collator,
-            data.encode if isinstance(data, TextStream) else None,
-            PackedBatchSampler if self.batching == "packed" else TokenBatchSampler,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            buffer=self.stream_buffer,
-            states=self._streams.start,
-            drop_oversize=self.drop_oversize,
-        )
-        return DataLoader(stream, batch_size=None, **self._loader_settings())
-
-    def _data_parallel_rank(self) -> tuple[int, int]:
-        return data_parallel_rank(
-            self.args.process_index, self.accelerator.num_processes, self.get_tp_size()
-        )
-
-    def _loader_settings(self) -> dict[str, Any]:
-        args, workers = self.args, self.args.dataloader_num_workers
-        return {
-            "num_workers": workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "multiprocessing_context": args.dataloader_multiprocessing_context,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "in_order": args.dataloader_in_order,
-            "worker_init_fn": partial(seed_worker, num_workers=workers, rank=args.process_index),
-        }
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self._streams.save(output_dir, self.args)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -484,90 +361,6 @@ class VaswaniTrainer(Seq2SeqTrainer):
                 "or float32 usually help."
             )
 
-    def _last_saved(self) -> str:
-        last = last_complete_checkpoint(self._get_output_dir(trial=None))
-        if last is None:
-            return "There is no complete checkpoint."
-        return f"The last complete checkpoint is {last}."
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        run = Path(self._get_output_dir(trial=trial))
-        folder = run / f"checkpoint-{self.state.global_step}"
-        # transformers would remove old checkpoints before the new one is complete.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            if self.args.should_save:
-                begin_checkpoint(folder)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                finish_checkpoint(folder)
-        except Exception as error:
-            # The disk may be full, so remove the incomplete checkpoint.
-            with contextlib.suppress(OSError):
-                discard_checkpoint(folder)
-            if not is_failed_write(error):
-                raise
-            raise OSError(
-                f"{failed_save(folder, error)} {self._last_saved()} Resume from there when the "
-                "cause is fixed."
-            ) from error
-        finally:
-            self.args.save_total_limit = limit
-        if self.args.should_save and limit:
-            limit_checkpoints(folder, limit, self.state.best_model_checkpoint)
-        if self.args.push_to_hub:
-            self._report_failed_pushes()
-            if self._has_whole_model(folder):
-                self._write_card(folder, output=run, repo_id=self.hub_model_id)
-            super()._push_from_checkpoint(str(folder))
-
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
-        folder = Path(output_dir or self.args.output_dir or "trainer_output")
-        if not self.args.should_save or is_being_saved(folder):
-            super()._save(output_dir, state_dict)
-            return
-        try:
-            with replaced_files(folder) as partial:
-                if (folder / _CARD).exists():
-                    shutil.copyfile(folder / _CARD, partial / _CARD)  # PEFT extends the card
-                super()._save(str(partial), state_dict)
-        except OSError as error:
-            raise OSError(
-                f"{error} Earlier files in the folder are unchanged. {self._last_saved()}"
-            ) from error
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model in float32, even if its weights are sharded over processes."""
-        weights = whole_weights(self.accelerator, self.model_wrapped)
-        if weights is None:
-            super().save_model(output_dir, _internal_call)
-            return
-        self._save(output_dir, state_dict=weights)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: transformers calls this method before the checkpoint is complete."""
-
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        self._report_failed_pushes()
-
-    def _report_failed_pushes(self) -> None:
-        """Warn about background pushes that failed, because transformers does not."""
-        current: Any = getattr(self, "push_in_progress", None)
-        for job in [job for job in current.jobs if job.done()] if current else []:
-            current.jobs.remove(job)
-            if error := job.exception():
-                logger.warning(
-                    f"A push to {self.hub_model_id} failed: {error} The repository is unchanged. "
-                    "The next push will include these files, or call trainer.push_to_hub()."
-                )
-
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch without changing the generation config, which is saved with the model."""
         if not getattr(self.args, "predict_with_generate", False):
@@ -595,121 +388,12 @@ class VaswaniTrainer(Seq2SeqTrainer):
             "r_drop",
         )
         return {
-            **self.args.to_dict(),
+            **super().settings(),
             **{name: getattr(self, name) for name in own},
             "mixture": None if self.mixture is None else self.mixture.settings(),
             "objective": None if self.objective is None else name_of(self.objective),
             "objective_settings": _settings_of(self.objective),
         }
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        finetuned_from: str | None = None,
-        dataset_tags: str | list[str] | None = None,
-        **others: Any,
-    ) -> None:
-        """Write training.json and the card made from it into the output folder.
-
-        A card that was edited is kept. An adapter or a model of another class gets transformers'
-        card.
-        """
-        output = Path(self.args.output_dir or "trainer_output")
-        if not self._has_whole_model(output):
-            super().create_model_card(
-                language,
-                license,
-                tags,
-                finetuned_from=finetuned_from,
-                dataset_tags=dataset_tags,
-                **others,
-            )
-            return
-        log = self.state.log_history
-        seconds = sum(entry.get("train_runtime", 0.0) for entry in log)
-        report = {
-            **circumstances(),
-            "training_minutes": round(seconds / 60, 1),
-            "steps": self.state.global_step,
-            "weights_sha256": weights_sha256(output),
-            "arguments": self.settings(),
-            "log": log,
-        }
-        with replaced_file(output / "training.json") as path:
-            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        self._write_card(
-            output,
-            repo_id=self.hub_model_id,
-            language=language,
-            license=license,
-            tags=tags,
-            base_model=finetuned_from,
-            datasets=dataset_tags,
-        )
-
-    def _write_card(self, folder: Path, **options: Any) -> None:
-        model: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        model.write_card(folder, **options)
-
-    def _has_whole_model(self, folder: Path) -> bool:
-        """Return whether a folder holds a whole model. Adapters and sharded states are not."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        translator = isinstance(model, VaswaniForConditionalGeneration)
-        weights = any(folder.glob("model*.safetensors"))
-        return translator and weights and self.is_world_process_zero()
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the sentences of an average update. Samples per second are derived from it."""
-        if self._sentences_per_update is None:
-            return super().get_total_train_batch_size(args)
-        return self._sentences_per_update
-
-    def _token_batch_sampler(self, max_source_tokens: int) -> TokenBatchSampler:
-        dataset: Any = self.train_dataset
-        lengths = token_counts(dataset) if self.lengths is None else self.lengths
-        if len(lengths) != len(dataset):
-            raise ValueError(
-                f"lengths has {len(lengths)} sentence pairs, but the training data have "
-                f"{len(dataset)}: pass one row of lengths per pair."
-            )
-        _, readers = self._data_parallel_rank()
-        batches_per_update = readers * self.args.gradient_accumulation_steps
-        kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler
-        sampler = kind(
-            lengths,
-            max_source_tokens,
-            self.max_target_tokens,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            drop_oversize=self.drop_oversize,
-            batches_per_update=batches_per_update,
-            mixture=self.mixture,
-        )
-        if self.batching == "packed" and (row := first_empty(lengths, 0)) is not None:
-            raise ValueError(
-                f"Row {row} of the training data, counted from 0, has no source tokens. "
-                "batching='packed' needs at least an end token in each source: leave the row out."
-            )
-        if isinstance(self.objective, Objective):
-            self.objective.check_lengths(lengths)
-        self._sentences_per_update = round(
-            sampler.num_sentences * batches_per_update / len(sampler)
-        )
-        return sampler
-
-
-def data_parallel_rank(process: int, processes: int, tensor_parallel: int) -> tuple[int, int]:
-    """Return the number of a process's tensor-parallel group, and the number of groups.
-
-    Processes of a group have consecutive ranks and parts of one model, so they need the same batch.
-
-    Args:
-        process: rank of the process.
-        processes: number of processes.
-        tensor_parallel: number of processes in a group.
-    """
-    return process // tensor_parallel, processes // tensor_parallel
 
 
 def _settings_of(objective: Loss | None) -> dict[str, Any]:
@@ -724,4 +408,4 @@ def _settings_of(objective: Loss | None) -> dict[str, Any]:
     }
 
 
-__all__ = ["VaswaniTrainer", "data_parallel_rank"]
+__all__ = ["VaswaniTrainer"]

@@ -1,0 +1,190 @@
+"""The trainer's batches by tokens (5.1), from data sets and from streams."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, TrainingArguments
+from transformers.trainer_utils import has_length, seed_worker
+
+from ..configuration.extras import needs
+from ..corpora.mixing import Mixture
+from ..corpora.packed_collator import PackedCollator
+from ..corpora.streaming import BUFFER, TokenBatchStream, rows_of_process
+from ..corpora.text_stream import TextStream
+from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
+from ..corpora.token_counts import first_empty, token_counts
+from .objective import Loss, Objective
+from .stream_states import StreamStates
+
+with needs("vaswani[train]"):
+    import datasets
+
+
+class TokenBatchLoading(Seq2SeqTrainer):
+    """Seq2SeqTrainer whose training batches have a budget of tokens.
+
+    VaswaniTrainer documents and sets the fields.
+    """
+
+    max_source_tokens: int | None
+    max_target_tokens: int | None
+    lengths: np.ndarray | None
+    drop_oversize: bool
+    batching: str
+    mixture: Mixture | None
+    stream_buffer: int
+    objective: Loss | None
+    _streams: StreamStates
+    _sentences_per_update: int | None = None
+
+    @property
+    def _has_stream(self) -> bool:
+        return self.train_dataset is not None and not has_length(self.train_dataset)
+
+    def _refuse_options_of_other_data(self) -> None:
+        """Refuse options of data with a length if there is a stream, and the reverse."""
+        if not self._has_stream:
+            if self.stream_buffer != BUFFER:
+                raise ValueError(
+                    f"stream_buffer={self.stream_buffer} needs training data without a length: "
+                    "leave stream_buffer out."
+                )
+            return
+        if self.lengths is not None:
+            raise ValueError(
+                "lengths needs training data with a length: leave lengths out, because a stream "
+                "counts the tokens of its rows."
+            )
+        if self.mixture is not None:
+            raise ValueError(
+                "mixture needs training data with a length: leave mixture out, and give weights "
+                "to the corpora of a TextStream instead."
+            )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader of token batches, distributed over the processes in turn."""
+        if self.max_source_tokens is None or self.train_dataset is None:
+            return super().get_train_dataloader()
+        if self._has_stream:
+            return self._stream_dataloader(self.max_source_tokens)
+        sampler = self._token_batch_sampler(self.max_source_tokens)
+        dataset: Any = self.train_dataset
+        collator = self.data_collator
+        if isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        if self.batching == "packed":
+            collator = PackedCollator(collator)
+        dataloader = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=collator,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            **self._loader_settings(),
+        )
+        prepared = self.accelerator.prepare(dataloader)
+        if prepared.batch_sampler is not sampler:
+            # Resuming wraps the batch sampler of a process once more before it sets the epoch.
+            # Accelerate then looks for `set_epoch` one level down only.
+            prepared.batch_sampler.sampler = sampler
+        return prepared
+
+    def _stream_dataloader(self, max_source_tokens: int) -> DataLoader:
+        """Return a loader of a stream's batches.
+
+        Each data-parallel group and worker reads its own shards.
+        """
+        data, args = self.train_dataset, self.args
+        collator = self._get_collator_with_removed_columns(self.data_collator, "training")
+        if self.batching == "packed":
+            collator = PackedCollator(collator)
+        stream = TokenBatchStream(
+            rows_of_process(data, *self._data_parallel_rank()),
+            max_source_tokens,
+            self.max_target_tokens,
+            collator,
+            data.encode if isinstance(data, TextStream) else None,
+            PackedBatchSampler if self.batching == "packed" else TokenBatchSampler,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            buffer=self.stream_buffer,
+            states=self._streams.start,
+            drop_oversize=self.drop_oversize,
+        )
+        return DataLoader(stream, batch_size=None, **self._loader_settings())
+
+    def _data_parallel_rank(self) -> tuple[int, int]:
+        return data_parallel_rank(
+            self.args.process_index, self.accelerator.num_processes, self.get_tp_size()
+        )
+
+    def _loader_settings(self) -> dict[str, Any]:
+        args, workers = self.args, self.args.dataloader_num_workers
+        return {
+            "num_workers": workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "in_order": args.dataloader_in_order,
+            "worker_init_fn": partial(seed_worker, num_workers=workers, rank=args.process_index),
+        }
+
+    def _token_batch_sampler(self, max_source_tokens: int) -> TokenBatchSampler:
+        dataset: Any = self.train_dataset
+        lengths = token_counts(dataset) if self.lengths is None else self.lengths
+        if len(lengths) != len(dataset):
+            raise ValueError(
+                f"lengths has {len(lengths)} sentence pairs, but the training data have "
+                f"{len(dataset)}: pass one row of lengths per pair."
+            )
+        _, readers = self._data_parallel_rank()
+        batches_per_update = readers * self.args.gradient_accumulation_steps
+        kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler
+        sampler = kind(
+            lengths,
+            max_source_tokens,
+            self.max_target_tokens,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            drop_oversize=self.drop_oversize,
+            batches_per_update=batches_per_update,
+            mixture=self.mixture,
+        )
+        if self.batching == "packed" and (row := first_empty(lengths, 0)) is not None:
+            raise ValueError(
+                f"Row {row} of the training data, counted from 0, has no source tokens. "
+                "batching='packed' needs at least an end token in each source: leave the row out."
+            )
+        if isinstance(self.objective, Objective):
+            self.objective.check_lengths(lengths)
+        self._sentences_per_update = round(
+            sampler.num_sentences * batches_per_update / len(sampler)
+        )
+        return sampler
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the sentences of an average update. Samples per second are derived from it."""
+        if self._sentences_per_update is None:
+            return super().get_total_train_batch_size(args)
+        return self._sentences_per_update
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self._streams.save(output_dir, self.args)
+
+
+def data_parallel_rank(process: int, processes: int, tensor_parallel: int) -> tuple[int, int]:
+    """Return the number of a process's tensor-parallel group, and the number of groups.
+
+    Processes of a group have consecutive ranks and parts of one model, so they need the same batch.
+
+    Args:
+        process: rank of the process.
+        processes: number of processes.
+        tensor_parallel: number of processes in a group.
+    """
+    return process // tensor_parallel, processes // tensor_parallel
+
+
+__all__ = ["TokenBatchLoading", "data_parallel_rank"]
