@@ -4,6 +4,7 @@ import functools
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
@@ -95,6 +96,10 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         inputs = super().prepare_inputs_for_generation(
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
+        prefix, ids = inputs.get("prefix_mask"), inputs.get("input_ids")
+        if prefix is not None and ids is not None and kwargs.get("past_key_values") is None:
+            # Without a cache, each step reads the whole text again.
+            inputs["prefix_mask"] = F.pad(prefix, (0, max(ids.shape[1] - prefix.shape[1], 0)))
         given, made = kwargs.get("attention_mask"), inputs.get("attention_mask")
         if inputs.get("prefix_mask") is None or made is given:
             return inputs
@@ -119,7 +124,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
 
         The search reads prompts that are padded on the left, with the positions of `generate`.
         """
-        if not prompt.shape[1]:
+        if not prompt.shape[1] or self.config.attends_to_source:
             return None
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if (prefix := model_kwargs.get("prefix_mask")) is not None:

@@ -124,7 +124,7 @@ def _search_settings(config: Any) -> SearchSettings:
     return SearchSettings(
         num_beams=config.num_beams,
         num_return_sequences=config.num_return_sequences,
-        length_penalty=float(config.length_penalty),
+        length_penalty=float(config.length_penalty or 0),  # None only without beams
         length_penalty_type=getattr(config, "length_penalty_type", None),
         early_stopping=config.early_stopping,
         eos_token_ids=() if ends is None else tuple(ends.tolist()),
@@ -338,6 +338,12 @@ class VaswaniGenerationMixin(GenerationMixin):
             if getattr(prepared, "_limited_by_source", False):
                 prepared.max_new_tokens = None
             return prepared, model_kwargs
+        if misplaced := self.config._get_generation_parameters():
+            names = ", ".join(misplaced)
+            raise ValueError(
+                f"model.config has settings of the search ({names}), which `generate` does not "
+                "read: set them in model.generation_config."
+            )
         settings = VaswaniGenerationConfig.from_dict(self.generation_config.to_dict())
         model_kwargs = settings.update(**kwargs)
         prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)

@@ -344,8 +344,10 @@ class IncrementalDecoder:
 
     def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Embed the tokens (B, K) of some rows at their next positions (3.4, 3.5): (R, D)."""
-        if self.position >= len(self.positions):
-            end = self.position + 1
+        end = self.position + 1
+        if self.padding is not None and end > len(self.positions):
+            end -= int(self.padding.sum(dim=1).min())  # padding has no position
+        if end > len(self.positions):
             if not isinstance(self.decoder.embed_positions, nn.Embedding):
                 end *= 2  # sinusoids have no last position, so compute some in advance
             self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)

@@ -26,6 +26,7 @@ PACKAGES = ("transformers", "torch", "accelerate", "peft", "sacrebleu")
 METHODS = {
     "transformers.PreTrainedConfig": {
         "_dict_from_json_file": "cls json_file",
+        "_get_generation_parameters": "self",
         "get_config_dict": "cls pretrained_model_name_or_path kwargs",
         "validate_architecture": "self",
     },

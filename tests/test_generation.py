@@ -68,6 +68,20 @@ def test_without_a_cache_the_sentences_are_the_same(tiny_model, source, search):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_no_length_penalty_is_the_default_of_transformers(tiny_model, source, num_beams):
+    model = tiny_model()
+    found = model.generate(**source, num_beams=num_beams, length_penalty=None)
+    assert torch.equal(found, model.generate(**source, num_beams=num_beams, length_penalty=1.0))
+
+
+def test_settings_of_the_search_in_the_configuration_are_refused(tiny_model, source):
+    model = tiny_model()
+    model.config.num_beams = 4
+    with pytest.raises(ValueError, match=r"\(num_beams\).* set them in model.generation_config"):
+        model.generate(**source)
+
+
 @pytest.mark.parametrize("prompt", [[[2, 5, 6]], [[5, 6]]])
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_prefix_is_kept_and_does_not_count_against_the_limit(

@@ -300,6 +300,34 @@ def test_a_static_cache_writes_behind_a_prefix_what_a_dynamic_cache_writes(
     assert not torch.allclose(torch.stack(causal.logits)[:1], logits[0][:1], atol=1e-3)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_without_a_cache_a_prefix_is_read_in_every_step(build, prompts, beams):
+    model = build(VaswaniForCausalLM)
+    prefix = PADDED * torch.tensor([1, 1, 1, 1, 0, 0])
+    call = {"attention_mask": PADDED, "prefix_mask": prefix, "max_new_tokens": 9}
+    found = model.generate(prompts, **call, num_beams=beams, use_cache=False)
+    assert torch.equal(found, model.generate(prompts, **call, num_beams=beams))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_generation_without_a_source_is_refused_where_the_model_attends_to_one(
+    build, prompts, length
+):
+    model = build(VaswaniForCausalLM, add_cross_attention=True)
+    with pytest.raises(ValueError, match="encoder_hidden_states"):
+        model.generate(prompts[:, :length], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padding_on_the_left_takes_no_learned_positions(build, beams):
+    model = build(VaswaniForCausalLM, position_encoding="learned", max_position_embeddings=14)
+    texts = torch.randint(3, 19, (2, 5), generator=torch.Generator().manual_seed(0))
+    ids, mask = (F.pad(part, (8, 0)) for part in (texts, torch.ones_like(texts)))
+    call = {"max_new_tokens": 9, "min_new_tokens": 9, "num_beams": beams}
+    found = model.generate(ids, attention_mask=mask, **call)
+    assert torch.equal(found[:, 8:], model.generate(texts, **call))
+
+
 def test_a_language_model_that_prepares_its_own_inputs_is_asked_for_them(build, prompts):
     class Own(VaswaniForCausalLM):
         def prepare_inputs_for_generation(self, *args, **kwargs):
