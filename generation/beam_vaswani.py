@@ -16,8 +16,8 @@ from .rules_vaswani import SearchSettings
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
 RULED_OUT = -1e9  # transformers' score for hypotheses that must not be chosen
-_NO_SCORES = (
-    "The beam search found no hypotheses, because scores are NaN or -inf: look for NaN in the "
+NO_SCORES = (
+    "The search found no hypotheses, because scores are NaN or -inf: look for NaN in the "
     "model's weights, and for tokens that are all banned."
 )
 
@@ -98,7 +98,7 @@ class Beam:
             ValueError: a score is NaN.
         """
         if bool(candidates.scores[:, 0].isnan().any()):  # NaN is best
-            raise ValueError(_NO_SCORES)
+            raise ValueError(NO_SCORES)
         if compute(candidates.scores, self.finished):
             return self._advance_compiled(candidates, length, settings)
         ends = settings.ends(candidates.tokens, self.limits[:, None], length)
@@ -188,7 +188,7 @@ def trace_back(
     lengths, parents, tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
     longest = lengths.max()
     if longest == 0:
-        raise ValueError(_NO_SCORES)
+        raise ValueError(NO_SCORES)
     sequences = np.full((longest, sentences, returned), FILL)
     hypotheses = sequences.copy()
     hypothesis = parents  # (B, n) the hypothesis of the current step
@@ -212,4 +212,4 @@ def trace_back(
     return of_hypotheses(sequences), of_hypotheses(hypotheses)
 
 
-__all__ = ["FILL", "RULED_OUT", "Beam", "Candidates", "trace_back"]
+__all__ = ["FILL", "NO_SCORES", "RULED_OUT", "Beam", "Candidates", "trace_back"]

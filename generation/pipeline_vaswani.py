@@ -10,16 +10,21 @@ from typing import Any
 
 import torch
 from transformers import Pipeline
+from transformers.generation import GenerateBeamEncoderDecoderOutput
 from transformers.utils import logging
 
 from ..configuration.places_vaswani import check_model_type
 from ..tokenization.kinds_vaswani import half_character
 from .batches_vaswani import batches_by_length
-from .limits_vaswani import check_position_limit
+from .limits_vaswani import check_position_limit, length_limits
 from .settings_vaswani import first_setting
 
 _PROGRESS_AFTER = 5  # seconds of work after which a progress bar appears
 _SHORTEST = 16  # tokens; a shorter line counts as this many, because its translation costs memory
+# Settings of `generate` that may have an entry for each line.
+_OF_LINES = ("decoder_start_token_id", "decoder_input_ids", "decoder_attention_mask")
+# Settings of `generate` that end a sentence without an end token, and before its limit.
+_OWN_STOPS = ("stop_strings", "stopping_criteria")
 
 Translations = list[dict[str, Any]]
 
@@ -50,15 +55,17 @@ class VaswaniTranslationPipeline(Pipeline):
         progress: draw a progress bar for lists and streams; None, the default, draws it after five
             seconds of work.
         **kwargs: arguments of transformers' Pipeline, such as `device`, or of `generate`, such as
-            `num_beams=4`. The model's generation config has the defaults of `generate`.
+            `num_beams=4`. The model's generation config has the defaults of `generate`. A list or
+            tensor for the decoder's start, such as `decoder_input_ids`, has an entry for each line,
+            or one entry for all lines.
 
     All arguments but the first two may be given here, for every call, or to the call itself.
 
     Raises:
         TypeError: the input is no string, or a line is none; names the line.
-        ValueError: a tokenizer is missing; a setting is no integer or below 1; a line has more
-            tokens than the model has learned positions, or half of a surrogate pair; names the
-            line.
+        ValueError: a tokenizer is missing; a setting is no integer or below 1, or has entries for
+            another number of lines; a line has more tokens than the model has learned positions, or
+            half of a surrogate pair; names the line.
     """
 
     model: Any
@@ -130,11 +137,13 @@ class VaswaniTranslationPipeline(Pipeline):
     ) -> Iterator[Translations]:
         """Yield the translations of each line, in windows of lines."""
         lines, first = iter(inputs), 1
+        count = len(inputs) if isinstance(inputs, Sized) else None
+        of_lines = self._settings_of_lines(generating)
         blank: dict[str, Any] = {"translation_text": ""}
         if generating.get("return_scores"):
             blank["score"] = 0.0  # log-probability of a certain result
         bar = logging.tqdm(
-            total=len(inputs) if isinstance(inputs, Sized) else None,
+            total=count,
             unit=" lines",
             delay=0 if progress else _PROGRESS_AFTER,
             disable=progress is False,
@@ -142,14 +151,21 @@ class VaswaniTranslationPipeline(Pipeline):
         with bar:
             while chunk := list(itertools.islice(lines, window)):
                 ids = self.preprocess(chunk, first)
+                _check_entries(of_lines, count, first + len(chunk) - 1)
                 results = [[dict(blank) for _ in range(self._hypotheses(generating))] for _ in ids]
                 bar.update(sum(not sentence for sentence in ids))
                 lengths = [(len(sentence),) for sentence in ids]
                 for batch in batches_by_length(lengths, max_tokens, batch_size, _SHORTEST):
                     inputs_of_batch = self.tokenizer.pad(
-                        {"input_ids": [ids[index] for index in batch]}, return_tensors="pt"
+                        {"input_ids": [ids[index] for index in batch]},
+                        padding_side="right",
+                        return_attention_mask=True,
+                        return_tensors="pt",
                     )
-                    outputs = self.forward(dict(inputs_of_batch), **generating)
+                    own = _entries(of_lines, [first - 1 + index for index in batch])
+                    outputs = self.forward(dict(inputs_of_batch), **{**generating, **own})
+                    if outputs.get("output_scores"):
+                        generating = {**generating, "output_scores": True}
                     translations = self.postprocess(outputs)
                     per_line = len(translations) // len(batch)
                     for row, index in enumerate(batch):
@@ -183,24 +199,76 @@ class VaswaniTranslationPipeline(Pipeline):
 
     def _forward(
         self, inputs: dict[str, torch.Tensor], return_scores: bool = False, **generating: Any
-    ) -> dict[str, torch.Tensor]:
-        """Generate from a padded batch: sequences (B * hypotheses, T), and scores if asked for."""
+    ) -> dict[str, Any]:
+        """Generate from a padded batch: sequences (B * hypotheses, T), and scores if asked for.
+
+        `output_scores` in the result tells whether the search needs this setting to return scores.
+        """
         generating["return_dict_in_generate"] = return_scores
         with self.model.evaluating():
             output = self.model.generate(**inputs, **generating)
-        if not return_scores:
-            return {"sequences": output}
+            if not return_scores:
+                return {"sequences": output}
+            # transformers' beam search returns no scores without output_scores. Our faster search
+            # does, so only a search by transformers runs again.
+            beams = isinstance(output, GenerateBeamEncoderDecoderOutput)
+            if beams and output.sequences_scores is None:
+                generating["output_scores"] = True
+                output = self.model.generate(**inputs, **generating)
         scores = output.get("sequences_scores")
         if scores is None:  # greedy search and sampling return no scores
-            hypotheses = len(output.sequences) // len(inputs["input_ids"])
-            penalty = {
-                name: first_setting(name, generating, generating.get("generation_config"))
-                for name in ("length_penalty", "length_penalty_type")
-            }
-            sources = inputs["input_ids"].repeat_interleave(hypotheses, dim=0)
-            scored = self.model.score(sources, output.sequences[:, 1:], **penalty)
-            scores = scored.sequences_scores
-        return {"sequences": output.sequences, "scores": scores}
+            scores = self._forced_scores(inputs, output.sequences, generating)
+        return {
+            "sequences": output.sequences,
+            "scores": scores,
+            "output_scores": generating.get("output_scores"),
+        }
+
+    def _forced_scores(
+        self, inputs: dict[str, torch.Tensor], sequences: torch.Tensor, generating: dict[str, Any]
+    ) -> torch.Tensor:
+        """Score sequences (B * hypotheses, T) of greedy search or sampling, by forced decoding."""
+        model, given = self.model, generating.get("generation_config")
+        prompt_length = model._prompt_length(given, generating)
+        masks = {"decoder_attention_mask": generating.get("decoder_attention_mask")}
+        repeated = {
+            name: part.repeat_interleave(len(sequences) // len(part), dim=0)
+            for name, part in {**inputs, **masks}.items()
+            if part is not None
+        }
+        if (mask := repeated.get("decoder_attention_mask")) is not None:
+            # `generate` may put the start token before the prompt. All its tokens are visible.
+            before, after = prompt_length - mask.shape[1], sequences.shape[1] - 1 - prompt_length
+            mask = torch.nn.functional.pad(mask, (before, after), value=1)
+            repeated["decoder_attention_mask"] = mask
+        tokens = sequences[:, prompt_length:]
+        real = self._real_tokens(tokens, repeated, generating)
+        repeated["decoder_input_ids"] = sequences
+        return model._continuation_scores(repeated, prompt_length, real, generating, given)
+
+    def _real_tokens(
+        self, tokens: torch.Tensor, inputs: dict[str, torch.Tensor], generating: dict[str, Any]
+    ) -> torch.Tensor:
+        """Mark the generated tokens (B, T) up to the end token, or up to the sentence's limit.
+
+        A model may also predict the padding token, so the token alone does not mark padding.
+        """
+        given, defaults = generating.get("generation_config"), self.model.generation_config
+        eos = first_setting("eos_token_id", generating, given, defaults)
+        if eos is None or generating.get("eos_token_id", eos) is None:
+            eos = []  # None in the call switches the default off
+        ends = torch.isin(tokens, torch.as_tensor(eos, dtype=torch.long, device=tokens.device))
+        real = ends.cumsum(dim=1) - ends.long() == 0  # the first end token is real
+        rule = self.model._length_rule_of_call(given, generating)
+        if rule is not None:
+            limits = length_limits(inputs["attention_mask"].sum(dim=1), *rule)
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            real &= places < limits.to(tokens.device)[:, None]
+        if any(first_setting(name, generating, given, defaults) for name in _OWN_STOPS):
+            pad = first_setting("pad_token_id", generating, given, defaults)
+            filled = tokens == (-1 if pad is None else pad)
+            real &= filled.flip(1).cumprod(dim=1).flip(1) == 0
+        return real
 
     def postprocess(self, outputs: dict[str, torch.Tensor]) -> Translations:
         """Return the text of every sequence, and its score if there is one."""
@@ -211,11 +279,54 @@ class VaswaniTranslationPipeline(Pipeline):
                 translation["score"] = score
         return translations
 
+    def _settings_of_lines(self, generating: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the settings that have an entry for each line, as tensors (lines, ...)."""
+        places = (generating, generating.get("generation_config"), self.model.generation_config)
+        values = {name: first_setting(name, *places) for name in _OF_LINES}
+        tensors = {
+            name: torch.as_tensor(value, device=self.device)
+            for name, value in values.items()
+            if value is not None
+        }
+        return {name: value for name, value in tensors.items() if value.dim()}
+
     def _hypotheses(self, generating: dict[str, Any]) -> int:
         """Return how many translations a sentence gets."""
         given = generating.get("generation_config")
         places = (generating, given, self.model.generation_config)
         return first_setting("num_return_sequences", *places) or 1
+
+
+def _check_entries(settings: dict[str, torch.Tensor], count: int | None, read: int) -> None:
+    """Refuse settings with entries for another number of lines.
+
+    Args:
+        settings: settings with an entry for each line, or one entry for all lines.
+        count: lines of the input; None if the input is a stream.
+        read: lines read so far.
+
+    Raises:
+        ValueError: names the setting and both numbers.
+    """
+    for name, entries in settings.items():
+        size = len(entries)
+        if size != 1 and (size < read or count not in (None, size)):
+            lines = f"at least {read}" if count is None else count
+            raise ValueError(
+                f"{name} has {size} entries, but the number of lines is {lines}: give each line an "
+                "entry, or give one entry for all lines."
+            )
+
+
+def _entries(settings: dict[str, torch.Tensor], lines: list[int]) -> dict[str, Any]:
+    """Return the entries of some lines, numbered from 0, as `generate` takes them."""
+    chosen: dict[str, Any] = {
+        name: entries[[0] * len(lines) if len(entries) == 1 else lines]
+        for name, entries in settings.items()
+    }
+    if "decoder_start_token_id" in chosen:
+        chosen["decoder_start_token_id"] = chosen["decoder_start_token_id"].tolist()
+    return chosen
 
 
 __all__ = ["VaswaniTranslationPipeline"]

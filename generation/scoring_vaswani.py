@@ -9,7 +9,11 @@ V entries of the target vocabulary.
 """
 
 import contextlib
+import copy
+import itertools
 import re
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +28,14 @@ from .rules_vaswani import length_penalty as length_penalty_of
 from .settings_vaswani import first_setting
 
 _LOGITS_AT_ONCE = 2**24  # logits in memory at a time: 64 MiB in float32
+_TOKENS_AT_ONCE = 4096  # padded target tokens of a batch of generated sentences
+
+# Modules that `evaluation_mode` evaluates: how many calls are open, and the mode before them. The
+# lock guards this table, because several threads may evaluate one model.
+_evaluated: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = (
+    weakref.WeakKeyDictionary()
+)
+_evaluated_lock = threading.Lock()
 
 Sentences = Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor] | torch.Tensor
 
@@ -56,14 +68,42 @@ class VaswaniScores:
 
 @contextlib.contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Set all modules to evaluation; afterwards each module returns to its own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    """Set all modules to evaluation; afterwards each module returns to its own mode.
+
+    Several threads may evaluate a model. The last thread that leaves restores the modes.
+    """
+    modules = list(model.modules())
+    with _evaluated_lock:
+        for module in modules:
+            count, training = _evaluated.get(module, (0, module.training))
+            _evaluated[module] = count + 1, training
     try:
+        model.eval()
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        with _evaluated_lock:
+            for module in modules:
+                count, training = _evaluated.pop(module)
+                if count == 1:
+                    module.training = training
+                else:
+                    _evaluated[module] = count - 1, training
+
+
+def sharing_copy(model: Any) -> Any:
+    """Copy the modules of a model, but share all parameters and buffers.
+
+    Settings and hooks of the copy do not change the model, which other threads may use meanwhile.
+    A model whose weights are divided among processes cannot be copied. Then this is the model
+    itself.
+    """
+    # FSDP2 and tensor parallelism mark parameters by device_mesh, DeepSpeed ZeRO-3 by ds_id.
+    if any(hasattr(part, "device_mesh") or hasattr(part, "ds_id") for part in model.parameters()):
+        return model
+    # Hooks of Accelerate hold offloaded weights, so the copy shares them too.
+    hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
+    shared = list(itertools.chain(model.parameters(), model.buffers(), hooks))
+    return copy.deepcopy(model, {id(part): part for part in shared})
 
 
 class VaswaniScoringMixin:
@@ -101,8 +141,8 @@ class VaswaniScoringMixin:
         Only the logits of a chunk of tokens are in memory at a time.
 
         Args:
-            sources: strings, or the tokenizer's token ids of each sentence. Padding at the end
-                (pad_token_id, -100) is left out.
+            sources: strings, or the tokenizer's token ids of each sentence. Padding on both
+                sides (pad_token_id, -100) is left out.
             targets: likewise, one for each source. Token ids are labels, without the decoder's
                 start token: `sequences[:, 1:]` of what `generate` returns. A prefix that was given
                 to `generate` is scored too.
@@ -131,10 +171,8 @@ class VaswaniScoringMixin:
                     log_probs[row] = value
         sums = torch.stack([values.sum() for values in log_probs]) if pairs else torch.zeros(0)
         call = {"length_penalty": length_penalty, "length_penalty_type": length_penalty_type}
-        alpha, kind = (first_setting(name, call, self.generation_config) for name in call)
         lengths = torch.tensor([len(values) for values in log_probs], dtype=sums.dtype)
-        penalties = length_penalty_of(lengths, 1.0 if alpha is None else float(alpha), kind)
-        return VaswaniScores(log_probs, sums, sums / penalties)
+        return VaswaniScores(log_probs, sums, sums / self._penalties(lengths, call))
 
     def align(
         self,
@@ -251,6 +289,43 @@ class VaswaniScoringMixin:
             "target_tokenizer."
         )
 
+    def _continuation_scores(
+        self, inputs: dict[str, torch.Tensor], prompt_length: int, real: torch.Tensor, *places: Any
+    ) -> torch.Tensor:
+        """Return the scores of generated tokens, by which beam search would rank: (B,).
+
+        Args:
+            inputs: of the model, with the sequences of `generate` as `decoder_input_ids`.
+            prompt_length: tokens of the sequences before the first generated token.
+            real: (B, T) marks the generated tokens that are no padding.
+            *places: dicts and configs that may set the length penalty, in order.
+        """
+        sequences = inputs["decoder_input_ids"]
+        size = max(_TOKENS_AT_ONCE // sequences.shape[1], 1)
+        sums = []
+        with self.evaluating():
+            for start in range(0, len(sequences), size):
+                rows = slice(start, start + size)
+                part = {name: value[rows] for name, value in inputs.items()}
+                part["decoder_input_ids"] = sequences[rows, :-1]
+                states = self.model(**part, use_cache=False).last_hidden_state  # (B, T, D)
+                states = states[:, prompt_length - 1 :]
+                counted = real[rows].to(states.device)
+                tokens = sequences[rows, prompt_length:].to(states.device)
+                values = self._token_log_probs(states[counted], tokens[counted])
+                sums += [row.sum() for row in values.split(counted.sum(1).tolist())]
+        total = torch.stack(sums)
+        lengths = real.sum(dim=1).clamp(min=1).to(total)  # a sentence may have padding only
+        return total / self._penalties(lengths, *places)
+
+    def _penalties(self, lengths: torch.Tensor, *places: Any) -> torch.Tensor:
+        """Return the divisors of log-probabilities, by the first of `places` with the settings."""
+        alpha, kind = (
+            first_setting(name, *places, self.generation_config)
+            for name in ("length_penalty", "length_penalty_type")
+        )
+        return length_penalty_of(lengths, 1.0 if alpha is None else float(alpha), kind)
+
     def _token_log_probs(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the log-probability of each target (B * T,) after its state (B * T, D)."""
         rows = max(_LOGITS_AT_ONCE // (self.config.decoder_vocab_size or 1), 1)
@@ -270,7 +345,8 @@ class VaswaniScoringMixin:
         max_tokens: int,
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the index and the attention to the source (T, S) of each pair, in any order."""
-        layers = self.model.decoder.layers
+        reader = sharing_copy(self)  # hooks on the model itself would disturb other threads
+        layers = reader.model.decoder.layers
         head_count = self.config.decoder_attention_heads
         layer_numbers = [layer] if isinstance(layer, int) else layer
         chosen_layers = [
@@ -278,8 +354,8 @@ class VaswaniScoringMixin:
         ]
         chosen_heads = indices_among("heads", heads, head_count, "heads")
         for rows, inputs, _ in self._forced_batches(pairs, max_tokens):
-            with self.evaluating():
-                weights = self._source_attention(inputs, chosen_layers, chosen_heads)
+            with reader.evaluating():
+                weights = reader._source_attention(inputs, chosen_layers, chosen_heads)
             for row, weight in zip(rows, weights.cpu(), strict=True):  # (T, S) with padding
                 source, target = map(len, pairs[row])
                 yield row, weight[:target, :source]
@@ -289,7 +365,8 @@ class VaswaniScoringMixin:
     ) -> torch.Tensor:
         """Return the attention to the source, averaged over layers and heads: (B, T, S).
 
-        The model's fused kernels return no weights, so a hook computes them once more.
+        The model's fused kernels return no weights, so a hook computes them once more. The model
+        must be this thread's own copy, because the hook records every call.
         """
         recorded: list[torch.Tensor] = []
         padding = inputs["attention_mask"][:, None, None] == 0  # (B, 1, 1, S)
@@ -386,13 +463,17 @@ class VaswaniScoringMixin:
         return sentences_of_ids
 
     def _without_padding(self, ids: Sequence[int]) -> list[int]:
-        pad, end = self._token_id("pad_token_id"), len(ids)
+        pad, start, end = self._token_id("pad_token_id"), 0, len(ids)
         while end and ids[end - 1] in (pad, -100):
             end -= 1
         ends = self._eos_token_ids()
+        # If "</s>" is the padding too, a first "</s>" may belong to the sentence.
+        padding = (-100,) if pad in ends else (pad, -100)
+        while start < end and ids[start] in padding:
+            start += 1
         if end < len(ids) and ids[end] in ends and not (end and ids[end - 1] in ends):
             end += 1  # if "</s>" is the padding too, the first one ends the sentence
-        return list(ids[:end])
+        return list(ids[start:end])
 
     def _positions(self, ids: list[int], with_eos: bool) -> list[list[int]]:
         """Return the position of each token; without `with_eos`, the last "</s>" has none."""
@@ -484,5 +565,6 @@ __all__ = [
     "VaswaniScoringMixin",
     "evaluation_mode",
     "indices_among",
+    "sharing_copy",
     "words_of_tokens",
 ]

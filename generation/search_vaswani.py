@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from .beam_vaswani import FILL, RULED_OUT, Beam, Candidates, trace_back
+from .beam_vaswani import FILL, NO_SCORES, RULED_OUT, Beam, Candidates, trace_back
 from .choice_vaswani import best_tokens, end_sentences
 from .continuations_vaswani import best_continuations
 from .library_vaswani import compute
@@ -131,15 +131,25 @@ def _portions(sentences: int, logits_each: int, device: torch.device) -> list[sl
 
 
 def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
-    """Draw a token for each row of logits (B, V) by its cumulative probabilities: (B,)."""
+    """Draw a token for each row of logits (B, V) by its cumulative probabilities: (B,).
+
+    Raises:
+        ValueError: a score is NaN, or all scores are -inf.
+    """
+    # Cast as transformers does, because warpers such as top_p choose other tokens in 16 bits.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     for warper in warpers:
         logits = warper(None, logits)
-    # In float64, a random number practically never rounds up to the sum of all probabilities.
-    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
-    drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device)
-    drawn *= cumulative[:, -1:]
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
+    cumulative = logits.to(exact).softmax(dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:].contiguous()
+    if bool(total.isnan().any()):
+        raise ValueError(NO_SCORES)
+    drawn = torch.rand(len(logits), 1, dtype=exact, device=logits.device) * total
     # A token without probability has the sum of the token before it, and is never the first above.
-    return torch.searchsorted(cumulative, drawn, right=True)[:, 0]
+    chosen = torch.searchsorted(cumulative, drawn, right=True)
+    # If a random number rounds up to the total, no sum is above it. Take the last possible token.
+    return chosen.minimum(torch.searchsorted(cumulative, total))[:, 0]
 
 
 @torch.inference_mode()

@@ -3,8 +3,6 @@
 Shapes: L layers, H heads, R rows (queries), C columns (keys).
 """
 
-import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..generation.scoring_vaswani import sharing_copy
 from .labels import token_labels
 
 Kind = Literal["cross", "encoder", "decoder"]
@@ -146,8 +145,13 @@ def _forward(model: Any, source: list[int], target: list[int]) -> dict[Kind, tor
     Only eager attention returns weights. A copy that shares all tensors runs it, because other
     threads may use the model meanwhile.
     """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+    twin = sharing_copy(model)
+    if twin is model:
+        raise ValueError(
+            "The weights of the model are divided among processes: load the model in one process "
+            "to draw its attention."
+        )
+    twin.eval()
     twin.set_attn_implementation("eager")
     with torch.no_grad():
         if not target:

@@ -219,6 +219,14 @@ def test_the_model_is_left_as_it_was(tiny_model, tokenizer):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_weights_divided_among_processes_are_refused(tiny_model, tokenizer):
+    model = tiny_model(vocab_size=VOCABULARY)
+    next(model.parameters()).device_mesh = None  # as the weights of FSDP2 have
+    with pytest.raises(ValueError, match="divided among processes"):
+        plot_attention(model, tokenizer, SOURCE, TARGET)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_no_weight_is_copied(model, tokenizer, monkeypatch):
     def fail(self, memo):
         raise AssertionError("a tensor was copied")

@@ -1,5 +1,6 @@
 """The translation pipeline: creation, inputs, outputs and memory."""
 
+import copy
 import itertools
 import json
 import subprocess
@@ -15,6 +16,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 from transformers.utils import logging
 from vaswani.generation import pipeline_vaswani
 from vaswani.generation.batches_vaswani import batches_by_length
+from vaswani.training.metrics import generate_texts
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
@@ -177,6 +179,130 @@ def test_without_a_beam_scores_come_from_forced_decoding(parts, translator, sett
                 [english], [result["translation_text"]], tokenizer, length_penalty=1.3
             )
             assert result["score"] == pytest.approx(forced.sequences_scores.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decoder_start_token_id": 9},
+        {"decoder_input_ids": [[2, 56]]},
+        {"decoder_input_ids": [[56, 9]]},  # `generate` puts the start token before the prompt
+        {"decoder_input_ids": [[0, 2, 56]], "decoder_attention_mask": [[0, 1, 1]]},
+        {"suppress_tokens": [2], "max_length_offset": 3},  # ends at the limit of each source
+    ],
+    ids=str,
+)
+def test_scores_of_greedy_search_are_those_of_its_own_logits(parts, translator, settings):
+    model, tokenizer = parts
+    lines = [ENGLISH[1], ENGLISH[0]]
+    results = translator(lines, num_beams=1, return_scores=True, **settings)
+    tensors = {
+        name: torch.tensor(value) if isinstance(value, list) and "decoder" in name else value
+        for name, value in settings.items()
+    }
+    for line, result in zip(lines, results, strict=True):
+        search = {"return_dict_in_generate": True, "output_logits": True, "num_beams": 1}
+        output = model.generate(**tokenizer([line], return_tensors="pt"), **search, **tensors)
+        log_probs = torch.cat(output.logits).log_softmax(-1)
+        tokens = output.sequences[0, -len(log_probs) :, None]
+        expected = log_probs.gather(1, tokens).sum() / ((5 + len(tokens)) / 6) ** 0.6
+        assert result["score"] == pytest.approx(expected.item(), abs=1e-4)
+        text = tokenizer.decode(output.sequences[0], skip_special_tokens=True)
+        assert result["translation_text"] == text
+
+
+def test_predicted_padding_is_scored(parts, translator):
+    model, _ = parts
+    bias = torch.zeros(model.config.decoder_vocab_size)
+    bias[0] = 100.0
+    handle = model.lm_head.register_forward_hook(lambda _, args, logits: logits + bias)
+    results = translator(ENGLISH[:3], num_beams=1, return_scores=True)
+    handle.remove()
+    assert texts(results) == [""] * 3
+    assert all(result["score"] == pytest.approx(0, abs=1e-6) for result in results)
+
+
+def test_padding_after_a_stop_string_is_not_scored(parts, translator):
+    _, tokenizer = parts
+    lines = [ENGLISH[0], ENGLISH[1]]
+    stop = {"stop_strings": [GERMAN[1]], "tokenizer": tokenizer, "num_beams": 1}
+    together = translator(lines, return_scores=True, **stop)
+    alone = [translator(line, return_scores=True, **stop)[0] for line in lines]
+    for one, other in zip(together, alone, strict=True):
+        assert one["translation_text"] == other["translation_text"]
+        assert one["score"] == pytest.approx(other["score"], abs=1e-5)
+
+
+def test_scores_of_transformers_beam_search_are_its_own(parts, translator, batches):
+    model, tokenizer = parts
+    search = {"num_beams": 3, "repetition_penalty": 1.5}
+    results = translator(ENGLISH[:3], return_scores=True, batch_size=1, **search)
+    again = [settings.get("output_scores", False) for _, settings in batches]
+    assert again == [False, True, True, True]  # the first batch alone is searched twice
+    for english, result in zip(ENGLISH[:3], results, strict=True):
+        output = model.generate(
+            **tokenizer([english], return_tensors="pt"),
+            **search,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert result["score"] == pytest.approx(output.sequences_scores.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"decoder_start_token_id": [2, 9, 20]},
+        {"decoder_start_token_id": torch.tensor([2, 9, 20]), "num_return_sequences": 2},
+        {"decoder_input_ids": torch.tensor([[2, 56], [2, 9], [2, 20]])},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [1, 4096])
+def test_settings_with_an_entry_for_each_line_stay_with_their_lines(translator, settings, window):
+    lines = ["seven", "one hundred and one", "three"]
+    settings = {"num_beams": 2, "return_scores": True, **settings}
+    sized = {name: value for name, value in settings.items() if "decoder" in name}
+    others = {name: value for name, value in settings.items() if name not in sized}
+    results = translator(lines, window=window, **settings)
+    for number, line in enumerate(lines):
+        own = {name: value[number : number + 1] for name, value in sized.items()}
+        (expected,) = translator([line], **own, **others)
+        found = results[number]
+        if isinstance(found, dict):
+            found, expected = [found], [expected]
+        assert texts(found) == texts(expected)
+        scores = [[result["score"] for result in part] for part in (found, expected)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+def test_settings_for_another_number_of_lines_are_refused(translator):
+    complaint = "decoder_start_token_id has 2 entries, but the number of lines is 3: give each line"
+    with pytest.raises(ValueError, match=complaint):
+        translator(ENGLISH[:3], decoder_start_token_id=[2, 9])
+    with pytest.raises(ValueError, match="has 3 entries, but the number of lines is 1"):
+        translator(ENGLISH[0], decoder_start_token_id=[2, 9, 9])
+    stream = translator(iter(ENGLISH[:3]), decoder_start_token_id=[2, 9], window=2)
+    assert len([next(stream), next(stream)]) == 2
+    with pytest.raises(ValueError, match="has 2 entries, but the number of lines is at least 3"):
+        next(stream)
+    prompt = {"decoder_input_ids": [[2, 56]]}
+    (alone,) = translator([ENGLISH[2]], **prompt)
+    assert translator(ENGLISH[:3], **prompt)[2] == alone
+
+
+def test_a_tokenizer_that_pads_on_the_left_changes_no_translation(parts):
+    model, tokenizer = parts
+    left = copy.deepcopy(tokenizer)
+    left.padding_side = "left"
+    translator = VaswaniTranslationPipeline(model, left, device="cpu")
+    settings = {"num_beams": 2, "return_scores": True}
+    results = translator(ENGLISH, **settings)
+    expected = VaswaniTranslationPipeline(model, tokenizer, device="cpu")(ENGLISH, **settings)
+    assert texts(results) == texts(expected)
+    scores = [[result["score"] for result in part] for part in (results, expected)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert list(generate_texts(model, left, ENGLISH)) == texts(expected)
 
 
 def test_generation_settings_are_the_checkpoints_then_the_pipelines_then_the_calls(parts, batches):

@@ -1,6 +1,8 @@
 """Forced decoding gives the numbers of the network and of its beam search, pair by pair."""
 
 import copy
+import operator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,16 @@ def test_padding_at_the_end_counts_for_nothing(tiny_model):
     assert torch.equal(ignored.sums, plain.sums)
 
 
+def test_padding_on_the_left_counts_for_nothing(tiny_model):
+    model = tiny_model()
+    padded = [[0, 0, 5, 7, 2]], torch.tensor([[-100, 0, 9, 8, 2, 0]])
+    plain = [[5, 7, 2]], [[9, 8, 2]]
+    assert torch.equal(model.score(*padded).sums, model.score(*plain).sums)
+    assert model.align(*padded) == model.align(*plain)
+    model.generation_config.pad_token_id = 2
+    assert torch.equal(model.score([[-100, 2, 5]], [[2]]).sums, model.score([[2, 5]], [[2]]).sums)
+
+
 def test_where_the_end_is_the_padding_one_end_is_scored(tiny_model):
     model = tiny_model(pad_token_id=2)
     padded = model.score([[5, 7, 2]], torch.tensor([[9, 8, 2, 2, 2]]))
@@ -206,6 +218,31 @@ def test_dropout_is_off_and_every_module_trains_again_that_trained_before(tiny_m
         model.score(SOURCES, TARGETS)
     assert [module.training for module in model.modules()] == modes
     assert torch.is_grad_enabled()
+
+
+def test_evaluations_that_overlap_leave_the_modes_to_the_last(tiny_model):
+    model = tiny_model().train()
+    model.model.encoder.eval()  # a part that is frozen
+    modes = [module.training for module in model.modules()]
+    evaluated = (model, model.model, model)
+    contexts = [scoring_vaswani.evaluation_mode(module) for module in evaluated]
+    for context in contexts:
+        context.__enter__()
+    for context in contexts:
+        assert not any(module.training for module in model.modules())
+        context.__exit__(None, None, None)
+    assert [module.training for module in model.modules()] == modes
+    assert not scoring_vaswani._evaluated
+
+
+def test_threads_score_a_model_in_training_without_dropout(tiny_model):
+    model = tiny_model(dropout=0.5)
+    expected = model.score(SOURCES, TARGETS).sums
+    model.train()
+    with ThreadPoolExecutor(4) as threads:
+        scores = threads.map(lambda _: model.score(SOURCES, TARGETS).sums, range(12))
+        assert all(torch.equal(sums, expected) for sums in scores)
+    assert all(module.training for module in model.modules())
 
 
 def test_nothing_is_recorded_for_gradients(tiny_model):
@@ -340,6 +377,44 @@ def test_alignment_leaves_the_attention_implementation_and_the_layers_alone(
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert model.config._attn_implementation == implementation
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_during_an_alignment_do_not_disturb_it(tiny_model, training):
+    model = tiny_model()
+    batch = {"input_ids": torch.tensor(SOURCES[1:2]), "num_beams": 2, "max_new_tokens": 5}
+    expected = model.soft_align(SOURCES, TARGETS)
+    translation = model.generate(**batch)
+    model.train(training)
+    inner = []
+
+    def call_once(*_):  # as another thread would
+        if not inner:
+            inner.append(None)
+            inner.append(model.soft_align(SOURCES[:1], TARGETS[:1]))
+            with model.evaluating():
+                inner.append(model.generate(**batch))
+
+    handle = model.model.encoder.register_forward_hook(call_once)
+    found = model.soft_align(SOURCES, TARGETS)
+    handle.remove()
+    for weights, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(weights, reference)
+    torch.testing.assert_close(inner[1][0], expected[0])
+    assert torch.equal(inner[2], translation)
+    assert all(module.training == training for module in model.modules())
+
+
+def test_a_sharing_copy_holds_no_tensors_of_its_own(tiny_model):
+    model = tiny_model()
+    model.lm_head._hf_hook = hook = object()  # as Accelerate's hooks
+    shared = scoring_vaswani.sharing_copy(model)
+    assert not {*map(id, model.modules())} & {*map(id, shared.modules())}
+    for tensors in (nn.Module.parameters, nn.Module.buffers):
+        assert all(map(operator.is_, tensors(model), tensors(shared)))
+    assert shared.lm_head._hf_hook is hook
+    next(model.parameters()).device_mesh = None  # as the weights of FSDP2 have
+    assert scoring_vaswani.sharing_copy(model) is model
 
 
 def test_links_do_not_depend_on_what_shares_a_batch(tiny_model):

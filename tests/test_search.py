@@ -584,6 +584,32 @@ def test_a_token_of_no_probability_is_not_sampled_whatever_the_random_number(mon
     assert search_vaswani._sampled(logits, []).tolist() == [1, 3, 3]
 
 
+def test_a_random_number_of_1_draws_the_last_possible_token(monkeypatch):
+    logits = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]])
+    monkeypatch.setattr(torch, "rand", lambda *args, **kwargs: torch.ones(1, 1, dtype=torch.double))
+    assert search_vaswani._sampled(logits, []).tolist() == [1]
+
+
+def test_warpers_read_at_least_float32():
+    seen = []
+
+    def warper(_, logits):
+        seen.append(logits.dtype)
+        return logits
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        search_vaswani._sampled(torch.zeros(2, 5, dtype=dtype), [warper])
+    assert seen == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("scores", [torch.nan, -torch.inf])
+def test_sampling_from_no_probabilities_is_refused(scores):
+    logits = torch.zeros(2, 5)
+    logits[1] = scores
+    with pytest.raises(ValueError, match=r"found no hypotheses.*NaN in the model's weights"):
+        search_vaswani._sampled(logits, [])
+
+
 def test_a_rule_after_a_warper_is_left_to_transformers():
     processors = [TemperatureLogitsWarper(2.0), SuppressTokensLogitsProcessor([18])]
     config = GenerationConfig(max_length=60)

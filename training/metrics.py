@@ -258,7 +258,9 @@ def generate_texts(
         lengths = [(len(ids),) for ids in token_ids]
         for batch in batches_by_length(lengths, batch_tokens):
             inputs = tokenizer.pad(
-                {"input_ids": [token_ids[row] for row in batch]}, return_tensors="pt"
+                {"input_ids": [token_ids[row] for row in batch]},
+                padding_side="right",
+                return_tensors="pt",
             ).to(model.device)
             with evaluation_mode(model):
                 output = generate(**inputs, **generate_kwargs)
