@@ -40,6 +40,14 @@ def _positions(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
 
 
+def _may_restart(position_ids: torch.Tensor) -> bool:
+    """Tell whether a new sentence starts within a row, by the rule of transformers' masks.
+
+    A traced graph cannot read the positions, so the answer is True.
+    """
+    return torch.compiler.is_compiling() or bool((position_ids.diff(dim=-1) != 1).any())
+
+
 class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
     """The base of models with a VaswaniDecoderConfig."""
 
@@ -90,8 +98,14 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
             use_cache = False
         # The mask tells the sentences of a packed batch apart by their positions, but only without
         # a cache.
-        if use_cache is None and position_ids is not None and attention_mask is None:
-            use_cache = past_key_values is not None
+        if (
+            use_cache is None
+            and attention_mask is None
+            and past_key_values is None
+            and position_ids is not None
+            and _may_restart(position_ids)
+        ):
+            use_cache = False
         return self.decoder(
             input_ids,
             attention_mask,
@@ -125,6 +139,13 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             eos_token_id=config.eos_token_id,
         )
         self.post_init()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching, which `generate_batch` starts too."""
+        raise NotImplementedError(
+            f"{type(self).__name__} supports no continuous batching (generate_batch), because its "
+            "packed batches take no cache: call generate with a batch of padded prompts."
+        )
 
     @can_return_tuple
     def forward(

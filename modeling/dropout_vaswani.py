@@ -31,6 +31,14 @@ class _CheapDropout(torch.autograd.Function):
         return mask.to(gradient.dtype).mul_(gradient).mul_(ctx.scale), None
 
 
+def in_torch_func() -> bool:
+    """Tell whether torch.func transforms this call, which our autograd functions do not support.
+
+    With a `setup_context`, they would support it, but each normal call would take longer.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Set elements to 0 with probability `p` in training, and divide the others by 1 - p (5.4).
 
@@ -39,6 +47,11 @@ def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     if not training:
         return states
     kept = round((1 - p) * _CHANCES)
-    if not states.is_cpu or kept in (0, _CHANCES) or torch.compiler.is_compiling():
+    if (
+        not states.is_cpu
+        or kept in (0, _CHANCES)
+        or torch.compiler.is_compiling()
+        or in_torch_func()
+    ):
         return F.dropout(states, p)
     return _CheapDropout.apply(states, kept)

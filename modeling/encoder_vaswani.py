@@ -56,11 +56,14 @@ class VaswaniEncoderModel(VaswaniPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
-        """Encode `input_ids` (B, S) to (B, S, D)."""
+        """Encode `input_ids` (B, S) to (B, S, D). Arguments are as in `VaswaniForMaskedLM`."""
         refuse_inputs_of_other_half(kwargs, "the encoder alone reads no target")
-        return self.encoder(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
+        return self.encoder(
+            input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs
+        )
 
 
 class EncoderOfTranslationModel(VaswaniEncoderModel):

@@ -3,6 +3,7 @@
 The halves have the same parameter names as the translation model, so weights are copied by name.
 """
 
+import dataclasses
 import os
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.names_vaswani import complaints
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig, VaswaniEncoderConfig
 from .causal_lm_vaswani import VaswaniForCausalLM
 from .encoder_vaswani import VaswaniEncoderModel
@@ -27,7 +29,13 @@ _SHARED_FIELDS = (
     *("position_encoding", "position_offset", "max_position_embeddings", "attention_bias"),
     *("scale_embedding", "layer_norm_eps"),
 )
-_LOADING = ("dtype", "trust_remote_code", "cache_dir", "token", "local_files_only")
+# Arguments of `from_pretrained` that both halves are loaded with.
+_LOADING = (
+    *("dtype", "torch_dtype", "device_map", "max_memory", "offload_folder", "offload_buffers"),
+    *("revision", "subfolder", "variant", "use_safetensors", "weights_only", "key_mapping"),
+    *("cache_dir", "force_download", "local_files_only", "token", "proxies"),
+    *("trust_remote_code", "code_revision"),
+)
 _SIZES = ("layers", "attention_heads", "ffn_dim")
 
 
@@ -78,9 +86,10 @@ def join_halves(
 
     Raises:
         TypeError: a half is no model with an encoder or a decoder alone.
-        ValueError: a half has int8 weights, or the halves do not fit each other. The message names
-            the field that differs.
+        ValueError: a half has int8 weights, the halves do not fit each other, or an override is no
+            field. The message names the field.
     """
+    _check_overrides(overrides)
     for half in (encoder, decoder):
         refuse_int8(half, "join_halves")
     _check_stack(encoder, "encoder")
@@ -108,9 +117,13 @@ def load_halves(
 
     The arguments are those of `join_halves`, with paths or repositories instead of models. A
     warning names the weights that come from neither half, such as the decoder's attention to the
-    encoder. Arguments of loading, such as dtype and trust_remote_code, load both halves.
+    encoder. Arguments of `from_pretrained`, such as dtype and revision, load both halves.
+
+    Raises:
+        ValueError: an override is neither a field nor an argument of loading.
     """
     loading = {name: overrides.pop(name) for name in _LOADING if name in overrides}
+    _check_overrides(overrides, _LOADING)
     first = AutoModel.from_pretrained(encoder, **loading)
     second = None if decoder is None else AutoModelForCausalLM.from_pretrained(decoder, **loading)
     model, new = join_halves(first, second, **overrides)
@@ -121,6 +134,14 @@ def load_halves(
             f"translate with it: {', '.join(kinds)}."
         )
     return model
+
+
+def _check_overrides(overrides: dict[str, Any], others: tuple[str, ...] = ()) -> None:
+    """Refuse overrides that are neither fields of VaswaniConfig nor names in `others`."""
+    fields = [field.name for field in dataclasses.fields(VaswaniConfig)]
+    known = [*fields, *VaswaniConfig.attribute_map, "attn_implementation", *others]
+    if wrong := complaints(overrides, known):
+        raise ValueError(f"Overrides are fields of VaswaniConfig: {wrong}")
 
 
 def _check_stack(half: Any, stack: str) -> None:

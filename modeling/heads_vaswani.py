@@ -72,6 +72,7 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         skip_logits: bool | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
         """Predict the token at every position: logits (B, S, V).
@@ -84,9 +85,12 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
             num_items_in_batch: masked tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+            position_ids: (B, S) positions; None counts from 0, padding included.
             **kwargs: for the attention backend.
         """
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs
+        )
         logits, loss = self.predict(
             outputs.last_hidden_state, labels, num_items_in_batch, skip_logits=skip_logits
         )
@@ -150,6 +154,7 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Classify sequences: logits (B, C).
@@ -162,9 +167,12 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
                 (B, C) numbers for a regression. `config.problem_type` decides among them. If it is
                 None, the labels decide.
             num_items_in_batch: labels of the whole update, from the Trainer.
+            position_ids: (B, S) positions; None counts from 0, padding included.
             **kwargs: for the attention backend.
         """
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs
+        )
         logits = self.classify(self.pool(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
@@ -252,6 +260,7 @@ class VaswaniForTokenClassification(VaswaniClassifier):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
         """Classify tokens: logits (B, S, C).
@@ -262,9 +271,12 @@ class VaswaniForTokenClassification(VaswaniClassifier):
             inputs_embeds: (B, S, D) in place of `input_ids`, before scaling by sqrt(d_model).
             labels: (B, S) classes, -100 at tokens to ignore.
             num_items_in_batch: labels of the whole update, from the Trainer.
+            position_ids: (B, S) positions; None counts from 0, padding included.
             **kwargs: for the attention backend.
         """
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs)
+        outputs = self.model(
+            input_ids, attention_mask, inputs_embeds, position_ids, return_dict=True, **kwargs
+        )
         logits = self.classify(outputs.last_hidden_state)
         loss = None
         if labels is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from .dropout_vaswani import in_torch_func
 from .loss_vaswani import chunked_cross_entropy, divergence
 
 
@@ -35,12 +36,14 @@ class LanguageHead:
             labels: (B, T) the token to predict at each position, -100 at positions to ignore.
             num_items_in_batch: real tokens of the whole update, from the Trainer.
             logits_to_keep: number of last positions that get logits, or their list; 0 means all.
+                The loss counts all positions.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
             r_drop: weight of the divergence of two passes, as in `compute_loss`.
         """
+        may_skip = self._has_whole_head() and not in_torch_func()
         if skip_logits is None:
-            skip_logits = self.training and self._has_whole_head()
+            skip_logits = self.training and may_skip
         logits, loss = None, None
         if labels is None or not skip_logits:
             kept = (
@@ -48,7 +51,11 @@ class LanguageHead:
             )
             logits = self.lm_head(hidden_states[:, kept])  # (B, T or number of kept positions, V)
         if labels is not None:
-            loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch, r_drop)
+            scored = logits
+            if logits is not None and (torch.is_tensor(logits_to_keep) or logits_to_keep):
+                # The loss counts all positions. A plain head needs no logits for the loss.
+                scored = None if may_skip else self.lm_head(hidden_states)
+            loss = self.compute_loss(hidden_states, scored, labels, num_items_in_batch, r_drop)
         return logits, loss
 
     def _has_whole_head(self) -> bool:

@@ -284,10 +284,16 @@ class VaswaniEncoder(VaswaniStack):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
-        """Encode `input_ids` (B, S) to (B, S, D); `attention_mask` (B, S) is 1 at real tokens."""
-        hidden_states = self.embed(input_ids, inputs_embeds, attention_mask)
+        """Encode `input_ids` (B, S) to (B, S, D); `attention_mask` (B, S) is 1 at real tokens.
+
+        Positions count from 0, padding included, unless `position_ids` (B, S) are given.
+        """
+        hidden_states = self.embed(
+            input_ids, inputs_embeds, attention_mask, position_ids=position_ids
+        )
         mask = bidirectional_mask(self.config, hidden_states, attention_mask)
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask, **kwargs)
@@ -421,7 +427,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | tuple | list | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -434,7 +440,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
             encoded = self.encoder(
                 input_ids, attention_mask, inputs_embeds, return_dict=True, **kwargs
             )
-        elif isinstance(encoder_outputs, tuple):
+        elif isinstance(encoder_outputs, (tuple, list)):
             encoded = BaseModelOutput(*encoder_outputs)
         else:
             encoded = encoder_outputs
@@ -499,7 +505,8 @@ class VaswaniForConditionalGeneration(
         Args:
             encoder: folder or repository of an encoder with any head.
             decoder: folder or repository of a language model. None makes a new decoder.
-            **overrides: fields of the configuration.
+            **overrides: fields of the configuration. Arguments of `from_pretrained`, such as dtype
+                and revision, load both folders.
         """
         from .halves_vaswani import load_halves
 
@@ -529,7 +536,7 @@ class VaswaniForConditionalGeneration(
         attention_mask: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple | None = None,
+        encoder_outputs: BaseModelOutput | tuple | list | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,

@@ -263,8 +263,12 @@ def takes_packed_batches(forward: Callable) -> Callable:
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
         source, target = _pop_packing(kwargs, ""), _pop_packing(kwargs, "decoder_")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if decodes:
+            _refuse_prefix(arguments)
         if source is None and target is None:
             _refuse_restarting_positions(arguments)
+            if decodes:
+                _refuse_positions(arguments)
             return forward(self, *args, **kwargs)
         if source is None or (decodes and target is None):
             raise ValueError(
@@ -305,6 +309,25 @@ def _refuse_restarting_positions(arguments: Mapping[str, Any]) -> None:
         "cu_seq_lens_q: pass return_flash_attn_kwargs=True to DataCollatorWithFlattening, or pad "
         "the batch."
     )
+
+
+def _refuse_positions(arguments: Mapping[str, Any]) -> None:
+    """Refuse positions of a padded batch, because one argument cannot serve both stacks."""
+    for name in ("position_ids", "decoder_position_ids"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"A translation model counts its positions itself, but {name} are given: leave "
+                f"{name} out. For a packed batch, pass cu_seq_lens_q and decoder_cu_seq_lens_q "
+                "too."
+            )
+
+
+def _refuse_prefix(arguments: Mapping[str, Any]) -> None:
+    if arguments.get("prefix_mask") is not None:
+        raise ValueError(
+            "prefix_mask is an input of a language model, but a translation model reads its "
+            "source in both directions anyway: leave prefix_mask out, or use VaswaniForCausalLM."
+        )
 
 
 def _check_same_number(source: Packing, target: Packing) -> None:

@@ -66,3 +66,9 @@ def test_compiled_training_draws_as_torch_does(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_types_are_kept(dtype):
     assert drop_out(torch.ones(8, dtype=dtype), 0.5, training=True).dtype == dtype
+
+
+def test_torch_func_differentiates_dropout():
+    gradient = torch.func.grad(lambda states: drop_out(states, 0.25, training=True).sum())
+    found = gradient(torch.ones(1000))
+    assert set(found.tolist()) == {0.0, torch.tensor(1 / 0.75).item()}

@@ -150,7 +150,8 @@ ATTRIBUTES = {
     """,
     "transformers.PreTrainedTokenizerFast": "_auto_class",
     "transformers.models.auto.configuration_auto.CONFIG_MAPPING": "_extra_content",
-    "torch": "_int_mm _make_per_channel_quantized_tensor",
+    "torch": "_C _int_mm _make_per_channel_quantized_tensor",
+    "torch._C": "_are_functorch_transforms_active",
 }
 # Operators of torch.ops.mkldnn, torch.ops.onednn and torch.ops.quantized, with their schemas.
 OPERATORS = {
@@ -181,6 +182,7 @@ IN_SOURCE = {
     "torch.nn.Module._call_impl": "_forward_hooks _forward_pre_hooks",
     "torch.nn.Module.__getattr__": "_modules",
     "accelerate.Accelerator.prepare_model": "_original_forward",
+    "accelerate.hooks.add_hook_to_module": "_hf_hook",
     "argparse.ArgumentParser.parse_known_args": "_actions",
     "argparse.ArgumentParser._parse_optional": "_option_string_actions",
 }

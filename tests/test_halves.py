@@ -1,5 +1,7 @@
 """Weights move between a translation model and its two halves, bit for bit."""
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
@@ -119,3 +121,30 @@ def test_halves_that_do_not_fit_are_refused_by_the_field(pretrained):
     other = VaswaniForCausalLM(VaswaniDecoderConfig(d_model=16, **sizes))
     with pytest.raises(ValueError, match="needs halves with the same embedding"):
         join_halves(AutoModel.from_pretrained(masked), other, share_encoder_decoder_embeddings=True)
+
+
+def test_arguments_of_loading_load_both_halves(pretrained, tmp_path):
+    masked, causal = pretrained
+    for folder in (masked, causal):
+        shutil.copytree(folder, tmp_path / "both" / folder.name / "inner")
+    model = VaswaniForConditionalGeneration.from_encoder_decoder_pretrained(
+        *(tmp_path / "both" / folder.name for folder in (masked, causal)),
+        **{"subfolder": "inner", "torch_dtype": torch.bfloat16, "device_map": "cpu"},
+        **{"revision": "main", "force_download": False, "dropout": 0.3},
+    )
+    assert model.dtype == torch.bfloat16
+    assert model.config.dropout == 0.3
+    assert not {"subfolder", "revision", "device_map"} & model.config.to_dict().keys()
+
+
+def test_overrides_that_are_no_field_are_refused(pretrained):
+    masked, _ = pretrained
+    load = VaswaniForConditionalGeneration.from_encoder_decoder_pretrained
+    with pytest.raises(ValueError, match="'dropuot' is unknown: did you mean 'dropout'"):
+        load(masked, dropuot=0.3)
+    with pytest.raises(ValueError, match="'revison' is unknown: did you mean 'revision'"):
+        load(masked, revison="main")
+    with pytest.raises(ValueError, match="'quantization_config' is unknown"):
+        load(masked, quantization_config=None)
+    with pytest.raises(ValueError, match="'subfolder' is unknown"):
+        join_halves(AutoModel.from_pretrained(masked), subfolder="inner")

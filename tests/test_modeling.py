@@ -1385,3 +1385,54 @@ def test_loss_takes_labels_of_any_integer_type_and_no_items_at_all(tiny_model):
     ignored = torch.full_like(labels, -100)
     for count in (0, torch.tensor(0)):
         assert model(input_ids=labels, labels=ignored, num_items_in_batch=count).loss == 0
+
+
+# Arguments that a call would otherwise ignore
+
+
+@pytest.mark.parametrize("name", ["position_ids", "decoder_position_ids", "prefix_mask"])
+def test_what_a_translation_model_does_not_read_is_refused(tiny_model, name):
+    model, ids = tiny_model(), torch.tensor([[4, 5, 2]])
+    for network in (model, model.model):
+        with pytest.raises(ValueError, match=rf"leave {name} out"):
+            network(ids, decoder_input_ids=ids, **{name: torch.arange(3)[None]})
+        network(ids, decoder_input_ids=ids, **{name: None})
+
+
+def test_encoder_outputs_may_be_a_list(tiny_model):
+    model, ids = tiny_model(), torch.tensor([[4, 5, 2]])
+    expected = model(ids, decoder_input_ids=ids)
+    states = expected.encoder_last_hidden_state
+    found = model(encoder_outputs=[states], decoder_input_ids=ids)
+    assert torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("keep", [1, torch.tensor([2, 1, 0])], ids=["last", "list"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_loss_counts_positions_whose_logits_are_not_kept(tiny_model, keep, wrapped):
+    class OtherLinear(nn.Linear):
+        pass
+
+    model, ids = tiny_model(lm_head_bias=True), torch.tensor([[4, 5, 2]])
+    if wrapped:
+        model.lm_head.__class__ = OtherLinear
+    expected = model(ids, labels=ids)
+    found = model(ids, labels=ids, logits_to_keep=keep)
+    torch.testing.assert_close(found.loss, expected.loss, **EXACT)
+    kept = expected.logits[:, [2] if isinstance(keep, int) else keep]
+    torch.testing.assert_close(found.logits, kept, **EXACT)
+
+
+def test_torch_func_gives_the_gradients_of_training(tiny_model):
+    model, ids = tiny_model(dropout=0.0).train(), torch.tensor([[4, 5, 2]])
+    model(ids, labels=ids).loss.backward()
+
+    def loss(weights, network):
+        return torch.func.functional_call(network, weights, (ids,), {"labels": ids}).loss
+
+    expected = gradients(model)
+    for name, gradient in torch.func.grad(loss)(dict(model.named_parameters()), model).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name, **EXACT)
+    dropping = tiny_model(dropout=0.3).train()
+    found = torch.func.grad(loss)(dict(dropping.named_parameters()), dropping)
+    assert all(gradient.isfinite().all() for gradient in found.values())

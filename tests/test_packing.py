@@ -301,7 +301,7 @@ def test_the_encoders_padded_output_of_an_earlier_call_is_taken(tiny_model, batc
     model, (_, flat) = tiny_model(), batches()
     expected = model(**flat)
     encoded = expected.encoder_last_hidden_state
-    for outputs in ((encoded,), BaseModelOutput(encoded)):
+    for outputs in ((encoded,), [encoded], BaseModelOutput(encoded)):
         del flat["input_ids"]
         found = model(**flat, encoder_outputs=outputs)
         torch.testing.assert_close(found.logits, expected.logits)

@@ -552,3 +552,29 @@ def test_table_3_has_rows_for_each_half():
     assert VaswaniDecoderConfig.preset("C-N2").decoder_layers == 2
     assert VaswaniDecoderConfig.preset("base").encoder_layers is None
     assert VaswaniConfig.preset("base").decoder_layers == 6
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "learned"])
+def test_an_encoder_reads_positions(build, encoding):
+    model = build(VaswaniEncoderModel, position_encoding=encoding, max_position_embeddings=9)
+    ids, mask = torch.tensor([[0, 0, 4, 5, 6]]), torch.tensor([[0, 0, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 0, 1, 2]])
+    expected = model(ids[:, 2:]).last_hidden_state
+    for network in (model, model.encoder):
+        found = network(ids, mask, position_ids=positions).last_hidden_state[:, 2:]
+        assert_close(found, expected)
+
+
+def test_only_positions_that_restart_switch_the_cache_off(build):
+    model, ids = build(VaswaniForCausalLM), torch.tensor([[3, 4, 5, 6, 7]])
+    first = model(ids[:, :3], position_ids=torch.arange(3)[None])
+    call = {"past_key_values": first.past_key_values, "position_ids": torch.tensor([[3, 4]])}
+    assert_close(model(ids[:, 3:], **call).logits, model(ids).logits[:, 3:])
+    for restarting in ([0, 1, 0, 1, 2], [0, 0, 0, 0, 0]):  # packed texts
+        positions = torch.tensor([restarting])
+        assert model(ids, position_ids=positions).past_key_values is None
+
+
+def test_continuous_batching_is_refused_by_name(build):
+    with pytest.raises(NotImplementedError, match=r"continuous batching \(generate_batch\)"):
+        build(VaswaniForCausalLM).generate_batch([[3, 4]])
