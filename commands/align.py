@@ -41,16 +41,17 @@ def make_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     """Write the links of every line."""
     from ..corpora.reading import read_parallel
-    from .text import check_text, load, write_lines
+    from ..demo.loading import load
+    from .text import check_text, write_lines
 
-    check_text(args.source, args.output)
+    check_text([args.source, args.target], args.output)
     try:
-        model, tokenizer = load(args.model)
+        translator = load(args.model)
         sources, targets = read_parallel(args.source, args.target)
-        links = model.align(
+        links = translator.model.align(
             sources,
             targets,
-            tokenizer,
+            translator.tokenizer,
             level=args.level,
             layer=args.layer,
             heads=args.heads,

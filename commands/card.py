@@ -37,9 +37,13 @@ def make_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     """Write the card."""
+    from safetensors import SafetensorError
+
     from ..hub_cards.card import write_model_card
 
     try:
         print(write_model_card(**vars(args)))
     except (OSError, ValueError) as error:
         raise CommandError(error) from error
+    except SafetensorError as error:
+        raise CommandError(f"the weights in {args.folder} are damaged: {error}") from error

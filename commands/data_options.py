@@ -2,7 +2,7 @@
 
 import argparse
 
-from .parser import positive
+from .parser import positive, positive_number
 
 FORMS = """Pairs of a source and a target line come in any of these forms:
 
@@ -17,12 +17,19 @@ Files may end in .gz or .zst. For JSONL, Parquet and data sets, --columns names 
 example --columns en de."""
 
 
-def add_data_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the data."""
+def add_data_options(parser: argparse.ArgumentParser, training: bool = True) -> None:
+    """Add the options that name the data.
+
+    Args:
+        parser: receives the options.
+        training: add the options for which prepared data make no difference: --valid, --test,
+            --stream and --stream-buffer.
+    """
     add = parser.add_argument_group("data").add_argument
     add("--train", nargs="+", required=True, metavar="DATA", help="training pairs, see above")
-    add("--valid", nargs="+", metavar="DATA", help="pairs for evaluations during training")
-    add("--test", nargs="+", metavar="DATA", help="pairs to translate and score at the end")
+    if training:
+        add("--valid", nargs="+", metavar="DATA", help="pairs for evaluations during training")
+        add("--test", nargs="+", metavar="DATA", help="pairs to translate and score at the end")
     add(
         "--columns",
         nargs=2,
@@ -38,7 +45,9 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
         help="drop longer training pairs (default: 256)",
     )
     add_filter_options(parser)
-    add_mixing_options(parser)
+    group = add_mixing_options(parser)
+    if training:
+        add_stream_options(group)
 
 
 def add_filter_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +55,7 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("filters of training pairs").add_argument
     add(
         "--max-ratio",
-        type=float,
+        type=positive_number,
         metavar="R",
         help="drop pairs whose longer side has more than R tokens per token of the shorter side",
     )
@@ -86,12 +95,13 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_mixing_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options about several corpora and their preparation."""
-    add = parser.add_argument_group("several corpora, and their preparation").add_argument
+def add_mixing_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options about several corpora and their preparation, and return their group."""
+    group = parser.add_argument_group("several corpora, and their preparation")
+    add = group.add_argument
     add(
         "--temperature",
-        type=float,
+        type=positive_number,
         metavar="T",
         help="share of a corpus in an epoch = (number of its pairs) to the power 1 / T "
         "(default: 1)",
@@ -105,6 +115,23 @@ def add_mixing_options(parser: argparse.ArgumentParser) -> None:
         "all corpora, or one for each",
     )
     add(
+        "--data-cache",
+        metavar="FOLDER",
+        help="folder of prepared corpora (default: vaswani, in the cache of Hugging Face datasets)",
+    )
+    add(
+        "--prepare-processes",
+        type=positive,
+        metavar="N",
+        help="number of tokenising processes (default: the number of cores)",
+    )
+    return group
+
+
+def add_stream_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options about data that are not prepared."""
+    add = group.add_argument
+    add(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=False,
@@ -117,15 +144,4 @@ def add_mixing_options(parser: argparse.ArgumentParser) -> None:
         metavar="PAIRS",
         help="with --stream: number of pairs from which batches are made at a time "
         "(default: 20000)",
-    )
-    add(
-        "--data-cache",
-        metavar="FOLDER",
-        help="folder of prepared corpora (default: vaswani, in the cache of Hugging Face datasets)",
-    )
-    add(
-        "--prepare-processes",
-        type=positive,
-        metavar="N",
-        help="number of tokenising processes (default: the number of cores)",
     )

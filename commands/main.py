@@ -21,11 +21,14 @@ COMMANDS = {
     "demo": (demo, "open a page that translates and shows attention"),
 }
 
+_INTERRUPTED = 130  # exit status of programs that Ctrl-C ends: 128 + SIGINT
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line. A wrong command line exits with status 2."""
-    if argv is None and hasattr(signal, "SIGPIPE"):
-        # If a reader such as `head` closes the pipe, end quietly as other filters do.
+    pipes_end_quietly = argv is None and hasattr(signal, "SIGPIPE")
+    if pipes_end_quietly:
+        # If a reader such as `head` closes the pipe of a help page, end without an error.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
@@ -43,11 +46,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = COMMANDS[name][0]
     parser = command.make_parser()
     args = parser.parse_args(rest)
+    if pipes_end_quietly:
+        # Restore Python's default; otherwise a client that disconnects would end the demo.
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
         _prepare()
         command.run(args)
+    except KeyboardInterrupt:
+        if name == "train":
+            hint = "the same command with --resume auto continues from the last checkpoint."
+            print(f"\n{parser.prog}: stopped; {hint}", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
     except (CommandError, ModuleNotFoundError) as error:  # the latter for a missing extra
         sys.exit(f"{parser.prog}: {error}")
+    except _configuration_error() as error:
+        sys.exit(f"{parser.prog}: wrong model configuration: {' '.join(str(error).split())}")
+
+
+def _configuration_error() -> type[Exception]:
+    """Return the class of errors in a model's config, imported here because the import is slow."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return StrictDataclassError
 
 
 def _prepare() -> None:

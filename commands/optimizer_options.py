@@ -2,7 +2,7 @@
 
 import argparse
 
-from .parser import positive
+from .parser import positive, positive_number
 
 
 def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--learning-rate",
-        type=float,
+        type=positive_number,
         help="peak learning rate (default: 1 / sqrt(d_model * warmup), section 5.3)",
     )
     add(

@@ -6,6 +6,7 @@ This file imports nothing heavy, so that a mistake on the command line is report
 import argparse
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ class CommandParser(argparse.ArgumentParser):
         """Parse a command line, and refuse unknown options."""
         words = list(sys.argv[1:] if args is None else args)
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
-        for word in [] if takes_rest else words:
+        options = words[: words.index("--")] if "--" in words else words
+        for word in [] if takes_rest else options:
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
                 nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
@@ -76,6 +78,17 @@ def positive(text: str) -> int:
 
 
 positive.__name__ = "integer"  # argparse names the type in its errors
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
+    return number
+
+
+positive_number.__name__ = "number"
 
 
 def settings(assignments: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .vocabulary_options import add_vocabulary_options
 def make_parser() -> CommandParser:
     """Describe the command line."""
     parser = CommandParser("prepare", f"{__doc__}\n{FORMS}")
-    add_data_options(parser)
+    add_data_options(parser, training=False)
     add_vocabulary_options(parser)
     add = parser.add_argument_group("other options of the run").add_argument
     add("--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune; its tokenizer is used")

@@ -38,13 +38,16 @@ def run(args: argparse.Namespace) -> None:
     import sys
 
     from ..corpora.reading import read_parallel
-    from .text import check_text, load, write_lines
+    from ..demo.loading import load
+    from .text import check_text, write_lines
 
-    check_text(args.source, args.output)
+    check_text([args.source, args.target], args.output)
     try:
-        model, tokenizer = load(args.model)
+        translator = load(args.model)
         sources, targets = read_parallel(args.source, args.target)
-        scores = model.score(sources, targets, tokenizer, max_tokens=args.batch_tokens)
+        scores = translator.model.score(
+            sources, targets, translator.tokenizer, max_tokens=args.batch_tokens
+        )
         values = scores.sequences_scores if args.penalised else scores.sums
         write_lines((f"{value:.4f}" for value in values.tolist()), args.output)
     except (OSError, TypeError, ValueError) as error:

@@ -1,69 +1,107 @@
 """Text files of `translate`, `score` and `align`: lines in, lines out."""
 
+import gzip
+import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file
 from .parser import CommandError
 
+_STANDARD_INPUT = ("-", "/dev/stdin")
+_BROKEN_PIPE = 141  # exit status of programs that a closed pipe ends: 128 + SIGPIPE
 
-def check_text(source: str, output: str) -> None:
+
+def check_text(sources: Sequence[str], output: str) -> None:
     """Check, before a model is loaded, that the paths can be read and written.
 
     Raises:
         CommandError: a path cannot be read or written. The message names it.
+        ModuleNotFoundError: the output ends in .zst, and pyarrow is not installed.
     """
-    if source != "-" and not Path(source).is_file():
-        raise CommandError(f"no such input file: {source}")
-    if output != "-" and not Path(output).absolute().parent.is_dir():
+    if sum(source in _STANDARD_INPUT for source in sources) > 1:
+        raise CommandError("standard input cannot be both source and target: name a file for one")
+    for source in sources:
+        if source == "-":
+            if sys.stdin is None:
+                raise CommandError("standard input is closed: name an input file")
+        elif Path(source).is_dir():
+            raise CommandError(f"the input {source} is a folder: name a file")
+        elif not Path(source).exists():
+            raise CommandError(f"no such input file: {source}")
+    if output == "-":
+        if sys.stdout is None:
+            raise CommandError("standard output is closed: name a file with --output")
+        return
+    if not Path(output).absolute().parent.is_dir():
         raise CommandError(f"there is no folder for the output {output}: make it first")
     if Path(output).is_dir():
         raise CommandError(f"the output {output} is a folder: name a file")
-
-
-def load(model: str) -> tuple[Any, Any]:
-    """Load a model with its tokenizer.
-
-    Raises:
-        OSError: the model does not exist, or belongs to another toolkit.
-    """
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-    from .. import VaswaniConfig
-
-    # Load the configuration first, because its errors explain wrong paths and foreign models.
-    VaswaniConfig.from_pretrained(model)
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(model, dtype="auto")
-    return loaded, AutoTokenizer.from_pretrained(model)
+    if output.endswith(".zst"):
+        _pyarrow()
 
 
 def write_lines(lines: Iterable[str], output: str) -> None:
     """Write lines to standard output ("-") or to a file, which is replaced when it is complete.
 
-    After an error, the lines so far are kept in another file beside the output, and the output is
-    unchanged. The output may therefore be the input file.
+    Names that end in .gz or .zst are compressed. After an error, the lines so far are kept in
+    another file beside the output, and the output is unchanged. The output may therefore be the
+    input file.
     """
     if output == "-" or _is_standard_output(output):
-        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
+        _print_lines(lines)
         return
     with replaced_file(Path(output)) as partial:
+        started = False
         try:
-            with open(partial, "w", encoding="utf-8") as file:
+            with _opened(partial, output) as file:
                 for line in lines:
                     print(line, file=file)
+                    started = True
         except (Exception, KeyboardInterrupt) as error:
-            if partial.is_file() and partial.stat().st_size and not isinstance(error, OSError):
+            if partial.is_file() and started and not isinstance(error, OSError):
                 kept = partial.replace(partial.with_name(f"{Path(output).name}.partial"))
                 print(f"The lines so far are in {kept}", file=sys.stderr)
             raise
 
 
+def _print_lines(lines: Iterable[str]) -> None:
+    """Print lines. If a reader such as `head` closes the pipe, exit as other filters do."""
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output at its exit, and would complain about the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)
+
+
+def _opened(path: Path, name: str) -> TextIO:
+    """Open a file to write text, compressed as the ending of its final name says."""
+    if name.endswith(".gz"):
+        return gzip.open(path, "wt", encoding="utf-8")  # type: ignore[return-value]
+    if name.endswith(".zst"):
+        stream = _pyarrow().output_stream(str(path), compression="zstd")
+        return io.TextIOWrapper(stream, encoding="utf-8")
+    return open(path, "w", encoding="utf-8")
+
+
+def _pyarrow() -> Any:
+    with needs("vaswani[train]"):
+        import pyarrow
+    return pyarrow
+
+
 def _is_standard_output(path: str) -> bool:
     """Tell whether a path such as /dev/stdout is standard output."""
-    return os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1))
+    return (
+        sys.stdout is not None
+        and os.path.exists(path)
+        and os.path.samestat(os.stat(path), os.fstat(1))
+    )

@@ -51,8 +51,6 @@ def make_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     """Train, save, score, and write the card."""
-    from huggingface_hub.errors import StrictDataclassError
-
     from .settings_check import check_settings
 
     try:
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
             if args.push_to_hub:
                 training.push(args.push_to_hub)
         training.trainer.accelerator.end_training()
-    except (FloatingPointError, *_SHOWN, StrictDataclassError) as error:
+    except (FloatingPointError, *_SHOWN) as error:
         raise CommandError(error) from error
 
 

@@ -4,7 +4,7 @@ import argparse
 import math
 
 from .optimizer_options import add_checkpoint_options, add_optimizer_options
-from .parser import positive
+from .parser import positive, positive_number
 
 
 def not_negative(text: str) -> float:
@@ -53,8 +53,13 @@ def add_run_length_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say when a run ends."""
     add = parser.add_argument_group("length of the run").add_argument
     add("--steps", type=positive, metavar="N", help="updates (default: 100000)")
-    add("--epochs", type=float, metavar="N", help="passes over the data, instead of --steps")
-    add("--minutes", type=float, help="stop after this many minutes of training")
+    add(
+        "--epochs",
+        type=positive_number,
+        metavar="N",
+        help="passes over the data, instead of --steps",
+    )
+    add("--minutes", type=positive_number, help="stop after this many minutes of training")
 
 
 def add_batch_options(parser: argparse.ArgumentParser) -> None:

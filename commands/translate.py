@@ -66,41 +66,24 @@ def make_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     """Translate."""
     from ..corpora.reading import read_lines
+    from ..demo.loading import load
     from .text import check_text, write_lines
 
-    check_text(args.input, args.output)
-    translator = _translator(args)
+    check_text([args.input], args.output)
+    try:
+        translator = load(args.model, "bfloat16" if args.bf16 else "auto")
+    except (OSError, ValueError) as error:
+        raise CommandError(error) from error
     beams = args.beams or translator.model.generation_config.num_beams or 4
     if args.nbest > beams:
         raise CommandError(f"--nbest {args.nbest} needs at least as many --beams, got {beams}")
     given = {"length_penalty": args.length_penalty, "max_new_tokens": args.max_new_tokens}
     settings = {name: value for name, value in given.items() if value is not None}
     settings |= {"num_beams": beams, "num_return_sequences": args.nbest}
+    settings |= {"max_tokens": args.batch_tokens, "return_scores": args.scores}
     try:
         translations = translator(read_lines(args.input), **settings)
         write_lines(_formatted(translations, args.nbest > 1, args.scores), args.output)
-    except (OSError, ValueError) as error:
-        raise CommandError(error) from error
-
-
-def _translator(args: argparse.Namespace) -> Any:
-    """Load the model."""
-    import torch
-    from transformers import pipeline
-
-    from .. import VaswaniConfig, VaswaniTranslationPipeline
-
-    try:
-        # Load the configuration first, because its errors explain wrong paths and foreign models.
-        VaswaniConfig.from_pretrained(args.model)
-        return pipeline(  # type: ignore[call-overload]
-            "translation",
-            model=args.model,
-            pipeline_class=VaswaniTranslationPipeline,
-            dtype=torch.bfloat16 if args.bf16 else "auto",
-            max_tokens=args.batch_tokens,
-            return_scores=args.scores,
-        )
     except (OSError, ValueError) as error:
         raise CommandError(error) from error
 

@@ -389,7 +389,10 @@ def _vocabulary(
         return [str(number) for number in range(size)]
     names: dict[int, str] = {}
     known = tokenizer.get_vocab()
+    known_ids = getattr(tokenizer, "known_ids", list)  # other tokenizers know all ids
     for token, number in known.items():
+        if known_ids([number]) != [number]:
+            continue  # the tokenizer encodes this symbol as the unknown token
         if number in names:
             problems.append(f"the {side} token {number} is both {names[number]!r} and {token!r}")
         names[number] = token

@@ -70,8 +70,8 @@ def save(
         target_tokenizer: likewise, if the target has its own vocabulary.
 
     Raises:
-        ConversionError: the model cannot be traced, a graph computes other logits than the model,
-            or packages of the exporter are not installed.
+        ConversionError: the model cannot be traced, the exporter cannot write `opset`, a graph
+            computes other logits than the model, or packages of the exporter are not installed.
         FileExistsError: `output` exists already.
     """
     exporter, options = _exporter(opset)
@@ -82,7 +82,7 @@ def save(
     traced = _float32_copy(original)
     traced.set_attn_implementation("sdpa")
     with new_folder(Path(output)) as folder:
-        for name, graph in _graphs(exporter, options, traced).items():
+        for name, graph in _graphs_of_opset(exporter, options, traced, opset).items():
             _write(graph, folder / f"{name}.onnx")
         original.config.save_pretrained(folder)
         original.generation_config.save_pretrained(folder)
@@ -122,6 +122,29 @@ def _problems(config: VaswaniConfig) -> list[str]:
     if config.attends_to_source and not translates:
         problems.append("add_cross_attention (a language model's graphs have no source)")
     return problems
+
+
+def _graphs_of_opset(exporter: Any, options: Any, model: Any, opset: int | None) -> dict[str, Any]:
+    """Trace the graphs, and check their version of ONNX's operators.
+
+    Raises:
+        ConversionError: the exporter fails with `opset`, or writes another version.
+    """
+    if opset is None:
+        return _graphs(exporter, options, model)
+    try:
+        graphs = _graphs(exporter, options, model)
+    except Exception as error:  # the exporter raises errors of many types
+        raise ConversionError(f"The exporter fails with opset {opset}: {error}") from error
+    for name, program in graphs.items():
+        written = getattr(program, "model", program).opset_imports.get("")
+        # The exporter only logs a failed conversion, and keeps its own version.
+        if written != opset:
+            raise ConversionError(
+                f"The exporter cannot write opset {opset}: the graph {name} has opset {written}. "
+                "Leave --opset out, or pass a version that the exporter supports."
+            )
+    return graphs
 
 
 def _graphs(exporter: Any, options: Any, model: Any) -> dict[str, Any]:

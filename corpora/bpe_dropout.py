@@ -61,8 +61,7 @@ class BpeDropout:
         self._draw = random.Random(seed).random
         self._ids: dict[str, int] = model["vocab"]
         self._ranks = {(left, right): rank for rank, (left, right) in enumerate(model["merges"])}
-        known = tokenizer.init_kwargs.get("unknown_from")
-        self._limit = len(self._ids) if known is None else known
+        self._known_ids = getattr(tokenizer, "known_ids", list)  # other tokenizers know all ids
         self._unknown = tokenizer.unk_token_id
         self._byte_fallback = model["byte_fallback"]
         self._splits: dict[tuple[str, int], list[int]] = {}
@@ -109,7 +108,7 @@ class BpeDropout:
             return known
         draw = random.Random(repr((self._seed, number, word))).random
         ids = (self._ids.get(piece, self._unknown) for piece in self._cut(word, draw))
-        split = [token if token < self._limit else self._unknown for token in ids]
+        split = self._known_ids(ids)
         self._splits[word, number] = split
         return split
 

@@ -74,8 +74,7 @@ class _WordIds(dict[str, bytes]):
         super().__init__()
         self._backend = tokenizer.backend_tokenizer
         self._dtype = dtype
-        self._known = tokenizer.init_kwargs.get("unknown_from")
-        self._unknown = tokenizer.unk_token_id
+        self._known_ids = tokenizer.known_ids
 
     def __missing__(self, word: str) -> bytes:
         # An empty word arises beside a space. A text of one space has two empty words, so half of
@@ -83,9 +82,7 @@ class _WordIds(dict[str, bytes]):
         ids = self._backend.encode(word or " ", add_special_tokens=False).ids
         if not word:
             ids = ids[: len(ids) // 2]
-        if self._known is not None:
-            ids = [token if token < self._known else self._unknown for token in ids]
-        encoded = np.array(ids, dtype=self._dtype).tobytes()
+        encoded = np.array(self._known_ids(ids), dtype=self._dtype).tobytes()
         if len(word) <= _LONGEST_CACHED:
             self[word] = encoded
         return encoded

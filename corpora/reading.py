@@ -17,7 +17,7 @@ from ..tokenization.kinds_vaswani import half_character
 
 Pair = tuple[str, str]
 
-_COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 # Number of rows of a data set or Parquet file read at once.
 _ROWS = 1000
 
@@ -32,7 +32,7 @@ def read_lines(path: str) -> Iterator[str]:
     The file may be plain, .gz or .zst. The name "-" reads stdin.
 
     Raises:
-        DataError: the file is missing or damaged, or a line is not utf-8.
+        DataError: the file is missing or damaged, stdin is closed, or a line is not utf-8.
     """
     return strictly(_lines(path))
 
@@ -96,7 +96,7 @@ def iterate_pairs(
 
 def form_of(name: str) -> str | None:
     """Return the form of a file of pairs: tsv, jsonl or parquet. Return None for other files."""
-    for ending in _COMPRESSED:
+    for ending in COMPRESSED:
         name = name.removesuffix(ending)
     endings = {".tsv": "tsv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
     return endings.get(Path(name).suffix)
@@ -127,13 +127,15 @@ def _lines(path: str) -> Iterator[str | DataError]:
     except FileNotFoundError as error:
         raise DataError(f"No such file: {path}") from error
     except (OSError, EOFError, zlib.error) as error:
-        if not path.endswith(_COMPRESSED):
+        if not path.endswith(COMPRESSED):
             raise
         raise DataError(f"{path} is damaged after line {number}: {error}") from error
 
 
 def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
     if path == "-":
+        if sys.stdin is None:
+            raise DataError("Standard input is closed: name a file.")
         return sys.stdin.buffer
     if path.endswith(".gz"):
         return stack.enter_context(gzip.open(path, "rb"))
@@ -266,6 +268,7 @@ def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | 
 
 
 __all__ = [
+    "COMPRESSED",
     "DataError",
     "Pair",
     "form_of",

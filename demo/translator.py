@@ -4,19 +4,17 @@ Invalid input raises a ValueError, whose text is shown on the page.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase, pipeline
+from transformers import PreTrainedTokenizerBase
 
-from ..configuration.configuration_vaswani import VaswaniConfig
-from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..generation.scoring_vaswani import words_of_tokens
 from ..pictures.hoverable import hoverable_attention
 from ..pictures.labels import token_labels
 from .description import Description, describe
+from .loading import load
 
 MAX_BEAMS = 10
 MAX_LENGTH_PENALTY = 2.0
@@ -96,9 +94,7 @@ class Translator:
     """
 
     def __init__(self, name: str) -> None:
-        VaswaniConfig.from_pretrained(name)
-        load: Callable = pipeline  # its overloads list only the tasks of transformers
-        self.pipeline = load("translation", model=name, pipeline_class=VaswaniTranslationPipeline)
+        self.pipeline = load(name)
         self.name = name
         self.model = self.pipeline.model
         self.tokenizer: PreTrainedTokenizerBase = self.pipeline.tokenizer

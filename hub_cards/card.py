@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import logging
 
@@ -292,7 +293,7 @@ def _indented(content: Any) -> str | None:
 
 def _cell(text: str) -> str:
     """Escape text for the cell of a table."""
-    return html.escape(text, quote=False).replace("|", "\\|")
+    return html.escape(re.sub(r"[\r\n]+", " ", text), quote=False).replace("|", "\\|")
 
 
 def _sha256(text: str) -> str:
@@ -309,11 +310,18 @@ def _hardware(hardware: Mapping[str, Any]) -> str:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    """Return the metadata of a card; empty if the card is missing."""
+    """Return the metadata of a card; empty if the card is missing or its YAML is broken."""
     if not card.exists():
         return {}
-    data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    return {**data, **{key: _listed(data.get(key)) for key in ("language", "datasets", "tags")}}
+    try:
+        data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        logger.warning(f"The metadata of {card} cannot be read and are ignored: {error}")
+        return {}
+    lists = {key: _listed(data.get(key)) for key in ("language", "datasets", "tags")}
+    # YAML reads the code of Norwegian, "no", as False.
+    lists["language"] = ["no" if code is False else str(code) for code in lists["language"]]
+    return {**data, **lists}
 
 
 def _draw_curve(model: SavedModel, target: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from huggingface_hub import EvalResult
 
+from ..corpora.reading import COMPRESSED, form_of
+
 # Fields that `vaswani.training.circumstances` writes. They are needed to repeat a result.
 PROVENANCE = ("command", "commit", "hardware", "versions", "date")
 # Scores of a results file: their name in a card, and their metric on the Hub, if any.
@@ -27,6 +29,11 @@ LEAST_EXACT_MATCHES = 10  # percent; below, exact matches are shown only if a ru
 _HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
 _TWO_LETTERS = re.compile(r"[a-z]{2}")
+_WEIGHT = re.compile(r"=\d*\.?\d+(e[+-]?\d+)?$")
+
+
+class MistypedFieldError(ValueError):
+    """A field of a results file has a wrong type; the message names the file and the field."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,8 @@ class Results:
         stated = self.settings.get("languages")
         if stated:
             return list(stated)
-        files = [
-            Path(path.removesuffix(".gz")).suffix[1:] for path in self.settings.get("train", ())
-        ]
-        for pair in (list(self.settings.get("columns", ())), files):
+        files = [Path(_plain(path)).suffix[1:] for path in self.settings.get("train") or ()]
+        for pair in (list(self.settings.get("columns") or ()), files):
             if len(pair) == 2 and pair[0] != pair[1] and all(map(_TWO_LETTERS.fullmatch, pair)):
                 return pair
         return []
@@ -196,6 +201,7 @@ def read_results(path: str | os.PathLike) -> Results:
         TypeError: `path` is no path, but a number or a dict, for example.
         FileNotFoundError: the file is missing.
         ValueError: the file is no JSON object, or does not say how its numbers were made.
+        MistypedFieldError: a field has another type than `vaswani train` writes.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
@@ -218,7 +224,85 @@ def read_results(path: str | os.PathLike) -> Results:
             f"{path} is no results file: it has no {', '.join(missing)}. A number enters a card "
             "only beside circumstances() of vaswani.training.circumstances."
         )
+    for field, expected in _mistyped(content):
+        raise MistypedFieldError(f"{path}: the field {field} must be {expected}.")
     return Results(path, path.name, content)
+
+
+def _mistyped(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield fields of wrong types, each with a description of the right type."""
+    for name in ("training_minutes", "minutes", "steps"):
+        if not _is_number_or_none(content.get(name)):
+            yield name, "a number"
+    for name in ("runs", "log"):
+        if name in content and not _is_list_of(content[name], dict):
+            yield name, "a list of objects"
+    for number, entry in enumerate(content.get("log", ())):
+        if not _is_number(entry.get("step")):
+            yield f"log[{number}].step", "a number"
+        for name in ("loss", "eval_loss", *(f"eval_{metric}" for metric in _METRICS)):
+            if name in entry and not _is_number(entry[name]):
+                yield f"log[{number}].{name}", "a number"
+    settings = content.get("settings")
+    for name in ("train", "valid", "test", "columns", "languages"):
+        value = settings.get(name) if isinstance(settings, dict) else None
+        if value is not None and not _is_list_of(value, str):
+            yield f"settings.{name}", "a list of strings"
+    for place, run in _runs(content):
+        if not _is_number(run.get("parameters", 0)):
+            yield f"{place}parameters", "a number"
+        if not isinstance(run.get("weights_sha256") or "", str):
+            yield f"{place}weights_sha256", "a string"
+        for split in ("test", "valid"):
+            if isinstance(run.get(split), dict):
+                for field, expected in _mistyped_figures(run[split]):
+                    yield f"{place}{split}.{field}", expected
+    splits = [content[split] for split in ("test", "valid") if isinstance(content.get(split), dict)]
+    if any("mean" in figures for figures in splits):
+        if not content.get("runs"):
+            yield "runs", "a list of the runs behind the mean"
+        if content.get("score", "bleu") not in tuple(_METRICS):
+            yield "score", f"one of {', '.join(_METRICS)}"
+
+
+def _runs(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the file itself and its runs over several seeds, with the prefix of their fields."""
+    yield "", content
+    for number, run in enumerate(content.get("runs", ())):
+        yield f"runs[{number}].", run
+
+
+def _mistyped_figures(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the fields of wrong types among the figures of a test or validation set."""
+    for name in (*_METRICS, "beams", "standard_deviation"):
+        if not _is_number_or_none(figures.get(name)):
+            yield name, "a number"
+    if "mean" in figures:
+        if not _is_number(figures["mean"]):
+            yield "mean", "a number"
+        if not isinstance(figures.get("seeds"), list):
+            yield "seeds", "a list"
+    if not _is_list_of(figures.get("nbest_accuracy") or [], int | float):
+        yield "nbest_accuracy", "a list of numbers"
+    samples = figures.get("samples") or []
+    if not _is_list_of(samples, dict):
+        yield "samples", "a list of objects"
+    for number, sample in enumerate(samples):
+        for name in ("source", "translation", "reference"):
+            if not isinstance(sample.get(name), str):
+                yield f"samples[{number}].{name}", "a string"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_list_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def is_language(code: str) -> bool:
@@ -240,18 +324,31 @@ def _names(data: Sequence[str] | None) -> str | None:
     if not data:
         return None
     if _on_the_hub(data):
-        return data[0]
-    paths = [Path(path.removesuffix(".gz")) for path in data]
+        return _unweighted(data[0])
+    paths = [Path(_plain(path)) for path in data]
     names = [Path(path.parent.name, path.stem).as_posix() for path in paths]
     return ", ".join(dict.fromkeys(names))
 
 
 def _on_the_hub(data: Sequence[str] | None) -> dict[str, Any] | None:
     """Split ID[@CONFIG][:SPLIT] into its parts; None for files and folders."""
-    if not data or len(data) != 1 or Path(data[0].partition(":")[0]).exists():
+    if not data or len(data) != 1:
         return None
-    name = data[0].removesuffix(".gz")
-    match = _HUB_DATA.fullmatch(data[0])
-    return (
-        None if match is None or name.endswith((".tsv", ".jsonl", ".json")) else match.groupdict()
-    )
+    name = _unweighted(data[0])
+    if Path(name.partition(":")[0]).exists() or name.endswith(COMPRESSED) or form_of(name):
+        return None
+    match = _HUB_DATA.fullmatch(name)
+    return match.groupdict() if match else None
+
+
+def _unweighted(name: str) -> str:
+    """Remove the weight of a corpus, =WEIGHT."""
+    return name if Path(name).exists() else _WEIGHT.sub("", name)
+
+
+def _plain(name: str) -> str:
+    """Remove the weight and the ending of a compressed file."""
+    name = _unweighted(name)
+    for ending in COMPRESSED:
+        name = name.removesuffix(ending)
+    return name

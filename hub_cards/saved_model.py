@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..training.circumstances import weights_sha256
-from .results import Results, read_results
+from .results import MistypedFieldError, Results, read_results
 
 logger = logging.get_logger(__name__)
 
@@ -107,6 +107,9 @@ class SavedModel:
                 continue
             try:
                 results = read_results(path).renamed(name)
+            except MistypedFieldError as error:
+                logger.warning(f"{error} The card leaves this file out.")
+                continue
             except ValueError:
                 continue  # this JSON file is no results file
             if contradiction := results.contradiction(self.parameters, self.weights_sha256):
@@ -145,11 +148,12 @@ class SavedModel:
         kind = self.tokenizer.get("model", {}).get("type")
         if kind != "WordLevel":
             return _PIECES.get(kind, "tokens")
-        splits = self.tokenizer["pre_tokenizer"]
-        if "pretokenizers" not in splits:
+        splits = self.tokenizer.get("pre_tokenizer") or {}
+        first: dict[str, Any] = next(iter(splits.get("pretokenizers") or ()), {})
+        pattern = first.get("pattern")
+        if not isinstance(pattern, dict):
             return "words"
-        pattern = splits["pretokenizers"][0]["pattern"].get("Regex")
-        return "characters" if pattern == r"[\s\S]" else "matches of a pattern"
+        return "characters" if pattern.get("Regex") == r"[\s\S]" else "matches of a pattern"
 
     def knows_all_characters(self) -> bool:
         """Tell whether the tokenizer can read and write all characters, as far as is known."""

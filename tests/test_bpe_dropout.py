@@ -122,6 +122,8 @@ def test_symbols_that_only_merges_know_are_unknown():
     tokenizer = merging([*"abc", "abc", "ab"], [("a", "b"), ("ab", "c")])
     tokenizer.init_kwargs["unknown_from"] = tokenizer.convert_tokens_to_ids("ab")
     assert BpeDropout(tokenizer, 0)(["ab abc"]) == tokenizer(["ab abc"])["input_ids"]
+    tokenizer.add_tokens([AddedToken(">>de<<", normalized=False)])
+    assert BpeDropout(tokenizer, 0)([">>de<<ab"]) == tokenizer([">>de<<ab"])["input_ids"]
 
 
 def test_characters_are_unknown_where_there_are_no_bytes():

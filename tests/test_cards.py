@@ -377,6 +377,85 @@ def test_languages_are_those_recorded_and_never_guessed(run, settings, language)
     assert ("Translates from" in text) == pair
 
 
+@pytest.mark.parametrize(
+    "train", ["d/train.parquet", "d/train.tsv.zst", "d/train.tsv=2", "d/train.jsonl.gz=0.5"]
+)
+def test_local_files_that_are_gone_are_no_data_sets_of_the_hub(run, train):
+    write_json(run / "results.json", {**RUN, "settings": {"train": [train]}})
+    text = text_of(run)
+    assert "datasets" not in metadata(text)
+    assert "| data | d/train" in text
+    assert "=" not in re.search(r"\| data \| (.*) \|", text)[1]
+
+
+def test_weights_and_compression_hide_no_data_set_and_no_language(run):
+    settings = {"train": ["wmt/wmt14@de-en:train=2"]}
+    write_json(run / "results.json", {**RUN, "settings": settings})
+    assert metadata(text_of(run))["datasets"] == ["wmt/wmt14"]
+    settings = {"train": ["d/train.cs.zst=2", "d/train.en.zst=2"]}
+    write_json(run / "results.json", {**RUN, "settings": settings})
+    assert metadata(text_of(run))["language"] == ["cs", "en"]
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({**SEVERAL_SEEDS, "runs": None}, "runs"),
+        ({**RUN, "test": SEVERAL_SEEDS["test"]}, "runs"),
+        ({**RUN, "log": [{"loss": 4.0}]}, r"log\[0\]\.step"),
+        ({**RUN, "log": None}, "log"),
+        ({**RUN, "test": {**SCORES, "bleu": "27.3"}}, r"test\.bleu"),
+        ({**RUN, "test": {**SCORES, "nbest_accuracy": 3}}, r"test\.nbest_accuracy"),
+        ({**RUN, "test": {"samples": [{"source": "a"}]}}, r"test\.samples\[0\]\.translation"),
+        ({**RUN, "settings": {"train": 5}}, r"settings\.train"),
+        ({**RUN, "parameters": "many"}, "parameters"),
+        ({**SEVERAL_SEEDS, "score": "x"}, "score"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(run, warnings, content, field):
+    path = write_json(Path("elsewhere/numbers.json"), content)
+    with pytest.raises(ValueError, match=rf"numbers\.json: the field {field} must be"):
+        write_model_card(run, path)
+    write_json(run / "results.json", content)
+    write_model_card(run)
+    assert re.search(
+        rf"results\.json: the field {field} must be.* leaves this file out", warnings()
+    )
+
+
+def test_a_line_break_in_a_sample_stays_in_its_cell(run):
+    sample = {**SAMPLE, "translation": "a\nb\r\nc"}
+    write_json(run / "results.json", {**RUN, "test": {**SCORES, "samples": [sample]}})
+    assert "| a b c |" in text_of(run)
+
+
+def test_a_card_with_broken_metadata_can_be_replaced(run, warnings):
+    (run / "README.md").write_text("---\nlanguage: [en, de\ntags: {\n---\n# Mine\n")
+    assert metadata(text_of(run, overwrite=True))["library_name"] == "transformers"
+    assert "README.md cannot be read and are ignored" in warnings()
+
+
+@pytest.mark.parametrize("written", ["language: [en, no]", "language:\n- en\n- no"])
+def test_norwegian_is_no_truth_value(bare, written):
+    (bare / "README.md").write_text(f"---\n{written}\n---\n# Mine\n")
+    data = metadata(text_of(bare, overwrite=True))
+    assert data["language"] == ["en", "no"]
+    assert "en-no" in data["tags"]
+
+
+@pytest.mark.parametrize(
+    "splits", [None, {"type": "Whitespace"}, {"pretokenizers": [{"type": "Whitespace"}]}, "absent"]
+)
+def test_words_of_another_pre_tokenizer_are_words(bare, splits):
+    tokenizer = json.loads((bare / "tokenizer.json").read_text())
+    tokenizer["model"] = {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"}
+    tokenizer["pre_tokenizer"] = splits
+    if splits == "absent":
+        del tokenizer["pre_tokenizer"]
+    write_json(bare / "tokenizer.json", tokenizer)
+    assert "340 words" in text_of(bare)
+
+
 def test_a_pair_that_is_put_right_leaves_no_wrong_tag(bare):
     text_of(bare, language=["de", "en"], tags="de-en-numbers")
     tags = metadata(text_of(bare, language=["en", "de"]))["tags"]

@@ -209,6 +209,20 @@ def test_text_goes_in_and_out_by_the_tokenizer_of_the_folder(folder, tmp_path):
     assert result.hypotheses[0] == [token for token in known if token != "</s>"]
 
 
+def test_symbols_that_are_always_unknown_need_no_place_in_the_model(tiny_model, tmp_path):
+    tokenizer = VaswaniTokenizer.train_from_iterator(
+        ["a b c d e f g"], kind="word", show_progress=False
+    )
+    model = tiny_model(vocab_size=len(tokenizer) - 2)
+    with pytest.raises(ConversionError, match="the model has only"):
+        save(model, tmp_path / "out", tokenizer=tokenizer)
+    tokenizer.init_kwargs["unknown_from"] = model.config.vocab_size
+    save(model, tmp_path / "out", tokenizer=tokenizer)
+    tokenizer.add_tokens([">>de<<"])
+    with pytest.raises(ConversionError, match=f"has a token {len(tokenizer) - 1}"):
+        save(model, tmp_path / "tagged", tokenizer=tokenizer)
+
+
 def test_two_vocabularies_have_a_tokenizer_each(tiny_model, tmp_path):
     tokenizers = [
         VaswaniTokenizer.train_from_iterator(

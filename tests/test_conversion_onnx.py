@@ -283,6 +283,22 @@ def test_positions_too_few_to_trace_are_refused(tiny_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_opset_that_the_exporter_does_not_write_is_refused(monkeypatch):
+    program = SimpleNamespace(opset_imports={"": 18})
+    monkeypatch.setattr(converter, "_graphs", lambda *_: {"encoder": program})
+    assert converter._graphs_of_opset(None, None, None, 18) == {"encoder": program}
+    assert converter._graphs_of_opset(None, None, None, None) == {"encoder": program}
+    with pytest.raises(ConversionError, match=r"cannot write opset 12: .* encoder has opset 18"):
+        converter._graphs_of_opset(None, None, None, 12)
+
+    def failing(*_):
+        raise RuntimeError("no such opset")
+
+    monkeypatch.setattr(converter, "_graphs", failing)
+    with pytest.raises(ConversionError, match="fails with opset 99: no such opset"):
+        converter._graphs_of_opset(None, None, None, 99)
+
+
 def test_without_exporters_the_error_says_what_is_needed(monkeypatch, tiny_model, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers.exporters", None)
     with pytest.raises(ConversionError, match=r"pip install 'vaswani\[convert\]'"):

@@ -52,6 +52,10 @@ def test_special_tokens_unknown_symbols_and_added_tokens_are_the_tokenizers():
     for target, side in ((False, "text"), (True, "text_target")):
         expected = [tokenizer(**{side: line})["input_ids"] for line in LINES]
         assert [ids_of(TextEncoder(tokenizer, target), line) for line in LINES] == expected
+    tokenizer.add_tokens([AddedToken(">>de<<", normalized=False)])
+    text = f"{LINES[0]} >>de<< {LINES[0]}"
+    assert ids_of(TextEncoder(tokenizer), text) == tokenizer(text)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids(">>de<<") in tokenizer(text)["input_ids"]
     tagged = tokenizer_of("bpe", min_frequency=2)
     tagged.add_tokens([AddedToken(">>de<<", rstrip=True, normalized=False)])
     for text in (">>de<< one two", "one >>de<<two", ">>de<<"):

@@ -176,6 +176,7 @@ IN_SOURCE = {
     "transformers.Pipeline.__init__": "_batch_size _forward_params _preprocess_params",
     "transformers.PreTrainedTokenizerFast.__init__": "_tokenizer",
     "transformers.PreTrainedTokenizerBase.__call__": "_switch_to_input_mode _switch_to_target_mode",
+    "transformers.PreTrainedTokenizerBase.__init__": "_in_target_context_manager",
     "transformers.PreTrainedTokenizerBase.save_pretrained": "_auto_map",
     "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
     "torch.distributed.fsdp.fully_shard": "_is_fsdp_managed_module",
@@ -183,6 +184,7 @@ IN_SOURCE = {
     "torch.nn.Module.__getattr__": "_modules",
     "accelerate.Accelerator.prepare_model": "_original_forward",
     "accelerate.hooks.add_hook_to_module": "_hf_hook",
+    "argparse.ArgumentParser.add_argument_group": "_ArgumentGroup",
     "argparse.ArgumentParser.parse_known_args": "_actions",
     "argparse.ArgumentParser._parse_optional": "_option_string_actions",
 }

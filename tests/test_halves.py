@@ -142,8 +142,8 @@ def test_overrides_that_are_no_field_are_refused(pretrained):
     load = VaswaniForConditionalGeneration.from_encoder_decoder_pretrained
     with pytest.raises(ValueError, match="'dropuot' is unknown: did you mean 'dropout'"):
         load(masked, dropuot=0.3)
-    with pytest.raises(ValueError, match="'revison' is unknown: did you mean 'revision'"):
-        load(masked, revison="main")
+    with pytest.raises(ValueError, match="'revisions' is unknown: did you mean 'revision'"):
+        load(masked, revisions="main")
     with pytest.raises(ValueError, match="'quantization_config' is unknown"):
         load(masked, quantization_config=None)
     with pytest.raises(ValueError, match="'subfolder' is unknown"):

@@ -1,8 +1,11 @@
 """`vaswani translate`, `score` and `align`: line by line, without losing lines."""
 
 import gzip
+import json
 import os
 import re
+import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -12,7 +15,10 @@ from pathlib import Path
 import pytest
 from launches import environment
 from num2words import num2words
+from vaswani.commands import demo, prepare, text, train, translate
 from vaswani.commands.main import main
+from vaswani.corpora.reading import DataError, read_lines
+from vaswani.demo import loading
 
 from vaswani import VaswaniTranslationPipeline
 
@@ -185,9 +191,226 @@ def test_translate_reads_standard_input_and_writes_standard_output():
         (["--nbest", "5", "--beams", "2"], "--nbest 5 needs"),
         (["--output", "absent/x.txt"], "no folder for the output absent/x.txt"),
         (["--output", "."], "the output . is a folder"),
+        (["."], "the input . is a folder"),
     ],
 )
 def test_translate_refuses_what_it_cannot_do(command, arguments, complaint):
     with pytest.raises(SystemExit) as error:
         command("translate", FROZEN, *arguments)
     assert complaint in str(error.value)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fail if a command loads a model."""
+
+    def load(*arguments):
+        pytest.fail("the model is loaded before the paths are checked")
+
+    monkeypatch.setattr(loading, "load", load)
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Copy the frozen model with one changed file."""
+
+    def copy(name, change):
+        folder = tmp_path / "model"
+        shutil.copytree(FROZEN, folder)
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    """A text file of two sentences, and its translation."""
+    source, target = tmp_path / "in.txt", tmp_path / "target.txt"
+    source.write_text(in_words([342, 7]), encoding="utf-8")
+    target.write_text(in_words([342, 7], "de"), encoding="utf-8")
+    return source, target
+
+
+@pytest.mark.parametrize("name", ["score", "align"])
+@pytest.mark.parametrize(
+    ("paths", "complaint"),
+    [
+        (["-", "-"], "cannot be both source and target"),
+        (["-", "/dev/stdin"], "cannot be both source and target"),
+        (["/dev/null", "absent.txt"], "no such input file: absent.txt"),
+        (["/dev/null", "."], "the input . is a folder"),
+    ],
+)
+def test_both_texts_are_checked_before_the_model_is_loaded(
+    name, paths, complaint, command, no_model
+):
+    with pytest.raises(SystemExit, match=complaint):
+        command(name, FROZEN, *paths)
+
+
+def test_closed_standard_streams_are_named(command, no_model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit, match="standard input is closed"):
+        command("translate", FROZEN)
+    with pytest.raises(DataError, match="Standard input is closed"):
+        list(read_lines("-"))
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit, match="standard output is closed"):
+        command("translate", FROZEN, "/dev/null")
+
+
+def test_translate_reads_pipes_and_takes_two_dashes(command, capsys):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        file.write(in_words([7]))
+    try:
+        command("translate", "--", FROZEN, f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)
+    assert capsys.readouterr().out == in_words([7], "de")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_outputs_are_compressed_as_their_endings_say(ending, tmp_path):
+    path = tmp_path / f"out.txt{ending}"
+    text.write_lines(["für", "zwölf"], str(path))
+    assert path.read_bytes()[:2] == (b"\x1f\x8b" if ending == ".gz" else b"\x28\xb5")
+    assert list(read_lines(str(path))) == ["für", "zwölf"]
+
+
+def test_compressed_lines_before_an_error_are_kept(tmp_path):
+    def lines(count):
+        yield from ["zwölf"] * count
+        raise ValueError("damaged")
+
+    path = tmp_path / "out.gz"
+    with pytest.raises(ValueError, match="damaged"):
+        text.write_lines(lines(0), str(path))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="damaged"):
+        text.write_lines(lines(2), str(path))
+    assert gzip.decompress((tmp_path / "out.gz.partial").read_bytes()).decode() == "zwölf\n" * 2
+
+
+def test_writing_ends_quietly_if_the_reader_closes_the_pipe(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as error:
+            text.write_lines(["x" * 100_000], "-")
+    assert error.value.code == 141
+
+
+def test_commands_run_with_pythons_own_handling_of_closed_pipes(monkeypatch):
+    found = []
+    monkeypatch.setattr(sys, "argv", ["vaswani", "demo", "model"])
+    monkeypatch.setattr(demo, "run", lambda args: found.append(signal.getsignal(signal.SIGPIPE)))
+    before = signal.getsignal(signal.SIGPIPE)
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert found == [signal.SIG_IGN]
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "said"),
+    [
+        (translate, ["translate", "model"], ""),
+        (train, ["train", "--train", "a.tsv", "--output", "run"], "--resume auto continues"),
+    ],
+)
+def test_an_interrupted_command_ends_with_status_130(
+    module, words, said, command, monkeypatch, capsys
+):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run", interrupted)
+    with pytest.raises(SystemExit) as error:
+        command(*words)
+    assert error.value.code == 130
+    printed = capsys.readouterr().err
+    assert said in printed if said else not printed
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "complaint"),
+    [
+        ("model.safetensors", lambda content: content[:500], "weights of .* are damaged"),
+        ("generation_config.json", lambda content: b"{", "not a valid JSON file"),
+    ],
+)
+@pytest.mark.parametrize("command_name", ["translate", "score"])
+def test_a_damaged_model_is_named_in_one_line(
+    command_name, name, change, complaint, command, copied, sentences
+):
+    texts = sentences if command_name == "score" else sentences[:1]
+    with pytest.raises(SystemExit, match=complaint) as error:
+        command(command_name, copied(name, change), *texts)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [{"dropout": 2.0}, {"d_model": "abc"}])
+def test_a_wrong_config_is_an_error_of_one_line(wrong, command, copied, sentences):
+    folder = copied("config.json", lambda content: json.dumps(json.loads(content) | wrong).encode())
+    for words in (
+        ["translate", folder, sentences[0]],
+        ["score", folder, *sentences],
+        ["card", folder],
+    ):
+        with pytest.raises(SystemExit, match=f"wrong model configuration: .*{next(iter(wrong))}"):
+            command(*words)
+
+
+def test_a_card_of_damaged_weights_is_an_error_of_one_line(command, copied):
+    folder = copied("model.safetensors", lambda content: content[:500])
+    with pytest.raises(SystemExit, match=r"vaswani card: the weights in .* are damaged"):
+        command("card", folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (train, ["--epochs", "nan"]),
+        (train, ["--epochs", "-1"]),
+        (train, ["--minutes", "-1"]),
+        (train, ["--temperature", "0"]),
+        (train, ["--temperature", "inf"]),
+        (train, ["--learning-rate", "nan"]),
+        (train, ["--max-ratio", "nan"]),
+        (prepare, ["--temperature", "nan"]),
+    ],
+)
+def test_number_options_take_finite_numbers_above_0(module, words, capsys):
+    with pytest.raises(SystemExit):
+        module.make_parser().parse_args(["--train", "a.tsv", *words])
+    assert f"{words[0]}: must be a finite number above 0" in capsys.readouterr().err
+
+
+def test_ports_are_bounded(capsys):
+    parse = demo.make_parser().parse_args
+    assert parse(["model", "--port", "65535"]).port == 65535
+    for port, complaint in (("65536", "must be at most 65535"), ("0", "must be at least 1")):
+        with pytest.raises(SystemExit):
+            parse(["model", "--port", port])
+        assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--valid", "--test", "--stream", "--stream-buffer"])
+def test_prepare_refuses_options_without_effect(option, capsys):
+    with pytest.raises(SystemExit):
+        prepare.make_parser().parse_args(["--train", "a.tsv", option, "9"])
+    assert f"{option} is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["translate", "score", "align"])
+def test_all_text_commands_use_one_loader(name, command, sentences, monkeypatch, capsys):
+    loaded = []
+    load = loading.load
+    monkeypatch.setattr(loading, "load", lambda *words: loaded.append(words) or load(*words))
+    command(name, FROZEN, *(sentences[:1] if name == "translate" else sentences))
+    assert len(loaded) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2

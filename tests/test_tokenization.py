@@ -409,6 +409,53 @@ def test_train_new_from_iterator_equals_training_afresh(kind, options):
     assert restored(new, lines[0]) == lines[0]
 
 
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+def test_a_retrained_masked_tokenizer_recognises_its_mask(kind):
+    masked = tokenizer_of(kind, {}).for_masked_words()
+    new = masked.train_new_from_iterator(["a new mouse"], 400, show_progress=False)
+    ids = new("a <mask> mouse")["input_ids"]
+    assert ids.count(new.mask_token_id) == 1
+    assert tokenizer_of(kind, {}).init_kwargs["split_special_tokens"]
+
+
+def test_a_retrained_tokenizer_of_a_language_model_recognises_the_end():
+    language = tokenizer_of("bpe", {}).for_language_model()
+    new = language.train_new_from_iterator(["a new mouse"], 400, show_progress=False)
+    assert [token for token in new("a</s>")["input_ids"] if token == EOS] == [EOS, EOS]
+
+
+def importing(backend, first_unknown):
+    """Return a tokenizer like those imported from fairseq, whose last symbols are unknown."""
+    tokenizer = VaswaniTokenizer.from_backend(backend)
+    tokenizer.init_kwargs["unknown_from"] = first_unknown
+    return tokenizer
+
+
+def test_added_tokens_of_an_imported_tokenizer_are_known(tmp_path):
+    backend = train("word", ["the house is here"]).backend_tokenizer
+    tokenizer = importing(backend, backend.get_vocab_size() - 1)
+    first, last = tokenizer.convert_ids_to_tokens([3, len(tokenizer) - 1])
+    assert tokenizer(f"{first} {last}")["input_ids"] == [3, UNK, EOS]
+    masked = tokenizer.for_masked_words()
+    masked.add_tokens([">>de<<"])
+    masked.save_pretrained(tmp_path)
+    for known in (masked, AutoTokenizer.from_pretrained(tmp_path)):
+        tag = known.convert_tokens_to_ids(">>de<<")
+        assert known(f">>de<< {last} <mask>")["input_ids"] == [tag, UNK, known.mask_token_id, EOS]
+
+
+def test_an_error_in_a_target_leaves_the_next_source_without_an_end():
+    tokenizer = VaswaniTokenizer.from_backend(train("word", ["the house"]).backend_tokenizer)
+    tokenizer.init_kwargs["source_eos"] = False
+    ids = tokenizer(text_target="the house")["input_ids"]
+    for wrong in (5, ["the", 5], "ab\ud800"):
+        with pytest.raises((TypeError, ValueError)):
+            tokenizer(text_target=wrong)
+        assert tokenizer.encode("the house") == ids[:-1]
+        assert tokenizer.add_eos_token is False
+    assert tokenizer(text_target="the house")["input_ids"] == ids
+
+
 # Errors
 
 
@@ -478,6 +525,26 @@ def test_a_line_that_is_not_utf8_is_named(pack, tmp_path):
     path.write_bytes(pack("gut\nschön\n".encode("latin-1")))
     with pytest.raises(ValueError, match=r"latin1\.\w+, line 2: byte 4 is not utf-8"):
         VaswaniTokenizer.train_from_files(path, show_progress=False)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_bytes("\ufeffa house\n\ufeffa mouse\n".encode())
+    files = [path, path]
+    trained = VaswaniTokenizer.train_from_files(files, kind="word", show_progress=False)
+    assert {"a", "\ufeffa"} <= set(trained.get_vocab())  # the second comes from line 2
+    path.write_bytes("\ufeffa house\n".encode())
+    trained = VaswaniTokenizer.train_from_files(files, kind="char", show_progress=False)
+    assert "\ufeff" not in trained.get_vocab()
+
+
+@pytest.mark.parametrize("row", [b"a house", None, 5, ["a", b"b"]])
+def test_a_row_that_is_no_text_is_named(row):
+    number = 3 if isinstance(row, list) else 2
+    with pytest.raises(TypeError, match=rf"Line {number} is (bytes|NoneType|int), not a string"):
+        train(lines=["a", row])
+    with pytest.raises(TypeError, match=rf"Line {number} is"):
+        train().train_new_from_iterator(["a", row], 400, show_progress=False)
 
 
 @pytest.mark.parametrize("damage", [lambda packed: packed[:-9], lambda packed: b"plain"])

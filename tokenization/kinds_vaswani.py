@@ -150,14 +150,19 @@ def lines_that_fit(
     The tokenizers library trains on the lines before it raises an error of this iterator.
 
     Raises:
+        TypeError: a line is not a string.
         ValueError: a line has half a surrogate pair, all lines are blank, or vocab_size is too
             small.
     """
     characters: set[str] = set()
     number = 0
     for batch in lines:
-        for line in [batch] if isinstance(batch, str) else batch:
+        # Bytes are iterable too, but their items are numbers.
+        is_line = isinstance(batch, str | bytes) or not isinstance(batch, Iterable)
+        for line in [batch] if is_line else batch:
             number += 1
+            if not isinstance(line, str):
+                raise TypeError(f"Line {number} is {type(line).__name__}, not a string.")
             if flaw := half_character(line):
                 raise ValueError(f"Line {number} {flaw}.")
             characters.update(line)

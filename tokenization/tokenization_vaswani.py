@@ -72,7 +72,9 @@ def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             try:
                 for number, line in enumerate(file, start=1):
-                    yield _decoded(line, f"{path}, line {number}").rstrip("\r\n")
+                    text = _decoded(line, f"{path}, line {number}").rstrip("\r\n")
+                    # Some editors start a file with a byte order mark.
+                    yield text.removeprefix("\ufeff") if number == 1 else text
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 raise ValueError(f"{path} is damaged: {error}.") from error
 
@@ -150,10 +152,10 @@ class VaswaniTokenizer(TokenizersBackend):
             show_progress: draw progress bars.
 
         Raises:
-            TypeError: lines is one string.
+            TypeError: lines is one string, or a line is not a string (names the line).
             ValueError: an argument is invalid, lines hold no text, or vocab_size is too small.
         """
-        if isinstance(lines, str):
+        if isinstance(lines, str | bytes):
             raise TypeError("lines is one string: pass an iterable of strings, such as [text].")
         backend = untrained(kind, pattern, space_after, split_punctuation)
         trained_size = vocab_size_of_trainer(vocab_size, backend.model)
@@ -199,20 +201,32 @@ class VaswaniTokenizer(TokenizersBackend):
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._encode_plus(text, text_pair, *args, **kwargs)
-        except TypeError:  # tokenizers raises it for such text, and for numbers
-            for texts in (text, text_pair):
-                _refuse_half_characters(texts)
+        except BaseException as error:
+            # transformers switches back only after a success.
+            if not self._in_target_context_manager:
+                self._switch_to_input_mode()
+            if isinstance(error, TypeError):  # tokenizers raises it for such text, and for numbers
+                for texts in (text, text_pair):
+                    _refuse_half_characters(texts)
             raise
 
     def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
         columns, encodings = super()._convert_encoding(*args, **kwargs)
-        if (first_unknown := self.init_kwargs.get("unknown_from")) is not None:
-            unknown = self.unk_token_id
-            columns["input_ids"] = [
-                [token if token < first_unknown else unknown for token in ids]
-                for ids in columns["input_ids"]
-            ]
+        if self.init_kwargs.get("unknown_from") is not None:
+            columns["input_ids"] = [self.known_ids(ids) for ids in columns["input_ids"]]
         return columns, encodings
+
+    def known_ids(self, ids: Iterable[int]) -> list[int]:
+        """Replace the symbols from number `unknown_from` on by the unknown token.
+
+        Tokens that were added to the tokenizer stay, because the model can get embeddings for them.
+        """
+        first = self.init_kwargs.get("unknown_from")
+        if first is None:
+            return list(ids)
+        end = self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+        unknown = self.unk_token_id
+        return [unknown if first <= token < end else token for token in ids]
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
         decode = functools.partial(super()._decode, **kwargs)
@@ -267,6 +281,7 @@ class VaswaniTokenizer(TokenizersBackend):
 
     def _recognise_special_tokens(self) -> None:
         self.split_special_tokens = self.backend_tokenizer.encode_special_tokens = False
+        self.init_kwargs["split_special_tokens"] = False  # train_new_from_iterator reads it
 
     def train_new_from_iterator(
         self,
@@ -278,6 +293,7 @@ class VaswaniTokenizer(TokenizersBackend):
         """Train as in transformers, but keep the bytes of bpe and wordpiece's unmarked pieces.
 
         Raises:
+            TypeError: a line is not a string (names the line).
             ValueError: text_iterator holds no text, or vocab_size is too small.
         """
         backend = self.backend_tokenizer
