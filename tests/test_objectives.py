@@ -276,7 +276,10 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, name):
     [
         (
             MinimumRisk(first_letters, 2),
-            {"reward": "first_letters", "candidates": 2, "likelihood": 0.0, "sharpness": 0.005},
+            {
+                **{"reward": "first_letters", "candidates": 2, "likelihood": 0.0},
+                **{"sharpness": 0.005, "reward_processes": 0},
+            },
         ),
         (
             ScheduledSampling("exponential", k=0.9),
