@@ -41,7 +41,7 @@ def make_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     """Write the links of every line."""
     from ..corpora.reading import read_parallel
-    from ..demo.loading import load
+    from ..generation.loading import load
     from .text import check_text, write_lines
 
     check_text([args.source, args.target], args.output)

@@ -4,8 +4,8 @@
     vaswani convert marian Helsinki-NLP/opus-mt-en-de out/
     vaswani convert to-ctranslate2 runs/en-de out/ --quantization int8
 
-`vaswani convert CONVERTER --help` explains a converter and its options. A converter
-converts a model exactly, or refuses it and says why.
+`vaswani convert CONVERTER --help` explains a converter and its options. A converter converts a
+model exactly, or refuses it and says why.
 """
 
 import argparse

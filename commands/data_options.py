@@ -22,8 +22,8 @@ def add_data_options(parser: argparse.ArgumentParser, training: bool = True) -> 
 
     Args:
         parser: receives the options.
-        training: add the options for which prepared data make no difference: --valid, --test,
-            --stream and --stream-buffer.
+        training: also add the options that `prepare` does not read: --valid, --test, --stream and
+            --stream-buffer.
     """
     add = parser.add_argument_group("data").add_argument
     add("--train", nargs="+", required=True, metavar="DATA", help="training pairs, see above")

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     import sys
 
     from ..corpora.reading import read_parallel
-    from ..demo.loading import load
+    from ..generation.loading import load
     from .text import check_text, write_lines
 
     check_text([args.source, args.target], args.output)

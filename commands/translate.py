@@ -66,7 +66,7 @@ def make_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     """Translate."""
     from ..corpora.reading import read_lines
-    from ..demo.loading import load
+    from ..generation.loading import load
     from .text import check_text, write_lines
 
     check_text([args.input], args.output)

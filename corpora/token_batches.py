@@ -136,14 +136,13 @@ class TokenBatchSampler(Sampler[list[int]]):
             return self._fitting, self._alone
         return self.mixture.draw(self._fitting, self._alone, self.epoch)
 
-    def _order(self, rng: np.random.Generator) -> np.ndarray:
+    def _order(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs so that neighbours have similar lengths. Equal lengths are shuffled.
 
         Pairs are sorted by their longer side, which fills the budget, then by the difference of the
         two sides. The difference rises for one length and falls for the next, so that neighbours
         of different lengths are similar too.
         """
-        rows, _ = self._drawn()
         key = _ranks(_length_keys(self._source[rows], self._target[rows], int(rng.integers(2))))
         shuffled = rng.permutation(np.arange(len(rows), dtype=self._fitting.dtype))
         key = key[shuffled]
@@ -175,9 +174,9 @@ class TokenBatchSampler(Sampler[list[int]]):
             ends.append(start)
         return np.array(ends, dtype=np.int64)
 
-    def _reference(self) -> tuple[np.ndarray, np.ndarray]:
+    def _reference(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the order and cut from which the number of batches is derived."""
-        order = self._order(np.random.default_rng([self.seed]))
+        order = self._order(rows, np.random.default_rng([self.seed]))
         return order, self._cut(order)
 
     def _count_batches(self) -> int:
@@ -185,25 +184,26 @@ class TokenBatchSampler(Sampler[list[int]]):
 
         The reference cut gives the number. About 1% is added, because random cuts can need more.
         """
-        needed = len(self._reference()[1])
+        rows, oversize = self._drawn()
+        needed = len(self._reference(rows)[1])
         if needed > 1:
             needed += 1 + needed // 100
         # No epoch of a mixture has more oversize pairs than epoch 0.
-        total = needed + len(self._drawn()[1])
+        total = needed + len(oversize)
         total += -total % self.batches_per_update
         return min(total, self.num_sentences)
 
     def _plan(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return order and cut of one epoch, with the same number of batches as all epochs."""
-        _, oversize = self._drawn()
+        rows, oversize = self._drawn()
         count = self._num_batches - len(oversize)
         for _ in range(_DRAWS):
-            order = self._order(rng)
+            order = self._order(rows, rng)
             ends = self._cut(order, first=1 - rng.random())
             if len(ends) <= count:
                 break
         else:
-            order, ends = self._reference()
+            order, ends = self._reference(rows)
             # The sentences of a mixture differ between epochs, so an epoch may need more batches
             # than the first.
             order, ends = _limit_batches(order, ends, count, rng)
@@ -219,9 +219,9 @@ class PackedBatchSampler(TokenBatchSampler):
     the target. Arguments, epochs, processes and resumed runs work as in TokenBatchSampler.
     """
 
-    def _order(self, rng: np.random.Generator) -> np.ndarray:
+    def _order(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs at random."""
-        return rng.permutation(self._drawn()[0])
+        return rng.permutation(rows)
 
     def _cut(self, order: np.ndarray, first: float = 1.0) -> np.ndarray:
         """Cut an order into batches as full as the budgets allow, and return where each ends."""

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..generation.loading import load
 from ..generation.scoring_vaswani import words_of_tokens
 from ..pictures.hoverable import hoverable_attention
 from ..pictures.labels import token_labels
 from .description import Description, describe
-from .loading import load
 
 MAX_BEAMS = 10
 MAX_LENGTH_PENALTY = 2.0

@@ -103,7 +103,7 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
             and attention_mask is None
             and past_key_values is None
             and position_ids is not None
-            and _may_restart(position_ids)
+            and (self.training or _may_restart(position_ids))
         ):
             use_cache = False
         return self.decoder(

@@ -18,7 +18,7 @@ from num2words import num2words
 from vaswani.commands import demo, prepare, text, train, translate
 from vaswani.commands.main import main
 from vaswani.corpora.reading import DataError, read_lines
-from vaswani.demo import loading
+from vaswani.generation import loading
 
 from vaswani import VaswaniTranslationPipeline
 

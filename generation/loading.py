@@ -3,7 +3,7 @@
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
+from .pipeline_vaswani import VaswaniTranslationPipeline
 
 
 def load(model: str, dtype: str = "auto") -> VaswaniTranslationPipeline:
