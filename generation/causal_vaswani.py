@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
-from .generation_vaswani import VaswaniGenerationMixin
+from .generation_vaswani import NotCovered, VaswaniGenerationMixin
 from .incremental_vaswani import IncrementalDecoder
 from .rules_vaswani import TokenRules
 from .settings_vaswani import check_tokens, refuse_packed
@@ -119,13 +119,19 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         stopping_criteria: Any,
         config: Any,
         model_kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, TokenRules] | None:
-        """Return limits and rules, as for translation; None if the search cannot read the prompt.
+        **outside: Any,
+    ) -> tuple[torch.Tensor, TokenRules]:
+        """Return limits and rules, as for translation.
 
         The search reads prompts that are padded on the left, with the positions of `generate`.
+
+        Raises:
+            NotCovered: transformers' search must run, for example to read other prompts.
         """
-        if not prompt.shape[1] or self.config.attends_to_source:
-            return None
+        if self.config.attends_to_source:
+            raise NotCovered("cross-attention")
+        if not prompt.shape[1]:
+            raise NotCovered("an empty prompt")
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if (prefix := model_kwargs.get("prefix_mask")) is not None:
             # transformers has repeated the prefix for every hypothesis, but not the prompt.
@@ -136,15 +142,15 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
             and mask.dim() == 2
             and bool((mask[:, 1:] >= mask[:, :-1]).all())
         ):
-            return None
+            raise NotCovered("a prompt that is not padded on the left")
         if positions is not None:
             counted = torch.arange(prompt.shape[1], device=prompt.device)
             if mask is not None:
                 counted = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
             if positions.shape[-1] != prompt.shape[1] or not bool((positions == counted).all()):
-                return None
+                raise NotCovered("position_ids of the call")
         return super()._fast_search(
-            prompt, logits_processor, stopping_criteria, config, model_kwargs
+            prompt, logits_processor, stopping_criteria, config, model_kwargs, **outside
         )
 
     def _incremental_decoder(self, model_kwargs: dict[str, Any], beams: int) -> IncrementalDecoder:

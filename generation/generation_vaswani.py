@@ -34,7 +34,7 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .beam_vaswani import FILL
 from .compiled_vaswani import CompiledEncoder
@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     # transformers copy the pipeline too.
     from .pipeline_vaswani import VaswaniTranslationPipeline  # noqa: F401
 
+logger = logging.get_logger(__name__)
+
+_SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
 # Backends that compute the same attention as the fast search.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 # Files of transformers whose hooks the fast search can skip safely. The hooks only record
@@ -80,20 +83,28 @@ _WARPERS = (
 )
 
 
-def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules | None:
-    """Translate logits processors to rules of the fast search; None if it lacks one of them."""
+class NotCovered(Exception):  # noqa: N818  it is no error: transformers' search runs instead
+    """The fast search does not cover a call. The message names what it does not cover."""
+
+
+def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
+    """Translate logits processors to rules of the fast search.
+
+    Raises:
+        NotCovered: the fast search has no such rule.
+    """
     rules = TokenRules()
     for processor in processors:
         kind = type(processor)
         if kind in _WARPERS:
             rules.warpers.append(processor)
         elif rules.warpers and kind is not LogitNormalization:
-            return None  # the rules would come before the warpers here
+            raise NotCovered(f"{kind.__name__} after sampling settings")
         elif kind is SuppressTokensLogitsProcessor:
             rules.never |= set(processor.suppress_tokens.tolist())
         elif kind is NoBadWordsLogitsProcessor:
             if any(len(word) > 1 for word in processor.sequence_bias):
-                return None
+                raise NotCovered("bad_words_ids of several tokens")
             rules.never |= {token for (token,) in processor.sequence_bias}
         elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
             min_length = (
@@ -104,18 +115,20 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules 
             rules.min_length = max(rules.min_length, min_length - prompt_length)
             ends = set(processor.eos_token_id.tolist())
             if rules.ends not in (set(), ends):
-                return None
+                raise NotCovered("minimum lengths with different end tokens")
             rules.ends = ends
         elif kind in (ForcedEOSTokenLogitsProcessor, ForcedEndAtOwnLimit):
             at_limit = kind is ForcedEndAtOwnLimit or processor.max_length == config.max_length
             if len(processor.eos_token_id) > 1 or not at_limit:
-                return None
+                raise NotCovered("forced_eos_token_id with several tokens or a limit of its own")
             rules.forced_last = int(processor.eos_token_id)
         elif kind is LogitNormalization:
             rules.renormalize = True  # transformers runs this processor last
         else:
-            return None
-    return None if rules.forced_last in rules.never else rules
+            raise NotCovered(kind.__name__)
+    if rules.forced_last in rules.never:
+        raise NotCovered("a last token that is forced and banned")
+    return rules
 
 
 def _search_settings(config: Any) -> SearchSettings:
@@ -390,30 +403,42 @@ class VaswaniGenerationMixin(GenerationMixin):
         stopping_criteria: Any,
         config: Any,
         model_kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, TokenRules] | None:
-        """Return the limit of each sentence (B,) and the token rules; None to use transformers.
+        *,
+        synced_gpus: bool = False,
+        streamer: Any | None = None,
+    ) -> tuple[torch.Tensor, TokenRules]:
+        """Return the limit of each sentence (B,) and the token rules of the fast search.
 
         The fast search covers the paper's decoding and `TokenRules`. It does not cover other
         processors and criteria, or calls that return more than sequences and their scores.
+
+        Raises:
+            NotCovered: transformers' search must run.
         """
         given = {name for name, value in model_kwargs.items() if value is not None}
         rules = token_rules(logits_processor, prompt.shape[1], config)
-        if (
-            given - self._known_inputs
-            or rules is None
-            or (config.do_sample and config.num_beams > 1)
-            or (rules.warpers and not config.do_sample)
-            or config.low_memory
-            or not config.use_cache
-            or config._cache_given
-            or config.cache_implementation is not None
-            or config.output_scores
-            or config.output_logits
-            or config.output_attentions
-            or config.output_hidden_states
-            or not self._runs_as_written()
-        ):
-            return None
+        uncovered = {
+            **dict.fromkeys(sorted(given - self._known_inputs), True),
+            "synced_gpus": synced_gpus,
+            "a streamer": streamer is not None,
+            "no pad_token_id": config.num_beams == 1 and config._pad_token_tensor is None,
+            "do_sample with beams": config.do_sample and config.num_beams > 1,
+            "sampling settings without do_sample": rules.warpers and not config.do_sample,
+            "low_memory": config.low_memory,
+            "use_cache=False": not config.use_cache,
+            "past_key_values": config._cache_given,
+            "cache_implementation": config.cache_implementation is not None,
+            "output_scores": config.output_scores,
+            "output_logits": config.output_logits,
+            "output_attentions": config.output_attentions,
+            "output_hidden_states": config.output_hidden_states,
+        }
+        if names := [name for name, applies in uncovered.items() if applies]:
+            raise NotCovered(", ".join(names))
+        if not self._runs_as_written():
+            raise NotCovered(
+                "a model in training mode, or with replaced, hooked or divided modules"
+            )
         device = prompt.device
         of_call = [
             criterion.max_length
@@ -428,9 +453,9 @@ class VaswaniGenerationMixin(GenerationMixin):
                 limits = limits.minimum(own.repeat_interleave(len(limits) // len(own)))
             elif type(criterion) is EosTokenCriteria:
                 if criterion.eos_token_id is not config._eos_token_tensor:
-                    return None
+                    raise NotCovered("an EosTokenCriteria of the call")
             elif type(criterion) is not MaxLengthCriteria:
-                return None
+                raise NotCovered(type(criterion).__name__)
         return limits - prompt.shape[1], rules
 
     def _runs_as_written(self) -> bool:
@@ -490,8 +515,17 @@ class VaswaniGenerationMixin(GenerationMixin):
             config.length_penalty = 1.0  # the default that transformers documents
         prompt = input_ids[:: config.num_beams]
         logits_processor = force_end_at_own_limit(logits_processor, stopping_criteria)
-        fast = self._fast_search(prompt, logits_processor, stopping_criteria, config, model_kwargs)
-        if synced_gpus or fast is None:
+        try:
+            limits, rules = self._fast_search(
+                prompt,
+                logits_processor,
+                stopping_criteria,
+                config,
+                model_kwargs,
+                synced_gpus=synced_gpus,
+            )
+        except NotCovered as reason:
+            logger.info(_SLOWER, reason)
             return fallback_beam_search(
                 self._prepared(),
                 input_ids,
@@ -501,7 +535,6 @@ class VaswaniGenerationMixin(GenerationMixin):
                 synced_gpus=synced_gpus,
                 **model_kwargs,
             )
-        limits, rules = fast
         decoder = self._incremental_decoder(model_kwargs, config.num_beams)
         tokens, beams, scores = beam_search(
             decoder, prompt, limits, _search_settings(config), rules
@@ -535,10 +568,18 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Choose a token at a time: by the fast search if it covers the call, or transformers'."""
         config = generation_config
         logits_processor = force_end_at_own_limit(logits_processor, stopping_criteria)
-        fast = self._fast_search(
-            input_ids, logits_processor, stopping_criteria, config, model_kwargs
-        )
-        if fast is None or synced_gpus or streamer is not None or config._pad_token_tensor is None:
+        try:
+            limits, rules = self._fast_search(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                config,
+                model_kwargs,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+            )
+        except NotCovered as reason:
+            logger.info(_SLOWER, reason)
             return super(VaswaniGenerationMixin, self._prepared())._sample(
                 input_ids,
                 logits_processor,
@@ -548,7 +589,6 @@ class VaswaniGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
-        limits, rules = fast
         decoder = self._incremental_decoder(model_kwargs, 1)
         tokens = greedy_search(
             decoder, input_ids, limits, _search_settings(config), rules, config.do_sample

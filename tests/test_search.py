@@ -27,7 +27,7 @@ from transformers.generation import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.generation import generation_vaswani, incremental_vaswani, search_vaswani
 from vaswani.generation.continuations_vaswani import best_continuations
-from vaswani.generation.generation_vaswani import token_rules
+from vaswani.generation.generation_vaswani import NotCovered, token_rules
 from vaswani.generation.incremental_vaswani import IncrementalDecoder
 
 from vaswani import VaswaniForConditionalGeneration
@@ -315,8 +315,29 @@ def test_a_last_token_that_is_banned_is_left_to_transformers():
     processors = [SuppressTokensLogitsProcessor([18]), ForcedEOSTokenLogitsProcessor(60, 18)]
     config = GenerationConfig(max_length=60)
     assert token_rules(processors[1:], 1, config).forced_last == 18
-    assert token_rules(processors, 1, config) is None
-    assert token_rules([ForcedEOSTokenLogitsProcessor(61, 18)], 1, config) is None
+    with pytest.raises(NotCovered, match="a last token that is forced and banned"):
+        token_rules(processors, 1, config)
+    with pytest.raises(NotCovered, match=r"forced_eos_token_id with .* a limit of its own"):
+        token_rules([ForcedEOSTokenLogitsProcessor(61, 18)], 1, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"output_scores": True, "use_cache": False}, "use_cache=False, output_scores"),
+        ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor"),
+        ({"bad_words_ids": [[5, 6]]}, "bad_words_ids of several tokens"),
+        ({"max_time": 1e9}, "MaxTimeCriteria"),
+        ({"do_sample": True, "num_beams": 2}, "do_sample with beams"),
+    ],
+)
+def test_the_log_says_why_transformers_search_runs(tiny_model, source, caplog, settings, reason):
+    caplog.set_level("INFO")
+    model = tiny_model()
+    model.generate(**source, max_new_tokens=2)
+    assert "The fast search does not cover" not in caplog.text
+    model.generate(**source, max_new_tokens=2, **settings)
+    assert f"The fast search does not cover: {reason}." in caplog.text
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -613,7 +634,8 @@ def test_sampling_from_no_probabilities_is_refused(scores):
 def test_a_rule_after_a_warper_is_left_to_transformers():
     processors = [TemperatureLogitsWarper(2.0), SuppressTokensLogitsProcessor([18])]
     config = GenerationConfig(max_length=60)
-    assert token_rules(processors, 1, config) is None
+    with pytest.raises(NotCovered, match="after sampling settings"):
+        token_rules(processors, 1, config)
     rules = token_rules(processors[::-1], 1, config)
     assert rules.warpers == processors[:1]
     assert rules.never == {18}

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForTokenClassification,
     DynamicCache,
 )
+from vaswani.generation.generation_vaswani import NotCovered
 
 from vaswani import (
     VaswaniConfig,
@@ -38,6 +39,11 @@ ENCODER = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "en
 DECODER = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
 PLACEMENTS = ["post", "pre"]
 PADDED = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+
+
+def not_covered(*_, **settings):
+    """A fast search that leaves every call to transformers."""
+    raise NotCovered("a test")
 
 
 @pytest.fixture
@@ -255,7 +261,7 @@ def test_the_fast_search_finds_what_transformers_search_finds(
     call = {"input_ids": prompts, "attention_mask": PADDED, "max_new_tokens": 15, **settings}
     if prefix:
         call["prefix_mask"] = PADDED
-    monkeypatch.setattr(type(model), "_fast_search", lambda *_: None)
+    monkeypatch.setattr(type(model), "_fast_search", not_covered)
     wanted = model.generate(**call)
     monkeypatch.undo()
     with monkeypatch.context() as patch:
@@ -284,7 +290,7 @@ def test_a_static_cache_writes_behind_a_prefix_what_a_dynamic_cache_writes(
 ):
     model = build(VaswaniForCausalLM)
     model.set_attn_implementation(attention)
-    monkeypatch.setattr(type(model), "_fast_search", lambda *_: None)
+    monkeypatch.setattr(type(model), "_fast_search", not_covered)
     prefix = PADDED * torch.tensor([1, 1, 1, 1, 0, 0])
     call = {"attention_mask": PADDED, "max_new_tokens": 9, "num_beams": beams}
     settings = {"return_dict_in_generate": True, "output_logits": True}
