@@ -172,7 +172,8 @@ class Text:
 
     def chosen(self, number: int) -> list[int]:
         """Return the indices of `number` sentences across the file, shortest source first."""
-        number = min(number, len(self.sources))
+        if number > len(self.sources):
+            raise ValueError(f"The test set has {len(self.sources)} sentences, not {number}.")
         picked = [index * len(self.sources) // number for index in range(number)]
         return sorted(picked, key=lambda index: len(self.sources[index]))
 

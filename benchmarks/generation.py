@@ -126,8 +126,10 @@ def check_twins(model: PreTrainedModel, folder: Path, text: Text) -> dict[str, f
     sources, targets = ([side[i] for i in indices] for side in (text.sources, text.targets))
     ended = [[*target, model.config.eos_token_id] for target in targets]
     distances = {"MarianMT": distance_to_marian(model, marian_twin(model), sources, ended)}
-    with contextlib.suppress(RuntimeError):
+    engine = None
+    with contextlib.suppress(RuntimeError):  # CTranslate2 is not installed
         engine = Workshop(model, "cpu", folder, 1).build("CTranslate2", "float32")
+    if engine is not None:
         distances["CTranslate2"] = distance_to_ctranslate2(model, engine, sources, targets)
     limits = {"MarianMT": 1e-4, "CTranslate2": 1e-3}
     for name, distance in distances.items():
@@ -279,6 +281,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"{path} exists. Choose another file with --name.")
     model, text = load(args.model, untrained=args.profile is not None, device=args.device)
     args.forced = text.forced
+    try:
+        jobs_of(args, text)
+    except ValueError as error:
+        sys.exit(f"--sentences {args.sentences}: {error}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if args.profile:

@@ -435,6 +435,13 @@ def test_a_twin_that_computes_something_else_ends_the_run(model, tmp_path, monke
         generation.check_twins(model, tmp_path, text)
 
 
+def test_more_sentences_than_the_test_set_has_are_refused():
+    text = base_model.Text(None, 330)
+    assert len(text.chosen(1000)) == 1000
+    with pytest.raises(ValueError, match="The test set has 1000 sentences, not 1001"):
+        text.chosen(1001)
+
+
 def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(corpus, tmp_path, monkeypatch):
     small = VaswaniConfig.preset
 
