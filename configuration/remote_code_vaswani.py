@@ -32,6 +32,8 @@ _TRAVELLING_FILES = (
     "modeling/backends_vaswani.py",
     "modeling/embeddings_vaswani.py",
     "generation/fallback_vaswani.py",
+    "generation/caches_vaswani.py",
+    "generation/layers_vaswani.py",
     "generation/incremental_vaswani.py",
     "generation/limits_vaswani.py",
     "generation/memory_vaswani.py",

@@ -25,7 +25,8 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from vaswani.generation import generation_vaswani, incremental_vaswani, search_vaswani
+from vaswani.generation import caches_vaswani, generation_vaswani, search_vaswani
+from vaswani.generation.caches_vaswani import TargetCache
 from vaswani.generation.continuations_vaswani import best_continuations
 from vaswani.generation.generation_vaswani import NotCovered, token_rules
 from vaswani.generation.incremental_vaswani import IncrementalDecoder
@@ -672,16 +673,16 @@ def test_positions_no_hypothesis_descends_from_are_dropped(tiny_model, source, m
     call = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 60, "eos_token_id": 5}
     call |= {"return_dict_in_generate": True}
     expected = model.generate(**source, **call)
-    monkeypatch.setattr(incremental_vaswani, "_FIRST_ROOM", 8)
+    monkeypatch.setattr(caches_vaswani, "_FIRST_ROOM", 8)
     dropped = []
-    drop = IncrementalDecoder._drop_dead_ends
+    drop = TargetCache._drop_dead_ends
 
     def watched(self, past):
         before = self.used
         drop(self, past)
         dropped.append(before - self.used)
 
-    monkeypatch.setattr(IncrementalDecoder, "_drop_dead_ends", watched)
+    monkeypatch.setattr(TargetCache, "_drop_dead_ends", watched)
     output = model.generate(**source, **call)
     assert sum(dropped) > 0
     assert torch.equal(output.sequences, expected.sequences)
@@ -722,7 +723,8 @@ def test_the_cache_of_a_model_in_16_bits_is_in_float32_on_a_cpu(tiny_model, sour
     decoder = IncrementalDecoder(model, model.get_encoder()(**source)[0], source["attention_mask"])
     assert decoder.read(torch.full((4, 1), 2)).dtype == dtype
     expected = torch.promote_types(dtype, torch.float32)
-    assert {part.dtype for part in (decoder.keys, decoder.values, *decoder.source[0])} == {expected}
+    target, source = decoder.target, decoder.source.layers[0]
+    assert {part.dtype for part in (target.keys, target.values, *source)} == {expected}
 
 
 @torch.inference_mode()
@@ -730,12 +732,12 @@ def test_keys_and_values_of_the_source_are_kept_once_per_sentence(tiny_model, so
     model = tiny_model()
     decoder = IncrementalDecoder(model, model.get_encoder()(**source)[0], source["attention_mask"])
     decoder.read(torch.full((4, 1), 2))
-    kept = [keys.data_ptr() for keys, _ in decoder.source]
+    kept = [keys.data_ptr() for keys, _ in decoder.source.layers]
     heads = model.config.decoder_attention_heads
     decoder.step(torch.randint(3, 19, (4, 5)), torch.zeros(4, 5, dtype=torch.long))
     decoder.step(torch.randint(3, 19, (4, 5)), torch.randint(0, 5, (4, 5)))
-    assert [keys.data_ptr() for keys, _ in decoder.source] == kept
-    assert all(len(keys) == 4 * heads for keys, _ in decoder.source)
+    assert [keys.data_ptr() for keys, _ in decoder.source.layers] == kept
+    assert all(len(keys) == 4 * heads for keys, _ in decoder.source.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,0 +1,214 @@
+"""Keys and values of source and target, while a decoder writes a token at a time (section 3.2.3).
+
+Shapes: B sentences, K hypotheses of each (the beam), S source tokens, N positions of the target, L
+layers, H heads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from .library_vaswani import compute
+from .memory_vaswani import empty
+from .structures_vaswani import descend
+
+_FIRST_ROOM = 64  # positions of a new cache; a beam of 4 fills them in 16 steps
+_SPARE_ROOM = 4  # times as much as is needed, on a CPU
+
+
+class SourceCache:
+    """Keys and values of the source, once per sentence, not once per hypothesis.
+
+    `layers` has keys (B * H, d_k, S) and values (B * H, S, d_v) by layer. `mask` is (B, H, 1, S or
+    1), 0 at real tokens and -inf at padding.
+
+    Args:
+        layers: of the decoder, at least one.
+        source: (B, S, D) the encoder's output.
+        mask: (B, S), nonzero at real tokens; None means no padding.
+        like: a tensor with the dtype of the cache.
+        prepared: prepares a linear layer.
+    """
+
+    def __init__(
+        self,
+        layers: Any,
+        source: torch.Tensor,
+        mask: torch.Tensor | None,
+        like: torch.Tensor,
+        prepared: Callable,
+    ) -> None:
+        padding = nothing = None  # (B, 1, 1, S), (B, 1, 1, 1)
+        if mask is not None and not mask.all():
+            padding = (mask == 0)[:, None, None]
+            nothing = padding.all(dim=3, keepdim=True)
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in layers:
+            keys, values = (
+                empty(states.shape, like.dtype, states.device).copy_(states)
+                for states in _keys_and_values(layer.encoder_attn, source, prepared)
+            )  # (B, H, S, d_k or d_v)
+            self.layers.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
+            if nothing is not None:
+                values.masked_fill_(nothing, 0)  # as from SDPA, if there is no token to attend to
+        self.heads = len(self.layers[0][0]) // len(source)
+        self.mask = like.new_zeros(len(source), self.heads, 1, 1)
+        if padding is not None and nothing is not None:
+            self.mask = self.mask.masked_fill(padding & ~nothing, -torch.inf)
+
+    def keep(self, sentences: list[int]) -> None:
+        """Drop all sentences but these, given by their numbers."""
+        for index, states in enumerate(self.layers):
+            keys, values = (
+                kept(part.unflatten(0, (-1, self.heads)), sentences).flatten(0, 1)
+                for part in states
+            )
+            self.layers[index] = keys, values
+        self.mask = kept(self.mask, sentences)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """The mask of the source tokens (B, S), 0 or -inf."""
+        return self.mask[:, 0, 0].expand(-1, self.layers[0][1].shape[1])
+
+
+class TargetCache:
+    """Keys and values of the target so far.
+
+    The hypotheses of a sentence share one list of positions, and a mask tells which positions are
+    the past of a hypothesis. A choice of hypotheses changes only the mask; keys and values are not
+    copied. When the list is full, positions without a descendant are dropped.
+
+    `keys` are (L, B, H, N, d_k), and `values` (L, B, H, N, d_v). `past` is (B, K, N), 0 at a
+    hypothesis' past and -inf elsewhere; None means that all see the same. `used` of the N positions
+    are taken. When `room` of them are taken, dead ends are dropped.
+
+    Args:
+        shape: (L, B, H).
+        widths: d_k and d_v.
+        like: a tensor with the dtype and device of the cache.
+        can_compile: whether the compiled kernels may change the mask.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        widths: tuple[int, int],
+        like: torch.Tensor,
+        can_compile: bool,
+    ) -> None:
+        self.keys, self.values = (like.new_empty((*shape, 0, width)) for width in widths)
+        self.can_compile = can_compile
+        self.used = self.room = 0
+        self.past: torch.Tensor | None = None
+        self.earlier_past: torch.Tensor | None = None  # memory for the next `past`
+
+    def descend(
+        self, shape: torch.Size, parents: torch.Tensor | None, padding: torch.Tensor | None
+    ) -> None:
+        """Let each hypothesis see its parent's past and itself.
+
+        Args:
+            shape: (B, K).
+            parents: (B, K) the hypothesis of the previous step that each new one extends.
+            padding: (B, T), True at padding of the prompt.
+        """
+        sentences, beams = shape
+        if self.past is None:
+            self.past = self.keys.new_full((sentences, beams, self.room), -torch.inf)
+            self.past[:, :, : self.used] = 0
+            if padding is not None:
+                self.past[:, :, : self.used].masked_fill_(padding[:, None], -torch.inf)
+        elif parents is not None:
+            if self.used + beams <= self.room and self.can_compile and compute(self.past):
+                free = self.earlier_past
+                if free is None or free.shape != self.past.shape:
+                    free = torch.empty_like(self.past)
+                self.earlier_past = self.past
+                self.past = descend(self.past, parents, self.used, free)
+                return
+            self.past = self.past.gather(1, parents[:, :, None].expand_as(self.past))
+        self.make_room(beams)
+        end = self.used + beams
+        self.past[:, :, self.used : end].diagonal(dim1=1, dim2=2).zero_()
+
+    def keep(self, sentences: list[int]) -> None:
+        """Drop all sentences but these, given by their numbers."""
+        for cache in (self.keys, self.values):
+            kept(cache[:, :, :, : self.used].transpose(0, 1), sentences)
+        self.keys, self.values = self.keys[:, : len(sentences)], self.values[:, : len(sentences)]
+        self.past = None if self.past is None else kept(self.past, sentences)
+
+    def make_room(self, positions: int) -> None:
+        """Make room for more positions."""
+        if self.used + positions <= self.room:
+            return
+        if self.past is not None:
+            self._drop_dead_ends(self.past)
+        if 2 * (self.used + positions) <= self.room:
+            return
+        self.room = max(2 * self.room, 2 * positions, _FIRST_ROOM)
+        if self.past is not None:
+            self.past = F.pad(self.past, (0, self.room - self.past.shape[2]), value=-torch.inf)
+        if self.room > self.keys.shape[3]:
+            # A CPU takes memory when it is written. Room for later is free there, and copies cost.
+            capacity = self.room * (_SPARE_ROOM if self.keys.device.type == "cpu" else 1)
+            self.keys, self.values = (
+                self._grown(cache, capacity) for cache in (self.keys, self.values)
+            )
+
+    def _grown(self, cache: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Copy keys or values, with room for more positions."""
+        *shape, _, width = cache.shape
+        # Positions that are not taken stay without values, because nothing reads them.
+        grown = empty((*shape, capacity, width), cache.dtype, cache.device)
+        grown[:, :, :, : self.used] = cache[:, :, :, : self.used]
+        return grown
+
+    def _drop_dead_ends(self, past: torch.Tensor) -> None:
+        """Move the positions that belong to the past of a hypothesis to the front."""
+        alive = (past == 0).any(dim=1)  # (B, N)
+        self.used = int(alive.sum(dim=1).max())
+        # Sentences with fewer live positions keep dead ones at the end. The mask hides them.
+        order = alive.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+        self.past = past.gather(2, order[:, None].expand_as(past))
+        living = order[:, None, : self.used, None]
+        # By layer, because the allocator returns the memory of larger copies to the system.
+        for layer in (*self.keys, *self.values):
+            sentences, heads, _, width = layer.shape
+            layer[:, :, : self.used] = layer.gather(2, living.expand(sentences, heads, -1, width))
+
+
+def kept(rows: torch.Tensor, sentences: list[int]) -> torch.Tensor:
+    """Return the rows of these sentences.
+
+    A sentence stays at its place, or takes the place of one that is dropped.
+    """
+    for place, sentence in enumerate(sentences):
+        if place != sentence:
+            rows[place].copy_(rows[sentence])
+    return rows[: len(sentences)]
+
+
+def _keys_and_values(
+    attention: Any, source: torch.Tensor, prepared: Callable
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
+
+    Args:
+        attention: of a layer to the source.
+        source: (B, S, D).
+        prepared: prepares a linear layer.
+    """
+    rows, by_sentence = source.flatten(0, 1), source.shape[:2]
+    keys, values = (
+        prepared(linear)(rows).unflatten(0, by_sentence)
+        for linear in (attention.k_proj, attention.v_proj)
+    )
+    split = attention._split_heads
+    return split(keys, attention.d_k), split(values, attention.d_v)
+
+
+__all__ = ["SourceCache", "TargetCache", "kept"]
