@@ -71,6 +71,7 @@ KEPT = (
 PUBLISHED = {
     "multi30k-tiny": (41.02, "Wu et al. (2021)"),
     "multi30k-packed": (41.02, "Wu et al. (2021)"),
+    "multi30k-muon": (41.02, "Wu et al. (2021)"),
     "multi30k-tiny-r-drop": (41.02, "Wu et al. (2021)"),
     "multi30k-packed-r-drop": (41.02, "Wu et al. (2021)"),
     "g2p-eng_us": (58.06, "SIGMORPHON 2021 Task 1, the baseline ensemble"),
@@ -232,6 +233,9 @@ def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     if recipe.get("batching") == "packed":
         in_order = {name: value for name, value in recipe.items() if name != "batching"}
         found["packed batches"] = ("without", in_order)
+    if recipe.get("muon"):
+        adam = {name: value for name, value in recipe.items() if name != "muon"}
+        found["Muon"] = ("without", adam)
     if recipe.get("tokenizer-kind", "bpe") == "bpe":
         found["BPE-dropout"] = ("with", {**recipe, "bpe-dropout": 0.1})
     return found

@@ -32,6 +32,13 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="compute in bfloat16 where it is safe; faster where the hardware has it",
     )
+    add(
+        "--muon",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="train the matrices of layers with Muon, which learns more per update than Adam, and "
+        "everything else with Adam",
+    )
     add("--seed", type=int, default=42, help="default: 42")
     add(
         "--trainer",

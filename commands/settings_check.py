@@ -47,6 +47,11 @@ def check_settings(args: argparse.Namespace) -> None:
         VaswaniGenerationConfig(**args.generation)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
+    optimizer = str(args.trainer.get("optim", "adamw_torch"))
+    if args.muon and "adamw_torch" not in optimizer:
+        raise SettingsError(
+            f"--muon is an optimizer too: leave out --muon or --trainer optim={optimizer}"
+        )
     if args.objective:
         make_objective(args.objective, **args.objective_settings)
     if args.model:

@@ -821,6 +821,11 @@ def first_alone(monkeypatch):
     return run_command
 
 
+def test_the_ingredient_muon_is_compared_with_the_same_recipe_without_it():
+    assert "Muon" not in score.variants({"steps": 7})
+    assert score.variants({"muon": True, "steps": 7})["Muon"] == ("without", {"steps": 7})
+
+
 @pytest.mark.slow
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys

@@ -280,6 +280,7 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
             ["--trainer", "leaning_rate=1"],
             "'leaning_rate' is unknown: did you mean 'learning_rate'",
         ),
+        (["--muon", "--trainer", "optim=adafactor"], "--muon is an optimizer too: leave out --mu"),
         (["--generation", "lenght_penalty=1"], "'lenght_penalty'.* mean 'length_penalty'"),
         (["--generation", "length_penalty=high"], "length_penalty must be a number, got 'high'"),
         (["--model", FROZEN, "--nbest", 5], "--nbest 5 needs at least as many --beams, got 4"),
@@ -336,6 +337,7 @@ def test_an_objective_fine_tunes_a_saved_model_and_its_settings_stand_in_the_rec
     parallel_files, command, tmp_path
 ):
     common = ["--max-source-tokens", 200, "--warmup", 4, "--steps", 3, "--batching", "packed"]
+    common += ["--muon"]
     command("train", "--train", *parallel_files, *TINY, *common, "--output", tmp_path / "first")
     command(
         "train", "--train", *parallel_files, "--model", tmp_path / "first", *common,
@@ -344,6 +346,7 @@ def test_an_objective_fine_tunes_a_saved_model_and_its_settings_stand_in_the_rec
     )  # fmt: skip
     results = json.loads((tmp_path / "second" / "results.json").read_text())
     assert results["arguments"]["objective"] == "MinimumRisk"
+    assert results["arguments"]["muon"] is True
     recipe = (tmp_path / "second" / "recipe.yaml").read_text()
     assert "objective: risk\nobjective-settings:\n  reward: chrf\n  candidates: 2\n" in recipe
 

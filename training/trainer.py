@@ -21,6 +21,7 @@ from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.streaming import BUFFER
 from ..modeling.quantization_vaswani import refuse_int8
 from .checkpoints import flaw_of, last_complete_checkpoint
+from .muon import muon_of
 from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
 from .objectives import objective_of
 from .r_drop import RDrop
@@ -66,6 +67,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The arguments
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` are then ignored.
         noam_factor: factor of that learning rate. The paper has 1.
+        muon: train the matrices of layers with Muon, and everything else with AdamW. Both have the
+            learning rate of `args`.
         objective: the training loss: a name ("risk", "reinforce", "scheduled_sampling", "r_drop"),
             an Objective with its settings, or a function (model, inputs, update) -> loss, which
             returns the share of a batch in the mean loss of its update: for example
@@ -84,8 +87,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             resume from, or it has another learning rate. `r_drop` is negative, or is combined with
             an objective. An objective or packed batches are combined with another package's model,
             another loss, or torch's DataParallel. An objective by name or packed batches are
-            combined with a model that does not translate. TokenBatchSampler and `noam_schedule`
-            raise further ones.
+            combined with a model that does not translate. Muon is combined with another optimizer,
+            FSDP or DeepSpeed. TokenBatchSampler and `noam_schedule` raise further ones.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
@@ -99,6 +102,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         batching: Literal["sorted", "packed"] = "sorted",
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
+        muon: bool = False,
         objective: str | Loss | None = None,
         r_drop: float = 0.0,
         mixture: Mixture | None = None,
@@ -135,6 +139,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             self._require_own_loss(setting, getattr(self.objective, "translates", False))
         if batching == "packed":
             self._require_own_loss("batching='packed'", translates=True)
+        if muon:
+            self._require_whole_matrices()
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.lengths = lengths
@@ -142,6 +148,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self.batching = batching
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
+        self.muon = muon
         self.r_drop = self.objective.alpha if isinstance(self.objective, RDrop) else 0.0
         self.mixture = mixture
         self._sentences_in_update: torch.Tensor | None = None
@@ -169,6 +176,29 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 f"{setting} needs a process for each of the {self.args.n_gpu} GPUs: start the run "
                 "with `accelerate launch`."
             )
+
+    def _require_whole_matrices(self) -> None:
+        """Refuse Muon together with another optimizer, or with divided weights."""
+        optimizer: Any = self.args.optim
+        if self.optimizer is not None or "adamw_torch" not in optimizer.value:
+            raise ValueError(
+                "muon=True is an optimizer too: leave out `optimizers`, and `optim` "
+                f"(here {optimizer.value})."
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "Muon needs the whole weights in each process: train with DDP instead of FSDP or "
+                "DeepSpeed, or leave out muon=True."
+            )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Create Muon if `muon` is set, otherwise the optimizer of `args.optim`."""
+        if self.muon and self.optimizer is None:
+            trained: Any = self.model if model is None else model
+            decaying = self.get_decay_parameter_names(trained)
+            self.optimizer = muon_of(trained, self.args, decaying)
+        created: Optimizer = super().create_optimizer(model)
+        return created
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -224,7 +254,16 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         given = getattr(self.lr_scheduler, "base_lrs", None)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            raise ValueError(
+                f"{checkpoint} was trained with another optimizer, or by training other "
+                f"parameters (muon={self.muon} here). Resume with the settings of the checkpoint, "
+                "or start a new run with its weights."
+            ) from error
         saved = getattr(self.lr_scheduler, "base_lrs", None)
         if given != saved:
             # One schedule times the base rate of another would diverge.
@@ -385,6 +424,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             "stream_buffer",
             "noam_warmup_steps",
             "noam_factor",
+            "muon",
             "r_drop",
         )
         return {
