@@ -92,18 +92,25 @@ def test_the_accelerate_loop_gives_the_same_weights_with_two_processes(number_wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("r_drop", "batching"), [(0, "sorted"), (2, "sorted"), (2, "packed")])
-def test_training_gives_the_same_weights_with_two_processes(
-    number_words, tmp_path, r_drop, batching
-):
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--r-drop", 2],
+        ["--r-drop", 2, "--batching", "packed"],
+        ["--muon"],
+        # k is so large that every prefix is the reference, because processes draw other numbers.
+        ["--objective", "scheduled_sampling", "--objective-settings", "k=1e9"],
+    ],
+)
+def test_training_gives_the_same_weights_with_two_processes(number_words, tmp_path, options):
     for processes, accumulate in ((1, 2), (2, 1)):
         forked(
             processes, *TRAIN, "--train", *number_words,
             "--valid", *number_words, "--test", *number_words, "--vocab-size", 340,
             "--steps", 6, "--eval-steps", 3, *SLOW, "--max-source-tokens", 300,
             "--average", 2, "--accumulate", accumulate, "--output", tmp_path / str(processes),
-            "--set", *SMALL, "dropout=0.0", "--r-drop", r_drop,
-            "--batching", batching,
+            "--set", *SMALL, "dropout=0.0", *options,
         )  # fmt: skip
     assert_equal_weights(tmp_path / "1", tmp_path / "2", 1e-6)
     one, two = (json.loads((tmp_path / run / "results.json").read_text()) for run in ("1", "2"))
