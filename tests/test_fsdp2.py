@@ -45,6 +45,7 @@ RUNS = {
         f"{ties} in shards": (ties, VaswaniTrainer, "SHARDED_STATE_DICT", ties == "untied")
         for ties in TIES
     },
+    "packed": ("paper", VaswaniTrainer, "FULL_STATE_DICT", False),
     "bfloat16": ("paper", VaswaniTrainer, "FULL_STATE_DICT", True),
     "Seq2SeqTrainer": ("paper", Seq2SeqTrainer, "FULL_STATE_DICT", False),
     "Seq2SeqTrainer, two vocabularies": (
@@ -79,6 +80,8 @@ def trainer_of(name, output, processes=1):
         model=model,
         bf16=bf16,
         gradient_accumulation_steps=2 // processes,
+        # A larger epsilon, because Adam amplifies differences of gradients that are nearly 0.
+        **({"batching": "packed", "adam_epsilon": 1e-5} if name == "packed" else {}),
         **TRAINING,
     )
 

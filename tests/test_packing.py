@@ -209,11 +209,18 @@ def test_bfloat16_on_a_cpu_learns_as_padded(tiny_model, batches):
 
 
 @pytest.mark.slow
-def test_compiled_training_has_the_same_loss(tiny_model, batches):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_training_has_the_same_loss_and_gradients(tiny_model, batches, backend):
     model = tiny_model(dropout=0.0).train()
+    compiled = copy.deepcopy(model)
     padded, flat = batches()
-    compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    torch.testing.assert_close(compiled(**flat).loss, model(**padded).loss)
+    expected, found = model(**padded).loss, torch.compile(compiled, backend=backend)(**flat).loss
+    torch.testing.assert_close(found, expected)
+    for loss in (expected, found):
+        loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    for name, weight in compiled.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[name], msg=name)
 
 
 def test_one_side_alone_cannot_be_packed(tiny_model, batches):
