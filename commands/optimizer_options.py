@@ -34,10 +34,12 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--muon",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="train the matrices of layers with Muon, which learns more per update than Adam, and "
-        "everything else with Adam",
+        nargs="?",
+        type=positive_number,
+        const=1.0,
+        metavar="FACTOR",
+        help="train the matrices of layers with Muon, at FACTOR times the learning rate (default: "
+        "1), and everything else with Adam",
     )
     add("--seed", type=int, default=42, help="default: 42")
     add(

@@ -36,11 +36,11 @@ def test_updates_are_those_of_torch():
     ours = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
     start = [weight.detach().clone() for weight in ours]
-    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    settings = {"momentum": 0.9, "weight_decay": 0.1}
     other = nn.Parameter(torch.zeros(1))
     optimizers = (
-        Muon(ours, [other], **settings),
-        torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings),
+        Muon(ours, [other], lr=0.1, factor=0.5, **settings),
+        torch.optim.Muon(theirs, lr=0.05, adjust_lr_fn="match_rms_adamw", **settings),
     )
     for _ in range(3):
         for own, their in zip(ours, theirs, strict=True):
@@ -140,31 +140,32 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, batching):
     resumed = make_trainer(tmp_path / "resumed", **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     assert_bit_for_bit(weights(resumed), weights(whole))
-    assert whole.settings()["muon"] is True
+    assert whole.settings()["muon"] == 1.0
     plain = make_trainer(tmp_path / "plain", **saving | {"muon": False})
     plain.train()
     names = [name for name, weight in weights(whole).items() if weight.dim() == 2]
     assert not any(torch.equal(weights(plain)[name], weights(whole)[name]) for name in names)
 
 
-@pytest.mark.parametrize("muon", [True, False])
+@pytest.mark.parametrize("muon", [1.0, 0.0])
 def test_resuming_with_another_optimizer_is_refused(tmp_path, muon):
     saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
     make_trainer(tmp_path, muon=muon, **saving).train()
-    resumed = make_trainer(tmp_path, muon=not muon, **saving | {"max_steps": 6})
-    message = rf"checkpoint-3 was trained with another optimizer, .*\(muon={not muon} here\)"
+    resumed = make_trainer(tmp_path, muon=1.0 - muon, **saving | {"max_steps": 6})
+    message = rf"checkpoint-3 was trained with another optimizer, .*\(muon={1.0 - muon} here\)"
     with pytest.raises(ValueError, match=message):
         resumed.train(resume_from_checkpoint=True)
 
 
 def test_the_trainer_gives_muon_its_settings_and_leaves_biases_without_decay(tmp_path):
     trainer = make_trainer(
-        tmp_path, muon=True, learning_rate=0.25, adam_beta2=0.98, adam_epsilon=1e-6,
+        tmp_path, muon=0.5, learning_rate=0.25, adam_beta2=0.98, adam_epsilon=1e-6,
         weight_decay=0.5,
     )  # fmt: skip
     matrices, decaying, others = trainer.create_optimizer().param_groups
     assert len(matrices["params"]) == len(matrices_of(trainer.model))
     assert {group["lr"] for group in (matrices, decaying, others)} == {0.25}
+    assert matrices["factor"] == 0.5
     assert (decaying["betas"], decaying["eps"]) == ((0.9, 0.98), 1e-6)
     assert [group["weight_decay"] for group in (matrices, decaying, others)] == [0.5, 0.5, 0.0]
     assert {weight.dim() for weight in decaying["params"]} == {2}
@@ -181,7 +182,7 @@ def test_the_trainer_gives_muon_its_settings_and_leaves_biases_without_decay(tmp
     ],
 )
 def test_a_second_optimizer_is_refused(tmp_path, other):
-    with pytest.raises(ValueError, match="muon=True is an optimizer too"):
+    with pytest.raises(ValueError, match="Muon is an optimizer too"):
         make_trainer(tmp_path, muon=True, **other)
 
 
@@ -191,6 +192,12 @@ def test_divided_weights_are_refused(tmp_path, monkeypatch, backend):
     monkeypatch.setattr(trainer, backend, True)
     with pytest.raises(ValueError, match="Muon needs the whole weights in each process"):
         trainer._require_whole_matrices()
+
+
+@pytest.mark.parametrize("factor", [-1, float("nan")])
+def test_a_factor_below_zero_is_refused(tmp_path, factor):
+    with pytest.raises(ValueError, match="muon must be 0 or more, got"):
+        make_trainer(tmp_path, muon=factor)
 
 
 def test_an_update_is_about_as_large_as_one_of_adam():

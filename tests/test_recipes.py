@@ -109,8 +109,8 @@ OURS = {
     "multi30k-tiny": {"tokens per update": 4096, "updates": 6000, "schedule": "linear"},
     "multi30k-packed": {"tokens per update": 4096, "updates": 8000, "schedule": "linear"},
     "multi30k-muon": {
-        **{"tokens per update": 2048, "updates": 5200, "schedule": "linear"},
-        **{"warm-up": 500, "peak learning rate": 3.5e-3},
+        **{"tokens per update": 2048, "updates": 8000, "schedule": "linear"},
+        **{"warm-up": 1000, "peak learning rate": 7e-3},
     },
 }
 PUBLISHED["multi30k-packed"] = PUBLISHED["multi30k-tiny"]

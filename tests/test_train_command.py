@@ -337,7 +337,7 @@ def test_an_objective_fine_tunes_a_saved_model_and_its_settings_stand_in_the_rec
     parallel_files, command, tmp_path
 ):
     common = ["--max-source-tokens", 200, "--warmup", 4, "--steps", 3, "--batching", "packed"]
-    common += ["--muon"]
+    common += ["--muon", 0.5]
     command("train", "--train", *parallel_files, *TINY, *common, "--output", tmp_path / "first")
     command(
         "train", "--train", *parallel_files, "--model", tmp_path / "first", *common,
@@ -346,7 +346,7 @@ def test_an_objective_fine_tunes_a_saved_model_and_its_settings_stand_in_the_rec
     )  # fmt: skip
     results = json.loads((tmp_path / "second" / "results.json").read_text())
     assert results["arguments"]["objective"] == "MinimumRisk"
-    assert results["arguments"]["muon"] is True
+    assert results["arguments"]["muon"] == 0.5
     recipe = (tmp_path / "second" / "recipe.yaml").read_text()
     assert "objective: risk\nobjective-settings:\n  reward: chrf\n  candidates: 2\n" in recipe
 

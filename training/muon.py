@@ -22,13 +22,14 @@ class Muon(Optimizer):
     """Muon for matrices, and AdamW for the other parameters.
 
     Muon replaces the momentum of a gradient by a nearly orthogonal matrix. The update of a matrix
-    (m, n) is 0.2 * sqrt(max(m, n)) times that matrix. It is then about as large as an update of
-    Adam, so one learning rate serves both (Liu et al., 2025, arXiv:2502.16982, equation 4).
+    (m, n) is 0.2 * sqrt(max(m, n)) times that matrix, which is about as large as an update of Adam
+    (Liu et al., 2025, arXiv:2502.16982, equation 4).
 
     Args:
         matrices: the parameters for Muon, or their groups. `matrices_of` finds them in a model.
         others: the parameters for AdamW, or their groups.
-        lr: learning rate of both.
+        lr: learning rate.
+        factor: factor of the learning rate for the matrices.
         momentum: factor of the running mean of a matrix' gradients, in the form of Nesterov.
         betas, eps: for AdamW.
         weight_decay: share of a parameter that an update removes, times the learning rate.
@@ -42,13 +43,15 @@ class Muon(Optimizer):
         matrices: Iterable[Any],
         others: Iterable[Any],
         lr: float = 1e-3,
+        factor: float = 1.0,
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
         self._adam = AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        groups = [{"params": list(matrices), "momentum": momentum}, *self._adam.param_groups]
+        own = {"params": list(matrices), "factor": factor, "momentum": momentum}
+        groups = [own, *self._adam.param_groups]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         for matrix in self.param_groups[0]["params"]:
             if matrix.dim() != 2 or hasattr(matrix, "device_mesh"):
@@ -73,8 +76,15 @@ class Muon(Optimizer):
         return loss
 
     def _update(
-        self, params: list[Tensor], lr: float, momentum: float, weight_decay: float, **_: Any
+        self,
+        params: list[Tensor],
+        lr: float,
+        factor: float,
+        momentum: float,
+        weight_decay: float,
+        **_: Any,
     ) -> None:
+        lr *= factor
         by_shape = defaultdict(list)
         for weight in params:
             if weight.grad is not None:
@@ -127,12 +137,15 @@ def matrices_of(model: nn.Module) -> list[str]:
     ]
 
 
-def muon_of(model: nn.Module, arguments: TrainingArguments, decaying: Iterable[str]) -> Muon:
+def muon_of(
+    model: nn.Module, arguments: TrainingArguments, factor: float, decaying: Iterable[str]
+) -> Muon:
     """Return Muon for all trainable parameters of a model, with the settings of a trainer.
 
     Args:
         model: the model.
         arguments: they have the learning rate and Adam's settings.
+        factor: factor of the learning rate for the matrices.
         decaying: names of the parameters that weight decay applies to.
     """
     chosen, decays = set(matrices_of(model)), set(decaying)
@@ -148,6 +161,7 @@ def muon_of(model: nn.Module, arguments: TrainingArguments, decaying: Iterable[s
             },
         ],
         lr=arguments.learning_rate,
+        factor=factor,
         betas=(arguments.adam_beta1, arguments.adam_beta2),
         eps=arguments.adam_epsilon,
         weight_decay=arguments.weight_decay,

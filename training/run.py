@@ -258,7 +258,7 @@ class TrainingRun:
             lengths=None if isinstance(pairs, TextStream) else pairs.lengths,
             mixture=None if isinstance(pairs, TextStream) else pairs.mixture,
             stream_buffer=options.stream_buffer,
-            muon=options.muon,
+            muon=options.muon or 0.0,
             objective=self._objective(),
             r_drop=options.r_drop,
             **noam,

@@ -67,8 +67,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             d_model^-0.5 * min(step^-0.5, step * noam_warmup_steps^-1.5). The arguments
             `learning_rate`, `warmup_steps` and `lr_scheduler_type` are then ignored.
         noam_factor: factor of that learning rate. The paper has 1.
-        muon: train the matrices of layers with Muon, and everything else with AdamW. Both have the
-            learning rate of `args`.
+        muon: train the matrices of layers with Muon, and everything else with AdamW. This number is
+            the factor of the learning rate for the matrices. 0 is off.
         objective: the training loss: a name ("risk", "reinforce", "scheduled_sampling", "r_drop"),
             an Objective with its settings, or a function (model, inputs, update) -> loss, which
             returns the share of a batch in the mean loss of its update: for example
@@ -102,15 +102,16 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         batching: Literal["sorted", "packed"] = "sorted",
         noam_warmup_steps: int | None = None,
         noam_factor: float = 1.0,
-        muon: bool = False,
+        muon: float = 0.0,
         objective: str | Loss | None = None,
         r_drop: float = 0.0,
         mixture: Mixture | None = None,
         stream_buffer: int = BUFFER,
         **kwargs: Any,
     ) -> None:
-        if not 0 <= r_drop < math.inf:
-            raise ValueError(f"r_drop must be 0 or more, got {r_drop}.")
+        for name, number in (("r_drop", r_drop), ("muon", muon)):
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {number}.")
         if r_drop and objective is not None:
             raise ValueError("r_drop is an objective too: give only one of r_drop and objective.")
         if batching not in ("sorted", "packed"):
@@ -148,7 +149,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self.batching = batching
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
-        self.muon = muon
+        self.muon = float(muon)
         self.r_drop = self.objective.alpha if isinstance(self.objective, RDrop) else 0.0
         self.mixture = mixture
         self._sentences_in_update: torch.Tensor | None = None
@@ -182,13 +183,13 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         optimizer: Any = self.args.optim
         if self.optimizer is not None or "adamw_torch" not in optimizer.value:
             raise ValueError(
-                "muon=True is an optimizer too: leave out `optimizers`, and `optim` "
-                f"(here {optimizer.value})."
+                "Muon is an optimizer too: leave out `muon`, or `optimizers` and `optim` (here "
+                f"{optimizer.value})."
             )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
                 "Muon needs the whole weights in each process: train with DDP instead of FSDP or "
-                "DeepSpeed, or leave out muon=True."
+                "DeepSpeed, or leave out `muon`."
             )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
@@ -196,7 +197,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         if self.muon and self.optimizer is None:
             trained: Any = self.model if model is None else model
             decaying = self.get_decay_parameter_names(trained)
-            self.optimizer = muon_of(trained, self.args, decaying)
+            self.optimizer = muon_of(trained, self.args, self.muon, decaying)
         created: Optimizer = super().create_optimizer(model)
         return created
 
