@@ -26,7 +26,7 @@ class Muon(Optimizer):
     (Liu et al., 2025, arXiv:2502.16982, equation 4).
 
     Args:
-        matrices: the parameters for Muon, or their groups. `matrices_of` finds them in a model.
+        matrices: the parameters for Muon. `matrices_of` finds them in a model.
         others: the parameters for AdamW, or their groups.
         lr: learning rate.
         factor: factor of the learning rate for the matrices.
@@ -98,7 +98,10 @@ class Muon(Optimizer):
     def _direction(self, weight: Tensor, momentum: float) -> Tensor:
         """Return the mean of the gradient and its running mean, as Nesterov's momentum has it."""
         gradient: Any = weight.grad
-        mean = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        mean = state["momentum_buffer"]
         mean.lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum)
 
