@@ -127,7 +127,7 @@ def check_twins(model: PreTrainedModel, folder: Path, text: Text) -> dict[str, f
     ended = [[*target, model.config.eos_token_id] for target in targets]
     distances = {"MarianMT": distance_to_marian(model, marian_twin(model), sources, ended)}
     engine = None
-    with contextlib.suppress(RuntimeError):  # CTranslate2 is not installed
+    with contextlib.suppress(RuntimeError):  # this machine cannot run CTranslate2
         engine = Workshop(model, "cpu", folder, 1).build("CTranslate2", "float32")
     if engine is not None:
         distances["CTranslate2"] = distance_to_ctranslate2(model, engine, sources, targets)
@@ -174,10 +174,9 @@ def turn(
 
 
 def measure_speed(
-    args: argparse.Namespace, model: Path, folder: Path, text: Text
+    args: argparse.Namespace, folder: Path, text: Text, jobs: list
 ) -> tuple[list[Row], list[Row]]:
     """Let all engines take turns, in every environment: their rows, and the missing engines."""
-    jobs = jobs_of(args, text)
     names = [pair for pair in engine_names(args.device) if _chosen(pair, args.engines)]
     rows: dict[tuple, Row] = {}
     missing: dict[tuple, Row] = {}
@@ -191,7 +190,7 @@ def measure_speed(
                     continue
                 try:
                     with environment(variables):
-                        found = turn(engine, args, model, folder, jobs)
+                        found = turn(engine, args, args.model, folder, jobs)
                 except RuntimeError as error:
                     missing[place] = {"engine": " ".join(engine), "reason": str(error)}
                     continue
@@ -282,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     model, text = load(args.model, untrained=args.profile is not None, device=args.device)
     args.forced = text.forced
     try:
-        jobs_of(args, text)
+        jobs = jobs_of(args, text)
     except ValueError as error:
         sys.exit(f"--sentences {args.sentences}: {error}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -312,7 +311,7 @@ def main(argv: list[str] | None = None) -> None:
             "distance_of_twins": check_twins(model, folder, text),
         }
         del model  # an engine has the machine for itself
-        results["speed"], results["missing"] = measure_speed(args, args.model, folder, text)
+        results["speed"], results["missing"] = measure_speed(args, folder, text, jobs)
         for engine in results["missing"]:
             print(f"{engine['engine']} is missing: {engine['reason']}")
         results["ratios"] = compare(results["speed"])

@@ -38,8 +38,8 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         const=1.0,
         metavar="FACTOR",
-        help="train the matrices of layers with Muon, at FACTOR times the learning rate (default: "
-        "1), and everything else with Adam",
+        help="train the matrices of layers with Muon, at FACTOR times the learning rate (1 without "
+        "a number), and everything else with Adam",
     )
     add("--seed", type=int, default=42, help="default: 42")
     add(

@@ -32,6 +32,7 @@ _TRAVELLING_FILES = (
     "modeling/backends_vaswani.py",
     "modeling/embeddings_vaswani.py",
     "generation/fallback_vaswani.py",
+    "generation/coverage_vaswani.py",
     "generation/caches_vaswani.py",
     "generation/layers_vaswani.py",
     "generation/incremental_vaswani.py",

@@ -8,7 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
-from .generation_vaswani import NotCovered, VaswaniGenerationMixin
+from .coverage_vaswani import NotCovered
+from .generation_vaswani import VaswaniGenerationMixin
 from .incremental_vaswani import IncrementalDecoder
 from .rules_vaswani import TokenRules
 from .settings_vaswani import check_tokens, refuse_packed

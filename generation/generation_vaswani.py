@@ -14,39 +14,21 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import (
     EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ForcedEOSTokenLogitsProcessor,
     GenerateBeamEncoderDecoderOutput,
     GenerateEncoderDecoderOutput,
     GenerationMode,
-    LogitNormalization,
     MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
     PromptLookupCandidateGenerator,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .beam_vaswani import FILL
 from .compiled_vaswani import CompiledEncoder
+from .coverage_vaswani import NotCovered, forward_replaced, hooks_are_passive, parts, token_rules
 from .fallback_vaswani import TargetSide, fallback_beam_search
 from .incremental_vaswani import IncrementalDecoder
-from .limits_vaswani import (
-    ForcedEndAtOwnLimit,
-    SourceLengthCriteria,
-    force_end_at_own_limit,
-    length_limits,
-    length_rule,
-)
+from .limits_vaswani import SourceLengthCriteria, force_end_at_own_limit, length_limits, length_rule
 from .linear_vaswani import prepared_copy
 from .rules_vaswani import SearchSettings, TokenRules
 from .search_vaswani import beam_search, greedy_search
@@ -68,67 +50,6 @@ logger = logging.get_logger(__name__)
 _SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
 # Backends that compute the same attention as the fast search.
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-# Files of transformers whose hooks the fast search can skip safely. The hooks only record
-# attentions or enable input gradients. They are local functions, known by their module alone.
-_FILES_OF_PASSIVE_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-# Processors of sampling that read the logits of a step only, and no earlier tokens.
-_WARPERS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
-
-
-class NotCovered(Exception):  # noqa: N818  it is no error: transformers' search runs instead
-    """The fast search does not cover a call. The message names what it does not cover."""
-
-
-def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
-    """Translate logits processors to rules of the fast search.
-
-    Raises:
-        NotCovered: the fast search has no such rule.
-    """
-    rules = TokenRules()
-    for processor in processors:
-        kind = type(processor)
-        if kind in _WARPERS:
-            rules.warpers.append(processor)
-        elif rules.warpers and kind is not LogitNormalization:
-            raise NotCovered(f"{kind.__name__} after sampling settings")
-        elif kind is SuppressTokensLogitsProcessor:
-            rules.never |= set(processor.suppress_tokens.tolist())
-        elif kind is NoBadWordsLogitsProcessor:
-            if any(len(word) > 1 for word in processor.sequence_bias):
-                raise NotCovered("bad_words_ids of several tokens")
-            rules.never |= {token for (token,) in processor.sequence_bias}
-        elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
-            min_length = (
-                processor.min_length
-                if kind is MinLengthLogitsProcessor
-                else processor.min_new_tokens + processor.prompt_length_to_skip
-            )
-            rules.min_length = max(rules.min_length, min_length - prompt_length)
-            ends = set(processor.eos_token_id.tolist())
-            if rules.ends not in (set(), ends):
-                raise NotCovered("minimum lengths with different end tokens")
-            rules.ends = ends
-        elif kind in (ForcedEOSTokenLogitsProcessor, ForcedEndAtOwnLimit):
-            at_limit = kind is ForcedEndAtOwnLimit or processor.max_length == config.max_length
-            if len(processor.eos_token_id) > 1 or not at_limit:
-                raise NotCovered("forced_eos_token_id with several tokens or a limit of its own")
-            rules.forced_last = int(processor.eos_token_id)
-        elif kind is LogitNormalization:
-            rules.renormalize = True  # transformers runs this processor last
-        else:
-            raise NotCovered(kind.__name__)
-    if rules.forced_last in rules.never:
-        raise NotCovered("a last token that is forced and banned")
-    return rules
 
 
 def _search_settings(config: Any) -> SearchSettings:
@@ -142,29 +63,6 @@ def _search_settings(config: Any) -> SearchSettings:
         early_stopping=config.early_stopping,
         eos_token_ids=() if ends is None else tuple(ends.tolist()),
     )
-
-
-def _forward_replaced(module: torch.nn.Module) -> bool:
-    """Tell whether a module's `forward` is monkey-patched.
-
-    Accelerate's wrapper for mixed precision does not count; it keeps `_original_forward`. The fast
-    search computes in the dtype of the weights, without such casts.
-    """
-    return "forward" in vars(module) and "_original_forward" not in vars(module)
-
-
-def _hooks_are_passive(module: torch.nn.Module) -> bool:
-    hooks = module._forward_hooks.values()
-    passive = all(hook.__module__ in _FILES_OF_PASSIVE_HOOKS for hook in hooks)
-    return passive and not module._forward_pre_hooks
-
-
-def _parts(stack: Any) -> list[torch.nn.Module]:
-    """List an encoder or a decoder, its layers, and their attention."""
-    parts = [stack, *stack.layers]
-    for layer in stack.layers:
-        parts += filter(None, (layer.self_attn, getattr(layer, "encoder_attn", None)))
-    return parts
 
 
 class VaswaniGenerationMixin(GenerationMixin):
@@ -239,7 +137,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             if (
                 module is not encoder
                 or self.config._attn_implementation not in _ATTENTION
-                or not all(map(self._is_as_written, _parts(module)))
+                or not all(map(self._is_as_written, parts(module)))
             ):
                 return copied
             return CompiledEncoder(copied)
@@ -466,18 +364,18 @@ class VaswaniGenerationMixin(GenerationMixin):
         """
         network: Any = self  # a module of torch, which the mixin's type does not say
         decoder = self.model.decoder
-        modules = [self.model, *_parts(decoder)]
+        modules = [self.model, *parts(decoder)]
         prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
         return (
             prepare is type(self)._prepare_as_written
             and type(self).forward is self._network_classes[-1].forward
-            and not _forward_replaced(network)
+            and not forward_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
             and self.config._attn_implementation in _ATTENTION
             and not torch.nn.modules.module._has_any_global_hook()
             and all(self._is_as_written(module) and not module.training for module in modules)
             and not self.training
-            and all(map(_hooks_are_passive, (network, self.lm_head, *decoder.modules())))
+            and all(map(hooks_are_passive, (network, self.lm_head, *decoder.modules())))
             # Weights that are divided among processes are DTensors, which have a mesh.
             and not any(
                 hasattr(weight, "device_mesh")
@@ -490,8 +388,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Tell whether a module of the network runs the `forward` of its class and nothing else."""
         return (
             type(module) in self._network_classes
-            and not _forward_replaced(module)
-            and _hooks_are_passive(module)
+            and not forward_replaced(module)
+            and hooks_are_passive(module)
         )
 
     def _incremental_decoder(self, model_kwargs: dict[str, Any], beams: int) -> IncrementalDecoder:

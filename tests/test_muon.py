@@ -105,7 +105,7 @@ def test_a_loaded_state_continues_the_same_updates():
 
 
 def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"Muon needs whole matrices, got a parameter \(4,\)"):
+    with pytest.raises(ValueError, match=r"Muon needs whole matrices, got a Parameter \(4,\)"):
         Muon([nn.Parameter(torch.zeros(4))], [nn.Parameter(torch.zeros(1))])
 
 

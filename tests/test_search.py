@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.generation import caches_vaswani, generation_vaswani, search_vaswani
 from vaswani.generation.caches_vaswani import TargetCache
 from vaswani.generation.continuations_vaswani import best_continuations
-from vaswani.generation.generation_vaswani import NotCovered, token_rules
+from vaswani.generation.coverage_vaswani import NotCovered, token_rules
 from vaswani.generation.incremental_vaswani import IncrementalDecoder
 
 from vaswani import VaswaniForConditionalGeneration

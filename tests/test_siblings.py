@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForTokenClassification,
     DynamicCache,
 )
-from vaswani.generation.generation_vaswani import NotCovered
+from vaswani.generation.coverage_vaswani import NotCovered
 
 from vaswani import (
     VaswaniConfig,

@@ -55,10 +55,9 @@ class Muon(Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         for matrix in self.param_groups[0]["params"]:
             if matrix.dim() != 2 or hasattr(matrix, "device_mesh"):
-                divided = " that is divided among processes" * hasattr(matrix, "device_mesh")
                 raise ValueError(
-                    f"Muon needs whole matrices, got a parameter {tuple(matrix.shape)}{divided}: "
-                    "leave it to AdamW, or train with DDP."
+                    f"Muon needs whole matrices, got a {type(matrix).__name__} "
+                    f"{tuple(matrix.shape)}: leave it to AdamW, or train with DDP."
                 )
 
     @torch.no_grad()
@@ -151,15 +150,15 @@ def muon_of(
         factor: factor of the learning rate for the matrices.
         decaying: names of the parameters that weight decay applies to.
     """
-    chosen, decays = set(matrices_of(model)), set(decaying)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    others = {name: weight for name, weight in trained.items() if name not in chosen}
+    matrices = [trained.pop(name) for name in matrices_of(model)]
+    decays = set(decaying)
     return Muon(
-        [trained[name] for name in trained if name in chosen],
+        matrices,
         [
-            {"params": [others[name] for name in others if name in decays]},
+            {"params": [weight for name, weight in trained.items() if name in decays]},
             {
-                "params": [others[name] for name in others if name not in decays],
+                "params": [weight for name, weight in trained.items() if name not in decays],
                 "weight_decay": 0.0,
             },
         ],

@@ -84,11 +84,12 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         ValueError: an argument has no effect, such as `mixture` without `max_source_tokens` or
             `lengths` for a stream. `lengths` does not match the training data, or these lack a
             column. A source is empty with `batching="packed"`. No complete checkpoint exists to
-            resume from, or it has another learning rate. `r_drop` is negative, or is combined with
-            an objective. An objective or packed batches are combined with another package's model,
-            another loss, or torch's DataParallel. An objective by name or packed batches are
-            combined with a model that does not translate. Muon is combined with another optimizer,
-            FSDP or DeepSpeed. TokenBatchSampler and `noam_schedule` raise further ones.
+            resume from, or it has another learning rate or optimizer. `r_drop` or `muon` is
+            negative, or `r_drop` is combined with an objective. An objective or packed batches are
+            combined with another package's model, another loss, or torch's DataParallel. An
+            objective by name or packed batches are combined with a model that does not translate.
+            Muon is combined with another optimizer, FSDP or DeepSpeed. TokenBatchSampler and
+            `noam_schedule` raise further ones.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 

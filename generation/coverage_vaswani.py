@@ -1,0 +1,115 @@
+"""What the fast search covers: rules about tokens, and modules that run as they are written.
+
+transformers' searches run everything else (section 6.1).
+"""
+
+from typing import Any
+
+import torch
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ForcedEOSTokenLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .limits_vaswani import ForcedEndAtOwnLimit
+from .rules_vaswani import TokenRules
+
+# Files of transformers whose hooks the fast search can skip safely. The hooks only record
+# attentions or enable input gradients. They are local functions, known by their module alone.
+_FILES_OF_PASSIVE_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+# Processors of sampling that read the logits of a step only, and no earlier tokens.
+_WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+
+
+class NotCovered(Exception):  # noqa: N818  it is no error: transformers' search runs instead
+    """The fast search does not cover a call. The message names what it does not cover."""
+
+
+def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
+    """Translate logits processors to rules of the fast search.
+
+    Raises:
+        NotCovered: the fast search has no such rule.
+    """
+    rules = TokenRules()
+    for processor in processors:
+        kind = type(processor)
+        if kind in _WARPERS:
+            rules.warpers.append(processor)
+        elif rules.warpers and kind is not LogitNormalization:
+            raise NotCovered(f"{kind.__name__} after sampling settings")
+        elif kind is SuppressTokensLogitsProcessor:
+            rules.never |= set(processor.suppress_tokens.tolist())
+        elif kind is NoBadWordsLogitsProcessor:
+            if any(len(word) > 1 for word in processor.sequence_bias):
+                raise NotCovered("bad_words_ids of several tokens")
+            rules.never |= {token for (token,) in processor.sequence_bias}
+        elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            min_length = (
+                processor.min_length
+                if kind is MinLengthLogitsProcessor
+                else processor.min_new_tokens + processor.prompt_length_to_skip
+            )
+            rules.min_length = max(rules.min_length, min_length - prompt_length)
+            ends = set(processor.eos_token_id.tolist())
+            if rules.ends not in (set(), ends):
+                raise NotCovered("minimum lengths with different end tokens")
+            rules.ends = ends
+        elif kind in (ForcedEOSTokenLogitsProcessor, ForcedEndAtOwnLimit):
+            at_limit = kind is ForcedEndAtOwnLimit or processor.max_length == config.max_length
+            if len(processor.eos_token_id) > 1 or not at_limit:
+                raise NotCovered("forced_eos_token_id with several tokens or a limit of its own")
+            rules.forced_last = int(processor.eos_token_id)
+        elif kind is LogitNormalization:
+            rules.renormalize = True  # transformers runs this processor last
+        else:
+            raise NotCovered(kind.__name__)
+    if rules.forced_last in rules.never:
+        raise NotCovered("a last token that is forced and banned")
+    return rules
+
+
+def forward_replaced(module: torch.nn.Module) -> bool:
+    """Tell whether a module's `forward` is monkey-patched.
+
+    Accelerate's wrapper for mixed precision does not count; it keeps `_original_forward`. The fast
+    search computes in the dtype of the weights, without such casts.
+    """
+    return "forward" in vars(module) and "_original_forward" not in vars(module)
+
+
+def hooks_are_passive(module: torch.nn.Module) -> bool:
+    """Tell whether the hooks of a module may be skipped."""
+    hooks = module._forward_hooks.values()
+    passive = all(hook.__module__ in _FILES_OF_PASSIVE_HOOKS for hook in hooks)
+    return passive and not module._forward_pre_hooks
+
+
+def parts(stack: Any) -> list[torch.nn.Module]:
+    """List an encoder or a decoder, its layers, and their attention."""
+    found = [stack, *stack.layers]
+    for layer in stack.layers:
+        found += filter(None, (layer.self_attn, getattr(layer, "encoder_attn", None)))
+    return found
+
+
+__all__ = ["NotCovered", "forward_replaced", "hooks_are_passive", "parts", "token_rules"]
