@@ -236,6 +236,9 @@ def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     if recipe.get("muon"):
         adam = {name: value for name, value in recipe.items() if name != "muon"}
         found["Muon"] = ("without", adam)
+    if recipe.get("trainer", {}).get("weight_decay"):
+        undecayed = {**recipe, "trainer": {**recipe["trainer"], "weight_decay": 0.0}}
+        found["weight decay"] = ("without", undecayed)
     if recipe.get("tokenizer-kind", "bpe") == "bpe":
         found["BPE-dropout"] = ("with", {**recipe, "bpe-dropout": 0.1})
     return found

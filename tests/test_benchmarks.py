@@ -826,6 +826,13 @@ def test_the_ingredient_muon_is_compared_with_the_same_recipe_without_it():
     assert score.variants({"muon": True, "steps": 7})["Muon"] == ("without", {"steps": 7})
 
 
+def test_the_ingredient_weight_decay_is_compared_with_the_same_recipe_without_it():
+    recipe = {"steps": 7, "trainer": {"weight_decay": 0.1, "adam_beta1": 0.9}}
+    undecayed = {"steps": 7, "trainer": {"weight_decay": 0.0, "adam_beta1": 0.9}}
+    assert score.variants(recipe)["weight decay"] == ("without", undecayed)
+    assert "weight decay" not in score.variants(undecayed)
+
+
 @pytest.mark.slow
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys

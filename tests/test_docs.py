@@ -735,9 +735,13 @@ def test_bleu_of_states_of_7_bits_comes_from_its_results_files():
             cells.setdefault(model["model"], []).append(change)
     rows = page.rows("model | test set | validation set")
     assert rows == [[model, *changes] for model, changes in cells.items()]
-    loss = results_of("int8-avx2")["largest_loss"]
-    assert loss == -min(float(change.split(", ")[1]) for _, change, _ in rows)
-    assert f"The second model loses {loss:.3f} on the test set, which misses" in page.words
+    test, valid = results_of("int8-avx2"), results_of("int8-avx2-valid")
+    means = f"by {test['mean']:+.2f} on the test set and by {valid['mean']:+.2f} on the validation"
+    assert means in page.words
+    losses = [test["largest_loss"], valid["largest_loss"]]
+    assert "largest losses are {:.3f} and {:.3f}.".format(*losses) in page.words
+    for loss, cell in zip(losses, (1, 2), strict=True):
+        assert loss == -min(float(row[cell].split(", ")[1]) for row in rows)
 
 
 # from-fairseq.md
