@@ -175,8 +175,12 @@ def turn(
 
 def measure_speed(
     args: argparse.Namespace, folder: Path, text: Text, jobs: list
-) -> tuple[list[Row], list[Row]]:
-    """Let all engines take turns, in every environment: their rows, and the missing engines."""
+) -> Iterator[tuple[list[Row], list[Row]]]:
+    """Let all engines take turns, in every environment.
+
+    Yields:
+        After each round, the rows of all rounds so far, and the missing engines.
+    """
     names = [pair for pair in engine_names(args.device) if _chosen(pair, args.engines)]
     rows: dict[tuple, Row] = {}
     missing: dict[tuple, Row] = {}
@@ -203,7 +207,7 @@ def measure_speed(
                     if indices is not None:
                         row["bleu"] = text.bleu(indices, result["outputs"])
         print(f"round {number + 1} of {args.rounds}", flush=True)
-    return list(rows.values()), list(missing.values())
+        yield list(rows.values()), list(missing.values())
 
 
 def _environments(
@@ -303,7 +307,6 @@ def main(argv: list[str] | None = None) -> None:
             "device": args.device,
             "host": host_facts(),
             "parameters": model.num_parameters(),
-            "rounds": args.rounds,
             "threads": args.threads,
             "kernels": bool(library()),
             "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -311,13 +314,15 @@ def main(argv: list[str] | None = None) -> None:
             "distance_of_twins": check_twins(model, folder, text),
         }
         del model  # an engine has the machine for itself
-        results["speed"], results["missing"] = measure_speed(args, folder, text, jobs)
+        for rounds, (rows, missing) in enumerate(measure_speed(args, folder, text, jobs), 1):
+            # An interrupted measurement keeps its finished rounds.
+            results |= {"rounds": rounds, "speed": rows, "missing": missing}
+            results["ratios"] = compare(rows)
+            write(path, results)
         for engine in results["missing"]:
             print(f"{engine['engine']} is missing: {engine['reason']}")
-        results["ratios"] = compare(results["speed"])
         print_speed(results["speed"])
         print_ratios(results["ratios"])
-        write(path, results)
 
 
 if __name__ == "__main__":

@@ -792,6 +792,29 @@ def test_a_file_of_earlier_measurements_is_not_overwritten(tmp_path, monkeypatch
         generation.main(["--results", str(tmp_path), "--name", "again"])
 
 
+def test_an_interrupted_measurement_keeps_its_finished_rounds(model, tmp_path, monkeypatch):
+    turns = iter([1.0, 2.0])
+
+    def turn(*_):
+        seconds = next(turns, None)
+        if seconds is None:
+            raise KeyboardInterrupt
+        return [{"seconds": seconds, "page_faults": 0, "outputs": [[5, 2]]}]
+
+    row = {"text": "short", "beams": 1, "batch": 1, "sentences": 1}
+    monkeypatch.setattr(generation, "load", lambda *_, **__: (model, SimpleNamespace(forced=None)))
+    for name, value in (("host_facts", {}), ("check_twins", {}), ("weights_sha256", None)):
+        monkeypatch.setattr(generation, name, lambda *_, value=value: value)
+    monkeypatch.setattr(generation, "jobs_of", lambda *_: [(row, None, [])])
+    monkeypatch.setattr(generation, "turn", turn)
+    with pytest.raises(KeyboardInterrupt):
+        generation.main(["--results", str(tmp_path), "--engines", "ours float32"])
+    (report,) = tmp_path.iterdir()
+    results = json.loads(report.read_text())
+    assert results["rounds"] == 2
+    assert results["speed"][0]["seconds"] == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("allocator", host.ALLOCATORS)
 def test_the_process_of_an_engine_has_the_allocator(allocator):
     if not Path("/proc/self/maps").exists():
