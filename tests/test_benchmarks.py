@@ -18,6 +18,7 @@ import yaml
 from forks import FORKS
 from torch import nn
 from vaswani.commands.main import main
+from vaswani.generation import int8_vaswani
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
 
@@ -602,6 +603,20 @@ def test_report_of_quantized_forms_is_whole(model, corpus, tmp_path, capsys):
         assert 0 < row["error"] < 0.2
         assert min(row["sentences_per_second_1"], row["sentences_per_second_4"]) > 0
     assert capsys.readouterr().out.endswith("\n".join(quantization.table(results["forms"])) + "\n")
+
+
+def test_eight_bits_round_states_to_8_bits_on_any_cpu(monkeypatch):
+    for name in ("_rounding", "_PACKING_KERNELS"):  # restored after the test
+        monkeypatch.setattr(int8_vaswani, name, getattr(int8_vaswani, name))
+    monkeypatch.setenv("VASWANI_KERNELS", "1")
+    int8.round_to_8_bits()
+    values, scale = int8_vaswani.round_weight(torch.randn(40, 32))
+    states = torch.randn(7, 32)
+    largest = states.abs().amax(dim=1, keepdim=True)
+    rounded = (states * (127 / largest)).round().double()
+    expected = (rounded @ values.double().t()) * scale * (largest / 127)
+    found = int8_vaswani.multiply(states, values, scale, None)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_int8_scores_enter_the_card_of_the_rounded_model(model, corpus, tmp_path):
