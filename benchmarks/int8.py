@@ -8,7 +8,7 @@ and a card that shows BLEU before and after rounding. Several models, such as th
 have one such folder each in OUTPUT.
 
 CPUs without VNNI or AMX round states to 7 bits. `--eight-bits` rounds them to 8 bits on such a CPU
-too, with slow products. Sums of products are exact integers, so BLEU is what other CPUs get.
+too, with slow products.
 """
 
 import argparse
@@ -57,10 +57,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def round_to_8_bits() -> None:
-    """Round states to 8 bits in this process, with products that are exact on every CPU."""
+    """Round states to 8 bits in this process, with a product that is exact on every CPU."""
     os.environ["VASWANI_KERNELS"] = "0"
-    int8_vaswani._rounding = lambda: int8_vaswani._8_BITS
-    int8_vaswani._PACKING_KERNELS = ()
+    int8_vaswani._PACKING_KERNELS = (int8_vaswani._int8_product,)
 
 
 def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -48,7 +48,13 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..corpora.atomic_folder import new_folder
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .errors import ConversionError, refuse
-from .loading import TARGET_TOKENIZER, add_model_arguments, open_model, open_tokenizers
+from .loading import (
+    TARGET_TOKENIZER,
+    add_model_arguments,
+    open_model,
+    open_tokenizers,
+    require_float_weights,
+)
 from .rules import Rename, Rule, Stack, Tensors, to_theirs
 
 try:
@@ -336,6 +342,7 @@ def _dtype(model: VaswaniForConditionalGeneration) -> torch.dtype:
 
 def _weights(model: VaswaniForConditionalGeneration) -> Tensors:
     """Copy the weights, with heads of one width. Quantization overwrites the copies."""
+    require_float_weights(model)
     weights = {
         name: tensor.detach().to("cpu", _dtype(model), copy=True)
         for name, tensor in model.state_dict().items()

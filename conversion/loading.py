@@ -171,7 +171,7 @@ def open_model(
                 f"{type(model).__name__} cannot be converted: pass a "
                 f"{' or '.join(kind.__name__ for kind in classes.values())}."
             )
-        _refuse_int8(model, "The model")
+        require_float_weights(model)
         # The class may also be a copy of ours that a checkpoint brings along.
         return cast(VaswaniForConditionalGeneration, model)
     folder = local_path(model, _SETTINGS, _WEIGHTS)
@@ -198,11 +198,16 @@ def open_model(
         problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise ConversionError(f"{model} is not a complete model: {'; '.join(problems)}.")
-    _refuse_int8(loaded, str(model))
+    require_float_weights(loaded, str(model))
     return loaded.eval()
 
 
-def _refuse_int8(model: PreTrainedModel, place: str) -> None:
+def require_float_weights(model: PreTrainedModel, place: str = "The model") -> None:
+    """Refuse a model with int8 weights.
+
+    Raises:
+        ConversionError: the model has int8 weights. The error names the ways out.
+    """
     try:
         refuse_int8(model, "Conversion")
     except ValueError as error:
@@ -276,5 +281,6 @@ __all__ = [
     "build_model",
     "open_model",
     "open_tokenizers",
+    "require_float_weights",
     "save_tokenizers",
 ]

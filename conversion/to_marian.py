@@ -28,7 +28,13 @@ from ..configuration.configuration_vaswani import NO_LONGEST_SEQUENCE, VaswaniCo
 from ..corpora.atomic_folder import new_folder
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .errors import ConversionError, refuse
-from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers
+from .loading import (
+    add_model_arguments,
+    open_model,
+    open_tokenizers,
+    require_float_weights,
+    save_tokenizers,
+)
 from .marian_names import (
     HEAD,
     MAX_LENGTH,
@@ -76,6 +82,7 @@ def to_marian(model: VaswaniForConditionalGeneration) -> MarianMTModel:
         ConversionError: MarianMTModel cannot compute what the model computes.
     """
     refuse(_problems(model.config), "The model")
+    require_float_weights(model)
     weights = _weights(model)
     theirs = MarianMTModel(_marian_config(model.config))
     torch.nn.Module.to(theirs, weights[HEAD].dtype)

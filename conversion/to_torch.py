@@ -22,7 +22,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..corpora.atomic_folder import new_folder
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from .errors import refuse
-from .loading import add_model_arguments, open_model
+from .loading import add_model_arguments, open_model, require_float_weights
 from .rules import Tensors, to_theirs
 from .torch_transformer import (
     ACTIVATIONS,
@@ -77,6 +77,7 @@ def to_torch(model: VaswaniForConditionalGeneration) -> tuple[Tensors, Descripti
     """
     config = model.config
     refuse(_problems(config), "The model")
+    require_float_weights(model)
     for name in ("attention_dropout", "activation_dropout"):
         if getattr(config, name) != config.dropout:
             logger.warning(

@@ -739,6 +739,14 @@ class TestClients:
                 converter.save(model, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
+    @pytest.mark.parametrize(
+        "convert",
+        [to_marian.to_marian, to_torch.to_torch, ctranslate2.VaswaniLoader().get_model_spec],
+    )
+    def test_functions_of_conversion_refuse_too(self, convert, rounded):
+        with pytest.raises(ConversionError, match=r"int8 weights: .* model\.dequantize\(\)"):
+            convert(rounded)
+
     def test_halves_and_averages_are_refused(self, rounded, saved_int8, tmp_path):
         with pytest.raises(ValueError, match="split_halves needs float weights"):
             split_halves(rounded)
