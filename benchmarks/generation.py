@@ -86,7 +86,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--beams", type=int, nargs="+", default=[4, 1], metavar="N", help="default: 4 1")
     add("--batches", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N")
     add("--rounds", type=int, default=3, help="turns of every engine (default: 3)")
-    add("--sentences", type=int, default=SENTENCES, help=f"at least (default: {SENTENCES})")
+    add("--sentences", type=int, default=SENTENCES, help=f"default and least: {SENTENCES}")
     add("--allocators", nargs="+", default=["glibc"], choices=ALLOCATORS, help="default: glibc")
     add("--instructions", nargs="+", default=["native"], choices=list(INSTRUCTIONS))
     add("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
@@ -95,9 +95,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--device cuda: torch finds no GPU here")
     for name in ("beams", "batches", "threads", "rounds", "sentences"):
         value = getattr(args, name)
-        least = min(value) if isinstance(value, list) else value
-        if least < 1:
-            parser.error(f"--{name} must be at least 1, got {least}")
+        given = min(value) if isinstance(value, list) else value
+        least = SENTENCES if name == "sentences" else 1
+        if given < least:
+            parser.error(f"--{name} must be at least {least}, got {given}")
     names = [" ".join(pair) for pair in engine_names(args.device)]
     for name in args.engines or []:
         if name not in names:

@@ -158,6 +158,7 @@ def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(generation, "host_facts", functools.cache(generation.host_facts))
     monkeypatch.setattr(worker.multiprocessing, "get_context", lambda _: FORKS)
     monkeypatch.setattr(base_model, "_SAMPLE", 8)  # the corpus has 12 long sources
+    monkeypatch.setattr(generation, "SENTENCES", 3)
     lines = ENGLISH + GERMAN
     tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
     model.save_pretrained(tmp_path / "tiny")
@@ -238,6 +239,7 @@ def test_ratios_are_paired_by_round_and_have_their_aims():
     [
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--batches", "8", "-1"], "--batches must be at least 1, got -1"),
+        (["--sentences", "127"], "--sentences must be at least 128, got 127"),
         (["--engines", "ours int4"], "--engines has no 'ours int4': choose from"),
         ([], "CT2_FORCE_CPU_ISA is set, so engines may lack instructions: unset it"),
     ],
