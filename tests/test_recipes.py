@@ -70,6 +70,7 @@ def settings_of(args):
         "betas of Adam": (arguments.adam_beta1, arguments.adam_beta2),
         "epsilon of Adam": arguments.adam_epsilon,
         "largest gradient norm": arguments.max_grad_norm,
+        "weight decay": arguments.weight_decay,
         "averaged checkpoints": args.average,
         "beams": args.beams,
     }
@@ -83,24 +84,28 @@ PUBLISHED = {
         **{"layers": 4, "d_model": 128, "d_ff": 256, "heads": 4, "dropout": 0.3},
         **{"warm-up": 2000, "peak learning rate": 5e-3, "epsilon of Adam": 1e-8},
         **{"largest gradient norm": 25, "averaged checkpoints": 10, "beams": 5},
+        "weight decay": 0,
     },
     "iwslt14": {
         **{"layers": 6, "d_model": 512, "d_ff": 1024, "heads": 4, "dropout": 0.3},
         **{"tokens per update": 4096, "updates": 50_000, "warm-up": 4000},
         **{"peak learning rate": 5e-4, "schedule": "noam", "epsilon of Adam": 1e-8},
         **{"largest gradient norm": 0, "averaged checkpoints": 5, "beams": 5},
+        "weight decay": 1e-4,
     },
     "wmt14-base": {
         **{"layers": 6, "d_model": 512, "d_ff": 2048, "heads": 8, "dropout": 0.1},
         **{"tokens per update": 25_000, "updates": 100_000, "warm-up": 4000},
         **{"peak learning rate": None, "schedule": "noam", "epsilon of Adam": 1e-9},
         **{"largest gradient norm": 0, "averaged checkpoints": 5, "beams": 4},
+        "weight decay": 0,
     },
     "wmt14-big": {
         **{"layers": 6, "d_model": 1024, "d_ff": 4096, "heads": 16, "dropout": 0.3},
         **{"tokens per update": 25_000, "updates": 300_000, "warm-up": 4000},
         **{"peak learning rate": None, "schedule": "noam", "epsilon of Adam": 1e-9},
         **{"largest gradient norm": 0, "averaged checkpoints": 20, "beams": 4},
+        "weight decay": 0,
     },
 }
 # Chosen by this project. Wu et al. have 8192 tokens per update, stop by the validation loss, and
@@ -109,8 +114,8 @@ OURS = {
     "multi30k-tiny": {"tokens per update": 4096, "updates": 6000, "schedule": "linear"},
     "multi30k-packed": {"tokens per update": 4096, "updates": 8000, "schedule": "linear"},
     "multi30k-muon": {
-        **{"tokens per update": 2048, "updates": 8000, "schedule": "linear"},
-        **{"warm-up": 1000, "peak learning rate": 7e-3},
+        **{"tokens per update": 4096, "updates": 4000, "schedule": "linear"},
+        **{"warm-up": 500, "peak learning rate": 7e-3, "weight decay": 0.1},
     },
 }
 PUBLISHED["multi30k-packed"] = PUBLISHED["multi30k-tiny"]
