@@ -686,6 +686,16 @@ def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_fi
     assert f"its ratios differ by a factor of up to {max(ratios):.2f}" in DOCS["results"].words
 
 
+def test_the_ratio_to_ctranslate2_with_mkl_comes_from_its_file():
+    results = results_of("ctranslate2-mkl")
+    assert results["environment"] == {"CT2_USE_MKL": "1"}
+    assert f"CT2_USE_MKL=1 {results['command']}" in DOCS["results"].commands()
+    (ratio,) = results["ratios"]
+    assert (ratio["beams"], ratio["batch"], results["threads"]) == (4, 32, 1)
+    words = f"our int8 is {ratio['median']:.1f} times as fast with 4 beams, one thread and batches of 32"
+    assert words in DOCS["results"].words
+
+
 def test_hypotheses_of_the_papers_search_and_a_compiled_step_come_from_their_files():
     page = DOCS["results"]
     peers, ours = (
