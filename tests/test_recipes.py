@@ -115,7 +115,7 @@ OURS = {
     "multi30k-packed": {"tokens per update": 4096, "updates": 8000, "schedule": "linear"},
     "multi30k-muon": {
         **{"tokens per update": 4096, "updates": 4000, "schedule": "linear"},
-        **{"warm-up": 500, "peak learning rate": 7e-3, "weight decay": 0.1},
+        **{"warm-up": 500, "peak learning rate": 7e-3, "weight decay": 0.3},
     },
 }
 PUBLISHED["multi30k-packed"] = PUBLISHED["multi30k-tiny"]
