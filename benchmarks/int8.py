@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def round_to_8_bits() -> None:
-    """Round states to 8 bits in this process, with a product that is exact on every CPU."""
+    """Round states to 8 bits in this process, with torch's product of int8 matrices."""
     os.environ["VASWANI_KERNELS"] = "0"
     int8_vaswani._PACKING_KERNELS = (int8_vaswani._int8_product,)
+    if not (int8_vaswani.multiplies_exactly() and int8_vaswani._rounds_to_8_bits()):
+        sys.exit("--eight-bits: torch's product of int8 matrices is not exact on this CPU.")
 
 
 def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, Any]:

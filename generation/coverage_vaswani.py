@@ -1,4 +1,4 @@
-"""What the fast search covers: rules about tokens, and modules that run as they are written.
+"""Checks whether the fast search can run a call of `generate` on a model.
 
 transformers' searches run everything else (section 6.1).
 """
