@@ -73,6 +73,7 @@ PUBLISHED = {
     "multi30k-packed": (41.02, "Wu et al. (2021)"),
     "multi30k-muon": (41.02, "Wu et al. (2021)"),
     "multi30k-tiny-r-drop": (41.02, "Wu et al. (2021)"),
+    "multi30k-muon-r-drop": (41.02, "Wu et al. (2021)"),
     "multi30k-packed-r-drop": (41.02, "Wu et al. (2021)"),
     "g2p-eng_us": (58.06, "SIGMORPHON 2021 Task 1, the baseline ensemble"),
 }
@@ -206,10 +207,14 @@ def score_of(recipe: dict[str, Any], outputs: list[str], pairs: list[Pair]) -> f
 
 def ensemble(recipe: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
     """Score the majority vote of finished runs on the test set."""
-    outputs = [(run / "test.txt").read_text(encoding="utf-8").splitlines() for run in folders]
-    voted = [most_common(line) for line in zip(*outputs, strict=True)]
+    voted = [most_common(line) for line in zip(*map(tested, folders), strict=True)]
     figure = round(score_of(recipe, voted, pairs_of(recipe, "test")), 2)
     return {"members": len(folders), "test": figure}
+
+
+def tested(run: Path) -> list[str]:
+    """Read a finished run's translations of the test set."""
+    return (run / "test.txt").read_text(encoding="utf-8").splitlines()
 
 
 def most_common(outputs: Sequence[str]) -> str:
@@ -276,11 +281,7 @@ class Ingredients:
         scores = {
             split: [main_score(self.recipe, run[split]) for run in results] for split in SPLITS
         }
-        first = next(iter(recipes))
-        return {
-            **scores,
-            "translations": translations(self.recipe, first, first, self.pairs["test"]),
-        }
+        return {**scores, "translations": tested(next(iter(recipes)))}
 
     def decoded(self, last_checkpoint: bool = False, **settings: Any) -> dict[str, Any]:
         """Decode with the model of each seed, or its last checkpoint, and return as `trained`."""

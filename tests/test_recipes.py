@@ -157,14 +157,16 @@ def test_every_setting_of_a_run_stands_in_its_recipe(name):
     assert {"bf16", "seed", "save-steps", "eval-steps", "average", "bleu-tokenize"} <= stated
 
 
-@pytest.mark.parametrize(("name", "alpha"), [("multi30k-tiny", 2), ("multi30k-packed", 3)])
+@pytest.mark.parametrize(
+    ("name", "alpha"), [("multi30k-tiny", 2), ("multi30k-packed", 3), ("multi30k-muon", 3)]
+)
 def test_r_drop_goes_on_from_a_model_and_its_settings_stand_in_its_recipe(name, alpha):
     path = RECIPES / f"{name}-r-drop.yaml"
     first, more = recipe_of(name), recipe_of(path.stem)
     assert more.model == first.output
     assert (first.r_drop, more.r_drop) == (0, alpha)
     same = ("train", "valid", "test", "trainer", "generation", "beams", "bleu_tokenize", "average")
-    for setting in (*same, "seed", "bf16", "scheduler", "batching"):
+    for setting in (*same, "seed", "bf16", "scheduler", "batching", "muon"):
         assert getattr(more, setting) == getattr(first, setting), setting
     stated = set(re.findall(r"^([\w-]+):", path.read_text(), re.M))
     assert {"max-source-tokens", "accumulate", "steps", "warmup", "learning-rate"} <= stated
