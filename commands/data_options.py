@@ -74,7 +74,8 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--drop-duplicates",
         choices=("pairs", "source", "target"),
-        help="keep the first of equal pairs, or of pairs with an equal source or target",
+        help="keep the first of a corpus' equal pairs, or of its pairs with an equal source or "
+        "target",
     )
     add(
         "--scripts",

@@ -48,7 +48,8 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="any other Seq2SeqTrainingArguments: --trainer max_grad_norm=25 save_total_limit=2",
+        help="Seq2SeqTrainingArguments that have no option of their own: --trainer "
+        "max_grad_norm=25 save_total_limit=20",
     )
 
 

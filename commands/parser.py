@@ -132,7 +132,14 @@ def recipe_arguments(path: str) -> list[str]:
             )
             arguments += [f"--{name}", *fields]
         elif isinstance(value, list):
+            if any(isinstance(item, bool) for item in value):
+                raise ValueError(
+                    f"recipe {path}: {name} holds true or false, as YAML reads yes and no: put "
+                    "such a word into quotation marks"
+                )
             arguments += [f"--{name}", *map(str, value)]
+        elif value is None:
+            raise ValueError(f"recipe {path}: {name} has no value: remove the line, or fill it in")
         elif isinstance(value, bool):
             arguments.append(f"--{name}" if value else f"--no-{name}")
         else:

@@ -14,6 +14,23 @@ from ..hub_cards.results import is_language
 from ..training.objectives import make_objective
 from ..training.presets import PRESETS
 
+# Arguments of transformers' trainer that have an option of their own. --trainer would change such
+# an argument for a part of the run only, or not at all.
+_OWN_OPTIONS = {
+    "bf16": "--bf16",
+    "eval_steps": "--eval-steps",
+    "gradient_accumulation_steps": "--accumulate",
+    "learning_rate": "--learning-rate",
+    "lr_scheduler_type": "--scheduler",
+    "max_steps": "--steps",
+    "num_train_epochs": "--epochs",
+    "output_dir": "--output",
+    "per_device_train_batch_size": "--batch-size",
+    "save_steps": "--save-steps",
+    "seed": "--seed",
+    "warmup_steps": "--warmup",
+}
+
 
 class SettingsError(InputError):
     """A setting is unknown or has an invalid value."""
@@ -36,6 +53,9 @@ def check_settings(args: argparse.Namespace) -> None:
     for option, names in known.items():
         if wrong := complaints(getattr(args, option), names):
             raise SettingsError(f"--{option}: {wrong}")
+    for name in args.trainer:
+        if name in _OWN_OPTIONS:
+            raise SettingsError(f"--trainer {name} has its own option: pass {_OWN_OPTIONS[name]}")
     for code in args.languages or ():
         if not is_language(code):
             raise SettingsError(f"--languages takes ISO 639 codes, such as de, not {code!r}")

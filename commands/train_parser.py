@@ -26,6 +26,8 @@ class TrainParser(CommandParser):
         preset = {} if found.model else PRESETS.get(found.preset or "", {})
         self.set_defaults(**{name: value for name, value in preset.items() if name != "epochs"})
         parsed = super().parse_args(words, namespace)
+        given = sys.argv[1:] if args is None else args
+        self._override_length(parsed, given)
         if parsed.steps is None and parsed.epochs is None:
             parsed.epochs = preset.get("epochs")
             parsed.steps = None if parsed.epochs else _STEPS
@@ -36,12 +38,22 @@ class TrainParser(CommandParser):
                 "the schedule of --objective scheduled_sampling depends on the length of the run: "
                 "pass --steps or --epochs beside --minutes"
             )
-        given = sys.argv[1:] if args is None else args
         warnings = [*swapped_sides(parsed), *without_effect(parsed, given), *all_warm_up(parsed)]
         warnings += untrained(parsed)
         for warning in warnings:
             print(f"{self.prog}: warning: {warning}", file=sys.stderr)
         return parsed
+
+    def _override_length(self, args: argparse.Namespace, given: Sequence[str]) -> None:
+        """Let --steps or --epochs of the command line override the length in a recipe."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--steps")
+        finder.add_argument("--epochs")
+        own = finder.parse_known_args(list(given))[0]
+        if own.epochs and not own.steps:
+            args.steps = None
+        elif own.steps and not own.epochs:
+            args.epochs = None
 
     def _check(self, args: argparse.Namespace) -> None:
         """Refuse options that contradict each other, and read NAME=VALUE settings."""
@@ -58,6 +70,8 @@ class TrainParser(CommandParser):
             args.beams = args.beams or 4
         if args.beams and args.nbest > args.beams:
             self.error(f"--nbest {args.nbest} needs at least as many --beams, got {args.beams}")
+        if args.segmentations > 1 and not args.bpe_dropout:
+            self.error("--segmentations needs --bpe-dropout, which splits pairs differently")
         if args.objective and args.r_drop:
             self.error("--r-drop is an objective too: leave out --r-drop or --objective")
         if args.objective_settings and not args.objective:

@@ -26,8 +26,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--preset",
         default="base",
         metavar="NAME",
-        help="tiny or small, with other defaults of the options for CPUs and small data, or a row "
-        "of the paper's Table 3: base, big, C-N2, ... (default: base); no effect with --model",
+        help="tiny or small, settings for CPUs and small data, or a row of the paper's Table 3: "
+        "base, big, C-N2, ... (default: base); no effect with --model",
     )
     add(
         "--set",

@@ -169,9 +169,12 @@ def _matches(name: str) -> list[str]:
 def _expanded(name: str) -> list[str]:
     if Path(name).exists() or not glob.has_magic(name):
         return [name]
-    if not (found := _matches(name)):
-        raise DataError(f"No file matches {name}.")
-    return found
+    if found := _matches(name):
+        return found
+    place, _, split = name.partition(":")
+    if len(place) > 1 and not glob.has_magic(place) and "[" in split:
+        return [name]  # part of a split, as in ID:train[:10%]
+    raise DataError(f"No file matches {name}.")
 
 
 def _content_of(name: str, is_file: bool, default_split: str) -> bytes:

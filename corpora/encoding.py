@@ -104,6 +104,9 @@ def special_ids(tokenizer: Any, target: bool) -> tuple[list[int], list[int]]:
 def fingerprint_of(tokenizer: Any) -> str:
     """Return a text of all settings that determine the ids of a tokenizer."""
     settings = {name: tokenizer.init_kwargs.get(name) for name in ("source_eos", "unknown_from")}
+    # The ids of an empty text are the special tokens.
+    settings["special_ids"] = [tokenizer("")["input_ids"], tokenizer(text_target="")["input_ids"]]
+    settings["split_special_tokens"] = getattr(tokenizer, "split_special_tokens", None)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         settings["vocabulary"] = sorted(tokenizer.get_vocab().items())

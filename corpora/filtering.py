@@ -1,6 +1,7 @@
 """Pairs that are left out of training, with counts by reason."""
 
 import inspect
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -70,15 +71,13 @@ class TextFilter:
 
     def __init__(self, rules: Rules) -> None:
         self._checks: list[tuple[str, Callable[[str, str], Any]]] = []
+        # Functions inside this method could not be sent to other processes.
         if rules.drop_empty:
-            self._checks.append(("empty", lambda source, target: source.strip() and target.strip()))
+            self._checks.append(("empty", _have_words))
         if rules.drop_identical:
-            self._checks.append(("identical", lambda source, target: source != target))
+            self._checks.append(("identical", operator.ne))
         if rules.scripts:
-            first, second = map(_letters_outside, rules.scripts)
-            self._checks.append(
-                ("script", lambda source, target: not (first(source) or second(target)))
-            )
+            self._checks.append(("script", _InScripts(*rules.scripts)))
         if rules.function:
             self._checks.append(("filter", _filter_of(rules.function)))
 
@@ -97,15 +96,30 @@ class TextFilter:
         return kept, +dropped
 
 
-def _letters_outside(script: str) -> Callable[[str], Any]:
+def _have_words(source: str, target: str) -> bool:
+    return bool(source.strip() and target.strip())
+
+
+class _InScripts:
+    """Tells whether both texts have no letters of other scripts."""
+
+    def __init__(self, source: str, target: str) -> None:
+        self._outside = [_letters_outside(script) for script in (source, target)]
+
+    def __call__(self, source: str, target: str) -> bool:
+        first, second = self._outside
+        return not (first.search(source) or second.search(target))
+
+
+def _letters_outside(script: str) -> Any:
     try:
         pattern = regex.compile(rf"[\p{{L}}--\p{{Script={script}}}--\p{{Common}}]", regex.V1)
     except regex.error as error:
         raise DataError(
-            f"--scripts: {script!r} is no Unicode script: give a name such as Latin, Cyrillic or "
-            "Han."
+            f"--scripts: {script!r} is not a Unicode script: give a name such as Latin, Cyrillic "
+            "or Han."
         ) from error
-    return pattern.search
+    return pattern
 
 
 def length_filter(

@@ -1,6 +1,8 @@
 """Apply a function to batches in several processes, in order and with bounded memory."""
 
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,6 +13,7 @@ from typing import Any
 
 from .reading import DataError
 
+_ORPHANED = 3  # exit status of a process whose parent was killed
 # Fewer batches are computed faster by one process than others take to start.
 _MIN_BATCHES = 10
 
@@ -36,7 +39,7 @@ def in_order(
         return
     # Forked processes start at once and share the memory of the tokenizers.
     context = get_context("fork" if os.name == "posix" else "spawn")
-    pool = ProcessPoolExecutor(processes, context, _set_function, (function,))
+    pool = ProcessPoolExecutor(processes, context, _begin, (function, os.getpid()))
     ahead: deque[tuple[Any, Future]] = deque()
     try:
         for batch in batches:
@@ -58,9 +61,17 @@ def in_order(
 _function: Callable[[Any], Any] | None = None
 
 
-def _set_function(function: Callable[[Any], Any]) -> None:
+def _begin(function: Callable[[Any], Any], parent: int) -> None:
     global _function
     _function = function
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed, because nobody else would end it."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(_ORPHANED)
 
 
 def _call_function(batch: Any) -> Any:

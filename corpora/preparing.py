@@ -173,8 +173,9 @@ class Tokenise:
         columns: dict[str, Any]
         if self.keep_texts:
             columns = {
-                "source": [pair[0] for pair in pairs],
-                "target": [pair[1] for pair in pairs],
+                # Without a type, a batch without pairs would have columns of another type.
+                "source": pyarrow.array([pair[0] for pair in pairs], pyarrow.string()),
+                "target": pyarrow.array([pair[1] for pair in pairs], pyarrow.string()),
                 "source_length": lengths[0].astype(np.int32),
                 "target_length": lengths[1].astype(np.int32),
             }

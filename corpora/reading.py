@@ -245,7 +245,7 @@ def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pai
     except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
         return DataError(f"{place}: not JSON ({error})")
     if not isinstance(row, dict):
-        return DataError(f"{place}: {line.strip()} is no JSON object with two columns.")
+        return DataError(f"{place}: {line.strip()} is not a JSON object with two columns.")
     return row_pair(row, columns, place)
 
 

@@ -76,7 +76,7 @@ class TokenBatchStream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Row | None, tuple[int, State]]]:
         """Yield each batch with the number of the worker and the worker's state after the batch.
 
-        A resumed stream first yields None for each batch of the run before, because trainers skip
+        A resumed stream first yields None for each batch before the resume, because trainers skip
         these batches.
 
         Raises:
@@ -167,19 +167,34 @@ def rows_of_process(data: Any, process: int, processes: int) -> Any:
     if isinstance(data, TextStream):
         return data.rows_of_process(process, processes)
     if isinstance(data, datasets.IterableDataset):
-        return split_dataset_by_node(data, process, processes)
+        own = split_dataset_by_node(data, process, processes)
+        # The state of a shuffled data set does not have the rows in its shuffle buffer.
+        return _CountedRows(own) if _is_shuffled(getattr(data, "_ex_iterable", None)) else own
     return _CountedRows(data, process, processes)
 
 
-class _CountedRows:
-    """Every n-th row of an iterable, for n readers. Resuming reads the iterable from its start."""
+def _is_shuffled(rows: Any) -> bool:
+    """Tell whether examples of `datasets`, or their own examples, pass a shuffle buffer."""
+    if type(rows).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    parts = [getattr(rows, "ex_iterable", None), *(getattr(rows, "ex_iterables", None) or ())]
+    return any(_is_shuffled(part) for part in parts if part is not None)
 
-    def __init__(self, rows: Any, process: int, processes: int) -> None:
+
+class _CountedRows:
+    """Every n-th row of an iterable, for n readers. Resuming reads the iterable from its start.
+
+    `processes=None` means that the iterable gives each reader its own rows.
+    """
+
+    def __init__(self, rows: Any, process: int = 0, processes: int | None = None) -> None:
         self._rows, self._process, self._processes = rows, process, processes
         self._read = 0
 
     def __iter__(self) -> Iterator[Row]:
-        reader, readers = reader_of(self._process, self._processes)
+        reader, readers = 0, 1
+        if self._processes is not None:
+            reader, readers = reader_of(self._process, self._processes)
         before, self._read = self._read, 0
         for number, row in enumerate(self._rows):
             self._read = number + 1

@@ -8,12 +8,15 @@ import numpy as np
 from torch.utils.data import Sampler
 from transformers.utils import logging
 
+from ..configuration.errors import InputError
 from .mixing import Mixture
 
 logger = logging.get_logger(__name__)
 
 # Random cuts tried per epoch. If none has few enough batches, the reference cut is used.
 _DRAWS = 8
+# A mixture of at most _FEW_PAIRS pairs counts the batches of several epochs.
+_FEW_PAIRS, _EPOCHS_COUNTED = 2**17, 8
 # Larger sort keys are not converted to 16 bits.
 _MOST_KEYS = 2**22
 
@@ -53,7 +56,8 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     Raises:
         ValueError: lengths are missing, negative, not integers or not pairs; a budget or
-            `batches_per_update` is below 1; all pairs are dropped.
+            `batches_per_update` is below 1; `mixture` has another number of pairs; all pairs are
+            dropped.
     """
 
     def __init__(
@@ -73,14 +77,19 @@ class TokenBatchSampler(Sampler[list[int]]):
         )
         for name in ("max_source_tokens", "max_target_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if batches_per_update < 1:
-            raise ValueError(f"batches_per_update must be at least 1, got {batches_per_update}.")
+            raise InputError(f"batches_per_update must be at least 1, got {batches_per_update}.")
         self.seed = seed
         self.epoch = 0
         self.batches_per_update = batches_per_update
         self.mixture = mixture
         self._source, self._target = _columns(lengths)
+        if mixture is not None and sum(mixture.sizes) != len(self._source):
+            raise InputError(
+                f"The corpora of the mixture have {sum(mixture.sizes)} pairs, but lengths has "
+                f"{len(self._source)}: give the number of pairs of each corpus."
+            )
         fits = self._source <= self.max_source_tokens
         fits &= self._target <= self.max_target_tokens
         # int32 rows halve the memory of a plan.
@@ -92,7 +101,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._alone = self.oversize[:0] if drop_oversize else self.oversize
         self.num_sentences = sum(map(len, self._drawn()))
         if self.num_sentences == 0:
-            raise ValueError(
+            raise InputError(
                 f"All {len(self._source)} sentence pairs exceed max_source_tokens "
                 f"({self.max_source_tokens}) or max_target_tokens ({self.max_target_tokens}) and "
                 "drop_oversize=True drops them all: raise the budgets."
@@ -183,15 +192,24 @@ class TokenBatchSampler(Sampler[list[int]]):
         """Return the number of batches of every epoch.
 
         The reference cut gives the number. About 1% is added, because random cuts can need more.
+        The pairs of a small mixture differ between epochs, so several epochs are cut.
         """
-        rows, oversize = self._drawn()
-        needed = len(self._reference(rows)[1])
+        _, oversize = self._drawn()
+        needed = max(len(self._reference(rows)[1]) for rows in self._first_epochs())
         if needed > 1:
             needed += 1 + needed // 100
         # No epoch of a mixture has more oversize pairs than epoch 0.
         total = needed + len(oversize)
         total += -total % self.batches_per_update
         return min(total, self.num_sentences)
+
+    def _first_epochs(self) -> Iterator[np.ndarray]:
+        """Yield the pairs of the epochs that are cut to count batches."""
+        if self.mixture is None or self.num_sentences > _FEW_PAIRS:
+            yield self._drawn()[0]
+            return
+        for epoch in range(_EPOCHS_COUNTED):
+            yield self.mixture.draw(self._fitting, self._alone, epoch)[0]
 
     def _plan(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return order and cut of one epoch, with the same number of batches as all epochs."""
@@ -205,8 +223,14 @@ class TokenBatchSampler(Sampler[list[int]]):
         else:
             order, ends = self._reference(rows)
             # The sentences of a mixture differ between epochs, so an epoch may need more batches
-            # than the first.
+            # than the counted epochs.
+            needed, sentences = len(ends), len(order)
             order, ends = _limit_batches(order, ends, count, rng)
+            if needed > count:
+                logger.warning(
+                    f"Epoch {self.epoch} of the mixture needs {needed} batches instead of {count}: "
+                    f"{sentences - len(order)} of its {sentences} pairs are left out at random."
+                )
         ends = _split_largest(ends, count)
         alone = np.arange(1, len(oversize) + 1) + len(order)
         return np.concatenate((order, oversize)), np.concatenate((ends, alone))
@@ -248,18 +272,18 @@ def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     try:
         pairs = np.asarray(lengths)
     except ValueError as error:
-        raise ValueError(f"lengths must be (source, target) pairs: {error}") from error
+        raise InputError(f"lengths must be (source, target) pairs: {error}") from error
     if pairs.size == 0:
-        raise ValueError("lengths is empty: there is no sentence pair to batch.")
+        raise InputError("lengths is empty: there is no sentence pair to batch.")
     if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(
+        raise InputError(
             f"lengths must be (source, target) pairs, of shape (N, 2); got shape {pairs.shape}."
         )
     if not np.issubdtype(pairs.dtype, np.integer):
-        raise ValueError(f"lengths must be integers, got {pairs.dtype}.")
+        raise InputError(f"lengths must be integers, got {pairs.dtype}.")
     negative = np.flatnonzero((pairs < 0).any(axis=1))
     if len(negative):
-        raise ValueError(
+        raise InputError(
             f"lengths must be 0 or more; sentence pair {negative[0]} has {pairs[negative[0]]}."
         )
     return pairs[:, 0].astype(np.int32), pairs[:, 1].astype(np.int32)

@@ -35,11 +35,18 @@ pairs = load_dataset(
     split="train",
     delimiter="\t",
     column_names=["source", "target"],
+    usecols=[0, 1],  # further columns are not read
+    index_col=False,
     quoting=3,  # csv.QUOTE_NONE: quotation marks are part of the text
     keep_default_na=False,
 )
+# Some models split the two sides differently.
+reader = model.target_tokenizer(tokenizer) if hasattr(model, "target_tokenizer") else tokenizer
 data = pairs.map(
-    lambda batch: tokenizer(batch["source"], text_target=batch["target"]),
+    lambda batch: {
+        "input_ids": tokenizer(batch["source"])["input_ids"],
+        "labels": reader(text_target=batch["target"])["input_ids"],
+    },
     batched=True,
     remove_columns=pairs.column_names,
 )
@@ -61,4 +68,6 @@ trainer = Seq2SeqTrainer(
 )
 trainer.train()
 trainer.save_model()
+if reader is not tokenizer:
+    reader.save_pretrained(f"{args.output}/target_tokenizer")
 print(f"The model is in {args.output}: vaswani translate {args.output} FILE")

@@ -201,6 +201,14 @@ def test_the_result_is_a_folder_that_translates_with_the_last_checkpoints_settin
     assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["dreihundertzweiundvierzig"]
 
 
+def test_the_tokenizer_of_the_target_comes_from_the_run(run_of, tmp_path):
+    run = run_of(1, 2)
+    (run / "target_tokenizer").mkdir()
+    (run / "target_tokenizer" / "tokenizer.json").write_text("{}")
+    average_checkpoints(run, tmp_path / "mean", last=2)
+    assert (tmp_path / "mean" / "target_tokenizer" / "tokenizer.json").read_text() == "{}"
+
+
 def test_optimizer_trainer_state_and_scores_of_another_model_are_not_copied(run_of, tmp_path):
     run = run_of(1, 2)
     for name in ("optimizer.pt", "rng_state.pth", "training_args.bin", "eval_results.json"):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import sys
 from collections import Counter
 
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from forks import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 from num2words import num2words
@@ -16,11 +18,13 @@ from transformers import AutoTokenizer
 from vaswani.commands.main import main
 from vaswani.commands.train import make_parser, recipe_of
 from vaswani.configuration.named_functions import function_of
+from vaswani.corpora import in_processes, token_batches
 from vaswani.corpora.corpus import parse_corpora
+from vaswani.corpora.encoding import TextEncoder
 from vaswani.corpora.filtering import Rules, TextFilter
 from vaswani.corpora.mapped import MappedPairs
 from vaswani.corpora.mixing import Mixture, shares_of
-from vaswani.corpora.preparing import prepare
+from vaswani.corpora.preparing import Tokenise, prepare
 from vaswani.corpora.reading import DataError, strictly
 from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 
@@ -90,6 +94,8 @@ def test_globs_and_many_files_are_read_in_the_order_of_their_names(write, tmp_pa
         parse_corpora([f"{tmp_path}/part-*.en", f"{tmp_path}/part-*.de"])
     with pytest.raises(DataError, match=r"No file matches .*absent-\*"):
         parse_corpora([f"{tmp_path}/absent-*.tsv"])
+    (part,) = parse_corpora(["wmt/wmt14@de-en:train[:10%]"])
+    assert part.shards == (("wmt/wmt14@de-en:train[:10%]",),)
 
 
 def test_several_corpora_have_their_weights_and_tags(write, tmp_path):
@@ -200,7 +206,7 @@ def test_unreadable_pairs_are_counted_on_request(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("rules", "complaint"),
     [
-        ({"scripts": ("Latin", "Klingon")}, "'Klingon' is no Unicode script"),
+        ({"scripts": ("Latin", "Klingon")}, "'Klingon' is not a Unicode script"),
         ({"function": "absent_module:keep"}, "No module named 'absent_module'"),
         ({"function": "json:keep"}, "has no attribute 'keep'"),
         ({"function": "json"}, "Give MODULE:FUNCTION"),
@@ -302,6 +308,8 @@ def test_a_mixture_draws_oversize_pairs_as_it_draws_the_others(kind):
 
     lengths = np.full((100, 2), 5)
     lengths[[3, 40, 60, 61, 62]] = 50  # 2 of the first 50 rows, and 3 of the others
+    with pytest.raises(ValueError, match="mixture have 4 pairs, but lengths has 5"):
+        kind([[5, 5]] * 5, 10, mixture=Mixture([2, 2], [1, 1]))
     mixture = Mixture([50, 50], [1, 4], seed=1)
     sampler, dropping = (
         kind(lengths, 10, drop_oversize=drop, mixture=mixture) for drop in (False, True)
@@ -317,6 +325,48 @@ def test_a_mixture_draws_oversize_pairs_as_it_draws_the_others(kind):
         assert max(lengths[batch].max() for batch in dropping) == 5
     # 25 epochs of 20 and 80 pairs are 10 and 40 passes.
     assert seen == {row: 10 if row < 50 else 40 for row in range(100)}
+
+
+@pytest.mark.parametrize(("counted", "incomplete"), [(1, [33]), (8, [])])
+def test_small_mixtures_count_several_epochs_and_warn_of_pairs_they_leave_out(
+    monkeypatch, counted, incomplete
+):
+    monkeypatch.setattr(token_batches, "_EPOCHS_COUNTED", counted)
+    warnings = []
+    monkeypatch.setattr(token_batches.logger, "warning", warnings.append)
+    lengths = np.random.default_rng(1).integers(1, 100, (1000, 2))
+    sampler = TokenBatchSampler(lengths, 300, mixture=Mixture([500, 500], [9, 1]))
+    found = []
+    for epoch in range(50):
+        sampler.set_epoch(epoch)
+        if missing := sampler.num_sentences - sum(map(len, sampler)):
+            found.append(epoch)
+            assert f"{missing} of its 1000 pairs are left out" in warnings.pop()
+    assert found == incomplete
+    assert not warnings
+
+
+def test_text_filters_can_be_sent_to_other_processes():
+    rules = Rules(drop_empty=True, drop_identical=True, scripts=("Latin", "Cyrillic"))
+    filters = pickle.loads(pickle.dumps(TextFilter(rules)))
+    pairs = [("one", "один"), ("two", " "), ("same", "same"), ("три", "три")]
+    assert filters(pairs) == ([("one", "один")], {"empty": 1, "identical": 2})
+    assert filters([("two", "zwei")])[1] == {"script": 1}
+
+
+def test_texts_of_a_batch_without_pairs_have_the_columns_of_others(tokenizer):
+    tokenise = Tokenise(
+        (TextEncoder(tokenizer), TextEncoder(tokenizer, target=True)),
+        Rules(drop_empty=True),
+        None,
+        keep_texts=True,
+    )
+    schemas = [tokenise.encode(pairs)[0].schema for pairs in ([("one", "eins")], [])]
+    assert schemas[0] == schemas[1]
+
+
+def test_workers_end_with_a_process_that_was_killed():
+    assert in_child(lambda: in_processes._end_with(-1)) == in_processes._ORPHANED
 
 
 def test_recipes_repeat_the_options_about_data(tmp_path):

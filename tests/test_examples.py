@@ -72,7 +72,8 @@ def test_the_model_of_the_notebook_learns_to_reorder(tmp_path, monkeypatch):
 
 def test_a_saved_model_is_fine_tuned_with_seq2seq_trainer_alone(tmp_path):
     numbers = range(1000, 1100)  # the frozen model has seen none above 999
-    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\n" for n in numbers]
+    # A third column is not read.
+    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\tCC-BY\n" for n in numbers]
     (tmp_path / "pairs.tsv").write_text("".join(rows), encoding="utf-8")
     output = tmp_path / "out"
     command = [ROOT / "examples" / "fine_tune.py", FROZEN, tmp_path / "pairs.tsv"]

@@ -196,6 +196,8 @@ def test_the_command_line_comes_after_the_recipe():
     assert (args.steps, args.bf16, args.warmup) == (7, True, 2000)
     assert args.set["dropout"] == 0.2
     assert args.set["d_model"] == 128
+    args = recipe_of("multi30k-tiny", "--epochs", "2")
+    assert (args.steps, args.epochs) == (None, 2)
     args = recipe_of("multi30k-tiny", "--no-bf16", "--generation", "length_penalty=0.6")
     assert args.bf16 is False
     assert args.generation["length_penalty"] == 0.6
@@ -206,6 +208,7 @@ def test_the_command_line_comes_after_the_recipe():
     ("recipe", "complaint"),
     [
         ("stepz: 7", "--stepz is unknown: did you mean --steps?"),
+        ("tag: [no, en]", "tag holds true or false, as YAML reads yes and no"),
         ("steps: many", "argument --steps: invalid integer value: 'many'"),
         ("- steps", "holds no settings"),
         ("steps: [7", "recipe.yaml"),
@@ -397,17 +400,32 @@ def test_a_loss_that_is_not_finite_ends_the_command_with_its_update(recipe, tmp_
     assert last_complete_checkpoint(tmp_path / "run").name == "checkpoint-3"
 
 
-def test_training_stops_when_the_score_no_longer_rises(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "TranslationMetric", lambda *args: Falling())
+@pytest.fixture
+def falling_scores(monkeypatch):
+    """Let the score of each evaluation be lower than the one before."""
+    scores = iter(range(100, 0, -1))
 
     class Falling:
-        scores = iter(range(100, 0, -1))
-
         def compute(self, **kwargs):
             names = ("chrf", "bleu", "exact_match", "compound_split_bleu", "brevity_penalty")
             signatures = [f"{name}_signature" for name in ("bleu", "chrf", "compound_split_bleu")]
-            return dict.fromkeys(names, next(self.scores)) | dict.fromkeys(signatures, "none")
+            return dict.fromkeys(names, next(scores)) | dict.fromkeys(signatures, "none")
 
+    monkeypatch.setattr(run, "TranslationMetric", lambda *args: Falling())
+
+
+def test_early_stopping_is_added_and_changed_when_a_run_is_resumed(
+    recipe, tmp_path, falling_scores
+):
+    common, steps = ["--recipe", recipe, "--eval-steps", 3, "--average", 1], []
+    for changes in (["--steps", 6], ["--patience", 2, "--resume"], ["--patience", 4, "--resume"]):
+        train(*common, *(changes if "--steps" in changes else ["--steps", 100, *changes]))
+        steps.append(json.loads((tmp_path / "run" / "results.json").read_text())["steps"])
+    # The first evaluation after update 6 sets the best score. Two worse ones end the run.
+    assert steps == [6, 15, 21]
+
+
+def test_training_stops_when_the_score_no_longer_rises(recipe, tmp_path, falling_scores):
     arguments = ["--patience", 2, "--eval-steps", 3, "--steps", 100, "--average", 1]
     train("--recipe", recipe, *arguments)
     for lost in ("results.json", "checkpoint-9"):  # killed at the end, and before it stopped
@@ -459,7 +477,7 @@ def test_a_record_that_is_no_text_is_refused_by_file_and_record(tmp_path, value)
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 2: 'de' is .*, not text"):
         read_pairs([str(path)], ("en", "de"), "train")
     path.write_text('["one", "eins"]\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"line 1: .* is no JSON object"):
+    with pytest.raises(DataError, match=r"line 1: .* is not a JSON object"):
         read_pairs([str(path)], ("en", "de"), "train")
 
 

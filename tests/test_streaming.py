@@ -146,6 +146,9 @@ def test_a_stream_of_dropped_pairs_alone_ends_with_an_error(workers, corpora, to
 FORMS = {
     "iterable of torch": Rows,
     "iterable of datasets": lambda: training_data().to_iterable_dataset(num_shards=3),
+    "shuffled": lambda: (
+        training_data().to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=20)
+    ),
 }
 
 
@@ -167,6 +170,18 @@ def test_training_on_a_stream_resumes_with_the_same_weights(form, workers, tmp_p
     other = make_trainer(tmp_path / "whole", data=FORMS[form](), **changes)
     with pytest.raises(ValueError, match=r"streams of \d loader workers, but this run has 3"):
         other.train(resume_from_checkpoint=True)
+
+
+def test_streams_and_data_with_a_length_do_not_continue_each_other(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    for name, first, other, complaint in (
+        ("data", training_data(), Rows(), "was not saved by a run on a stream"),
+        ("stream", Rows(), training_data(), "was saved by a run on a stream"),
+    ):
+        make_trainer(tmp_path / name, data=first, **changes).train()
+        resumed = make_trainer(tmp_path / name, data=other, **changes | {"max_steps": 4})
+        with pytest.raises(ValueError, match=f"checkpoint-2 {complaint}"):
+            resumed.train(resume_from_checkpoint=True)
 
 
 SMALL = ["d_model=16", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=2"]

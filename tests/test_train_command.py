@@ -205,6 +205,30 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(
         command("train", *common[:-1], tmp_path / "absent", "--resume")
 
 
+def test_batches_of_similar_lengths_are_the_same_after_a_resume(command, parallel_files, tmp_path):
+    common = ["--train", *parallel_files, *TINY, "--batch-size", 16, "--save-steps", 7]
+    common += ["--steps", 12, "--warmup", 5]
+    command("train", *common, "--output", tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole" / "checkpoint-7", tmp_path / "resumed" / "checkpoint-7")
+    command("train", *common, "--output", tmp_path / "resumed", "--resume")
+    whole, resumed = (
+        (tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "resumed")
+    )
+    assert whole == resumed
+
+
+def test_checkpoints_that_cannot_continue_a_run_are_refused(command, parallel_files, tmp_path):
+    common = ["train", "--train", *parallel_files, *TINY, "--steps", 4, "--output", tmp_path / "a"]
+    command(*common, "--save-steps", 2, "--trainer", "save_only_model=true")
+    with pytest.raises(SystemExit, match=r"checkpoint-4 has no state of an optimizer"):
+        command(*common, "--resume")
+    common[-1] = tmp_path / "b"
+    command(*common, "--save-steps", 2)
+    shutil.rmtree(tmp_path / "b" / "checkpoint-4")
+    with pytest.raises(SystemExit, match=r"checkpoint-2 was trained with the base learning rates"):
+        command(*common, "--learning-rate", 0.5, "--resume")
+
+
 def test_a_full_disk_at_the_end_of_a_run_leaves_every_file_whole(
     command, parallel_files, tmp_path, monkeypatch
 ):
@@ -277,10 +301,18 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         (["--set", "num_heads=4", "ffn_dim=128"], "'num_heads'.*'decoder_attention_heads'.*'ffn_"),
         (["--set", "my_note=32"], "'my_note' is unknown"),
         (
-            ["--trainer", "leaning_rate=1"],
-            "'leaning_rate' is unknown: did you mean 'learning_rate'",
+            ["--trainer", "max_gard_norm=1"],
+            "'max_gard_norm' is unknown: did you mean 'max_grad_norm'",
         ),
         (["--muon", "--trainer", "optim=adafactor"], "--muon is an optimizer too: leave out --mu"),
+        (["--trainer", "learning_rate=1e-4"], "has its own option: pass --learning-rate"),
+        (["--segmentations", 3], "--segmentations needs --bpe-dropout"),
+        (["--bleu-tokenize", "13b"], "--bleu-tokenize 13b: "),
+        (["--average", 3, "--trainer", "save_strategy=no"], "--average 3 needs as many checkpoint"),
+        (
+            ["--max-source-tokens", 90, "--trainer", "auto_find_batch_size=true"],
+            "auto_find_batch_size would try the same batches again",
+        ),
         (["--generation", "lenght_penalty=1"], "'lenght_penalty'.* mean 'length_penalty'"),
         (["--generation", "length_penalty=high"], "length_penalty must be a number, got 'high'"),
         (["--model", FROZEN, "--nbest", 5], "--nbest 5 needs at least as many --beams, got 4"),

@@ -37,6 +37,7 @@ _COPIED = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("*vocab*.json", "vocab*.txt", "merges.txt", "*.model", "*.spm"),
 )
+_TARGET_TOKENIZER = "target_tokenizer"
 # Configuration fields that depend on the software or the path that saved them, not on the model.
 _FREE_FIELDS = ("transformers_version", "_name_or_path")
 
@@ -84,6 +85,11 @@ def average_checkpoints(
                 shutil.copyfile(path, partial / path.name)
         if newest.sharded:
             shutil.copyfile(newest.folder / _INDEX, partial / _INDEX)
+        # A run saves the tokenizer of the target beside its checkpoints.
+        for place in (newest.folder, newest.folder.parent):
+            if (place / _TARGET_TOKENIZER).is_dir():
+                shutil.copytree(place / _TARGET_TOKENIZER, partial / _TARGET_TOKENIZER)
+                break
     return output
 
 

@@ -93,6 +93,14 @@ def _unreadable_in(folder: Path) -> str | None:
     return None
 
 
+def has_optimizer(folder: Path) -> bool:
+    """Tell whether a checkpoint has the state of an optimizer.
+
+    Its file or folder is called `optimizer*`, and in DeepSpeed `global_step*`.
+    """
+    return any(any(folder.glob(pattern)) for pattern in ("optimizer*", "global_step*"))
+
+
 def begin_checkpoint(folder: Path) -> None:
     """Make the folder of a checkpoint, with an empty manifest."""
     folder.parent.mkdir(parents=True, exist_ok=True)

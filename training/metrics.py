@@ -230,9 +230,10 @@ def generate_texts(
 
     Args:
         model: the model. It translates in evaluation mode, and its mode is restored afterwards.
-        tokenizer: tokenizer of the source, and of the target unless `target_tokenizer` is given.
+        tokenizer: tokenizer of the source.
         sources: the lines, read only when needed.
-        target_tokenizer: tokenizer of the target if the vocabularies are separate.
+        target_tokenizer: tokenizer of the target; None, the default, looks for it in the subfolder
+            target_tokenizer of the tokenizer's folder.
         batch_tokens: largest number of padded source tokens in a batch. A longer sentence has a
             batch of its own.
         window: number of lines that are sorted together.
@@ -250,6 +251,7 @@ def generate_texts(
             "line has one translation here."
         )
     generate: Any = model.generate
+    reader = _reader_of(model, tokenizer, target_tokenizer)
     lines = iter(sources)
     while chunk := list(itertools.islice(lines, window)):
         filled = [index for index, line in enumerate(chunk) if line.strip()]
@@ -264,12 +266,19 @@ def generate_texts(
             ).to(model.device)
             with evaluation_mode(model):
                 output = generate(**inputs, **generate_kwargs)
-            decoded = (target_tokenizer or tokenizer).batch_decode(
+            decoded = reader.batch_decode(
                 getattr(output, "sequences", output), skip_special_tokens=True
             )
             for row, text in zip(batch, decoded, strict=True):
                 texts[filled[row]] = text
         yield from texts
+
+
+def _reader_of(model: Any, tokenizer: Any, target_tokenizer: Any) -> Any:
+    """Return the tokenizer of the target."""
+    if target_tokenizer is None and hasattr(model, "target_tokenizer"):
+        return model.target_tokenizer(tokenizer)
+    return target_tokenizer or tokenizer
 
 
 def evaluate_generation(
@@ -302,6 +311,7 @@ def evaluate_generation(
         ValueError: there are no lines, or the numbers of sources and references differ.
     """
     metric = TranslationMetric() if metric is None else metric
+    target_tokenizer = _reader_of(model, tokenizer, target_tokenizer)
     pairs = itertools.zip_longest(sources, references)
     done = 0
     while chunk := list(itertools.islice(pairs, window)):

@@ -31,11 +31,11 @@ class Muon(Optimizer):
         lr: learning rate.
         factor: factor of the learning rate for the matrices.
         momentum: factor of the running mean of a matrix' gradients, in the form of Nesterov.
-        betas, eps: for AdamW.
+        betas, eps: settings of AdamW.
         weight_decay: share of a parameter that an update removes, times the learning rate.
 
     Raises:
-        ValueError: a parameter for Muon is no matrix, or is divided among processes.
+        ValueError: a parameter for Muon is not a matrix, or is divided among processes.
     """
 
     def __init__(

@@ -128,8 +128,12 @@ class StopWithoutProgress(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the number of evaluations without progress that the checkpoint has saved."""
+        """Read the number of evaluations without progress from the checkpoint, and check it."""
         super().on_train_begin(args, state, control, **kwargs)
+        states: Any = state.stateful_callbacks or {}
+        saved = states.get(type(self).__name__, {}).get("attributes", {})
+        counter = saved.get("early_stopping_patience_counter", 0)
+        self.early_stopping_patience_counter = counter
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
 

@@ -6,6 +6,7 @@ The options of a run are those of the command, as an `argparse.Namespace`.
 import argparse
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from huggingface_hub import upload_folder
 from huggingface_hub.errors import StrictDataclassError
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -30,7 +31,6 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.errors import InputError
@@ -58,7 +58,7 @@ from .processes import (
 )
 from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress
 from .run_data import RunData, TrainingPairs
-from .trainer import VaswaniTrainer
+from .run_trainer import RunTrainer
 
 with needs("vaswani[train]"):
     import datasets
@@ -70,23 +70,6 @@ with needs("vaswani[train]"):
 
 class RunError(InputError):
     """A run is impossible with these options or data."""
-
-
-class OrderedEvaluation(VaswaniTrainer):
-    """VaswaniTrainer that evaluates in file order, so that predictions match their references.
-
-    The "group_by_length" strategy of transformers shuffles the evaluation set too.
-    """
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> SequentialSampler:
-        return SequentialSampler(eval_dataset)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        if self.lengths is None:
-            return super()._get_train_sampler(train_dataset)
-        # Without given lengths, transformers would tokenise every pair to count its tokens.
-        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        return LengthGroupedSampler(batch, lengths=self.lengths.max(axis=1).tolist())
 
 
 class TrainingRun:
@@ -107,6 +90,10 @@ class TrainingRun:
         self.processes = join_processes()
         self.say(describe_processes(self.processes))
         self.checkpoint = of_main_process(self._checkpoint_to_resume())
+        try:
+            self.metric = TranslationMetric(options.bleu_tokenize)
+        except ValueError as error:
+            raise RunError(f"--bleu-tokenize {options.bleu_tokenize}: {error}") from error
         self.circumstances = circumstances()
         set_seed(options.seed)
         self.data = RunData(options, self._say_of_machine)
@@ -120,8 +107,10 @@ class TrainingRun:
         wait_for_all = patient_barrier()
         self.model, self.tokenizer = self._build()
         self.beams = self._set_generation()
-        # A model with a separate target vocabulary has a second tokenizer.
-        self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
+        # A model with a separate target vocabulary has a second tokenizer. A fresh model has one.
+        self.target_tokenizer = self.tokenizer
+        if options.model:
+            self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
         self.train_pairs: TrainingPairs | TextStream
         if options.stream:
             self.train_pairs = self.data.stream(self.tokenizer, self.target_tokenizer)
@@ -130,7 +119,6 @@ class TrainingRun:
         wait_for_all()
         self.parameters = self.model.num_parameters()
         self._describe()
-        self.metric = TranslationMetric(options.bleu_tokenize)
 
     def say(self, text: str) -> None:
         """Print in the main process."""
@@ -232,7 +220,7 @@ class TrainingRun:
             raise RunError(str(error)) from error
 
     @cached_property
-    def trainer(self) -> VaswaniTrainer:
+    def trainer(self) -> RunTrainer:
         """The trainer, with data and callbacks."""
         options, model = self.options, self.model
         pairs, valid_data = self.train_pairs, None
@@ -243,7 +231,7 @@ class TrainingRun:
             scale = math.sqrt(model.config.d_model * options.warmup)
             factor = options.learning_rate * scale if options.learning_rate else 1.0
             noam = {"noam_warmup_steps": options.warmup, "noam_factor": factor}
-        trainer = OrderedEvaluation(
+        trainer = RunTrainer(
             model=model,
             args=training_arguments(options, model.config.d_model),
             train_dataset=pairs if isinstance(pairs, TextStream) else pairs.dataset,
@@ -322,6 +310,7 @@ class TrainingRun:
             },
             "data": data,
             "settings": vars(self.options),
+            "local": local_places(self.options),
             "arguments": trainer.settings(),
         }
         trainer.save_model()
@@ -355,6 +344,8 @@ class TrainingRun:
         """Replace the saved model by the mean of the last checkpoints (6.1). Return their names."""
         complete = [path for path in run_checkpoints(self.output) if flaw_of(path) is None]
         checkpoints = complete[-self.options.average :]
+        if not checkpoints:
+            return []
         with replaced_files(self.output) as folder:
             mean = average_checkpoints(checkpoints, folder / "mean")
             averaged = AutoModelForSeq2SeqLM.from_pretrained(mean, dtype=model.dtype)
@@ -416,11 +407,23 @@ class TrainingRun:
             upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=folder.name)
 
 
+def local_places(options: argparse.Namespace) -> list[str]:
+    """Return the model and the data that are files or folders here. Others are on the Hub."""
+    named = [options.model, *(options.train or ()), *(options.valid or ()), *(options.test or ())]
+    # A name may end in @CONFIG, :SPLIT or =WEIGHT.
+    return [
+        name
+        for name in filter(None, named)
+        if Path(name).exists() or Path(re.split("[@:=]", name)[0] or name).exists()
+    ]
+
+
 def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrainingArguments:
     """Return transformers' arguments for the paper's optimizer and schedule (5.3).
 
     Raises:
-        RunError: transformers refuses the value of an option.
+        RunError: transformers refuses the value of an option, or the run keeps too few checkpoints
+            for --average.
     """
     length: dict[str, Any] = {"max_steps": options.steps}
     if options.epochs:
@@ -453,8 +456,6 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "save_total_limit": max(options.average, 5) + bool(options.patience),
         "metric_for_best_model": options.score if options.patience else None,
         "greater_is_better": True if options.patience else None,
-        # A resumed run continues to count evaluations without progress.
-        "restore_callback_states_from_checkpoint": bool(options.patience),
         "predict_with_generate": True,
         "generation_num_beams": 1,
         "report_to": "tensorboard",
@@ -462,9 +463,19 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
     try:
-        return Seq2SeqTrainingArguments(**{**fields, **options.trainer})
+        arguments = Seq2SeqTrainingArguments(**{**fields, **options.trainer})
     except (TypeError, ValueError) as error:
         raise RunError(str(error)) from error
+    limit = arguments.save_total_limit
+    if options.average > 1 and (
+        arguments.save_strategy == "no"
+        or 0 < (limit or 0) < options.average + bool(options.patience)
+    ):
+        raise RunError(
+            f"--average {options.average} needs as many checkpoints, but the run keeps fewer: "
+            "leave out save_strategy and save_total_limit of --trainer, or pass --average 1."
+        )
+    return arguments
 
 
 def write(path: Path, text: str) -> None:

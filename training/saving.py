@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Seq2SeqTrainer
+from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from ..corpora.atomic_folder import failed_save, is_failed_write, replaced_file, replaced_files
@@ -51,6 +52,7 @@ class SafeSaving(Seq2SeqTrainer):
             if self.args.should_save:
                 begin_checkpoint(folder)
             self.accelerator.wait_for_everyone()
+            self._add_states_of_new_callbacks()
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -74,6 +76,16 @@ class SafeSaving(Seq2SeqTrainer):
             if self._has_whole_model(folder):
                 self._write_card(folder, output=run, repo_id=self.hub_model_id)
             super()._push_from_checkpoint(str(folder))
+
+    def _add_states_of_new_callbacks(self) -> None:
+        """Make room for callbacks that the run was resumed with, but that its checkpoint lacks.
+
+        Otherwise transformers would fail to save their states.
+        """
+        states: Any = self.state.stateful_callbacks
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                states.setdefault(type(callback).__name__, callback.state())
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None

@@ -30,7 +30,7 @@ class ScheduledSampling(Objective):
         exponential        k = 2^(-1 / T)
         inverse_sigmoid    k ln k = T
 
-    Cost: one more forward pass per update.
+    Cost: one more forward pass per update, which holds the logits of a whole batch.
 
     Args:
         schedule: "linear", "exponential" or "inverse_sigmoid".

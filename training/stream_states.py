@@ -1,11 +1,14 @@
 """The positions of a run's streams, saved and loaded with its checkpoints."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
+
+from ..configuration.errors import InputError
 
 
 class StreamStates:
@@ -40,23 +43,34 @@ class StreamStates:
         """Read the states of a process, and start its streams there.
 
         Raises:
-            ValueError: the checkpoint has another number of processes or loader workers.
+            InputError: the checkpoint has no streams, or another number of processes or loader
+                workers.
         """
-        processes = len(list(Path(checkpoint).glob("stream_state_*.json")))
+        processes = stream_processes(checkpoint)
+        if not processes:
+            raise InputError(
+                f"{checkpoint} was not saved by a run on a stream: resume with the data of that "
+                "run, or start a new run."
+            )
         if processes != args.world_size:
-            raise ValueError(
+            raise InputError(
                 f"{checkpoint} has the streams of {processes} processes, but this run has "
                 f"{args.world_size}: resume with {processes} processes."
             )
         saved = json.loads(_file(checkpoint, args.process_index).read_text(encoding="utf-8"))
         if saved["workers"] != _workers(args):
-            raise ValueError(
+            raise InputError(
                 f"{checkpoint} has the streams of {saved['workers']} loader workers, but this run "
                 f"has {args.dataloader_num_workers}: resume with "
                 f"dataloader_num_workers={saved['workers']}."
             )
         self.start = {int(worker): state for worker, state in saved["states"].items()}
         self.states = dict(self.start)
+
+
+def stream_processes(checkpoint: str | os.PathLike) -> int:
+    """Return the number of processes whose streams a checkpoint has."""
+    return len(list(Path(checkpoint).glob("stream_state_*.json")))
 
 
 def _workers(args: TrainingArguments) -> int:
@@ -67,4 +81,4 @@ def _file(checkpoint: str, process: int) -> Path:
     return Path(checkpoint) / f"stream_state_{process}.json"
 
 
-__all__ = ["StreamStates"]
+__all__ = ["StreamStates", "stream_processes"]

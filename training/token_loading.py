@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import has_length, seed_worker
 
+from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..corpora.mixing import Mixture
 from ..corpora.packed_collator import PackedCollator
@@ -47,18 +48,18 @@ class TokenBatchLoading(Seq2SeqTrainer):
         """Refuse options of data with a length if there is a stream, and the reverse."""
         if not self._has_stream:
             if self.stream_buffer != BUFFER:
-                raise ValueError(
+                raise InputError(
                     f"stream_buffer={self.stream_buffer} needs training data without a length: "
                     "leave stream_buffer out."
                 )
             return
         if self.lengths is not None:
-            raise ValueError(
+            raise InputError(
                 "lengths needs training data with a length: leave lengths out, because a stream "
                 "counts the tokens of its rows."
             )
         if self.mixture is not None:
-            raise ValueError(
+            raise InputError(
                 "mixture needs training data with a length: leave mixture out, and give weights "
                 "to the corpora of a TextStream instead."
             )
@@ -135,7 +136,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
         dataset: Any = self.train_dataset
         lengths = token_counts(dataset) if self.lengths is None else self.lengths
         if len(lengths) != len(dataset):
-            raise ValueError(
+            raise InputError(
                 f"lengths has {len(lengths)} sentence pairs, but the training data have "
                 f"{len(dataset)}: pass one row of lengths per pair."
             )
@@ -152,7 +153,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
             mixture=self.mixture,
         )
         if self.batching == "packed" and (row := first_empty(lengths, 0)) is not None:
-            raise ValueError(
+            raise InputError(
                 f"Row {row} of the training data, counted from 0, has no source tokens. "
                 "batching='packed' needs at least an end token in each source: leave the row out."
             )

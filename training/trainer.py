@@ -16,18 +16,19 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.errors import InputError
 from ..corpora.mixing import Mixture
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.streaming import BUFFER
 from ..modeling.quantization_vaswani import refuse_int8
-from .checkpoints import flaw_of, last_complete_checkpoint
+from .checkpoints import flaw_of, has_optimizer, last_complete_checkpoint
 from .muon import muon_of
 from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
 from .objectives import objective_of
 from .r_drop import RDrop
 from .saving import SafeSaving
 from .schedule import noam_schedule
-from .stream_states import StreamStates
+from .stream_states import StreamStates, stream_processes
 from .token_loading import TokenBatchLoading
 
 logger = logging.get_logger(__name__)
@@ -81,15 +82,9 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             update.
         OSError: in `train`, a checkpoint could not be saved, for example because the disk is full.
             The message names it and the last complete checkpoint.
-        ValueError: an argument has no effect, such as `mixture` without `max_source_tokens` or
-            `lengths` for a stream. `lengths` does not match the training data, or these lack a
-            column. A source is empty with `batching="packed"`. No complete checkpoint exists to
-            resume from, or it has another learning rate or optimizer. `r_drop` or `muon` is
-            negative, or `r_drop` is combined with an objective. An objective or packed batches are
-            combined with another package's model, another loss, or torch's DataParallel. An
-            objective by name or packed batches are combined with a model that does not translate.
-            Muon is combined with another optimizer, FSDP or DeepSpeed. TokenBatchSampler and
-            `noam_schedule` raise further ones.
+        ValueError: arguments have no effect, are out of range, contradict each other, or do not fit
+            the data or the model. In `train`, no complete checkpoint exists to resume from, or it
+            has another learning rate or optimizer. The message names the argument.
         ObjectiveError: an objective has wrong settings or, in `train`, cannot be computed.
     """
 
@@ -112,11 +107,11 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
     ) -> None:
         for name, number in (("r_drop", r_drop), ("muon", muon)):
             if not 0 <= number < math.inf:
-                raise ValueError(f"{name} must be 0 or more, got {number}.")
+                raise InputError(f"{name} must be 0 or more, got {number}.")
         if r_drop and objective is not None:
-            raise ValueError("r_drop is an objective too: give only one of r_drop and objective.")
+            raise InputError("r_drop is an objective too: give only one of r_drop and objective.")
         if batching not in ("sorted", "packed"):
-            raise ValueError(f"batching must be 'sorted' or 'packed', got {batching!r}.")
+            raise InputError(f"batching must be 'sorted' or 'packed', got {batching!r}.")
         for name, given in (
             ("max_target_tokens", max_target_tokens is not None),
             ("batching='packed'", batching == "packed"),
@@ -124,12 +119,12 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             ("mixture", mixture is not None),
         ):
             if given and max_source_tokens is None:
-                raise ValueError(
+                raise InputError(
                     f"{name} needs max_source_tokens, the number of source tokens per batch: give "
                     f"both, or leave {name} out."
                 )
         if noam_factor != 1 and noam_warmup_steps is None:
-            raise ValueError(
+            raise InputError(
                 f"noam_factor={noam_factor} needs noam_warmup_steps: give both, or set "
                 "learning_rate instead."
             )
@@ -143,6 +138,11 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             self._require_own_loss("batching='packed'", translates=True)
         if muon:
             self._require_whole_matrices()
+        if max_source_tokens is not None and self.args.auto_find_batch_size:
+            raise InputError(
+                "auto_find_batch_size would try the same batches again, because max_source_tokens "
+                "sets their size: leave one of them out."
+            )
         self.max_source_tokens = max_source_tokens
         self.max_target_tokens = max_target_tokens
         self.lengths = lengths
@@ -164,17 +164,17 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         fits = config.model_type == VaswaniConfig.model_type
         if not fits and (translates or not hasattr(config, "label_smoothing")):
             kind = "translation models" if translates else "models"
-            raise ValueError(
+            raise InputError(
                 f"{setting} works with {kind} of vaswani only, not with "
                 f"{type(self.model).__name__}: leave {setting} out."
             )
         if self.compute_loss_func is not None or self.args.label_smoothing_factor:
-            raise ValueError(
+            raise InputError(
                 f"{setting} needs the model's own loss, smoothed by the configuration's "
                 "label_smoothing: leave out compute_loss_func and label_smoothing_factor."
             )
         if self.args.n_gpu > 1:
-            raise ValueError(
+            raise InputError(
                 f"{setting} needs a process for each of the {self.args.n_gpu} GPUs: start the run "
                 "with `accelerate launch`."
             )
@@ -183,12 +183,12 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         """Refuse Muon together with another optimizer, or with divided weights."""
         optimizer: Any = self.args.optim
         if self.optimizer is not None or "adamw_torch" not in optimizer.value:
-            raise ValueError(
+            raise InputError(
                 "Muon is an optimizer too: leave out `muon`, or `optimizers` and `optim` (here "
                 f"{optimizer.value})."
             )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
+            raise InputError(
                 "Muon needs the whole weights in each process: train with DDP instead of FSDP or "
                 "DeepSpeed, or leave out `muon`."
             )
@@ -225,24 +225,38 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             run = Path(self._get_output_dir(trial=None))
             last = last_complete_checkpoint(run)
             if last is None:
-                raise ValueError(
+                raise InputError(
                     f"There is no complete checkpoint in {run} to resume from: leave out "
                     "resume_from_checkpoint to train from the start."
                 )
             resume_from_checkpoint = str(last)
         elif resume_from_checkpoint and (flaw := flaw_of(Path(resume_from_checkpoint))):
-            raise ValueError(
+            raise InputError(
                 f"{resume_from_checkpoint} is incomplete: {flaw}. resume_from_checkpoint=True "
                 "finds the last complete one."
             )
         self._streams.reset()
         if resume_from_checkpoint:
-            self._warn_of_other_processes(Path(resume_from_checkpoint))
-            if self.max_source_tokens and self._has_stream:
-                self._streams.load(str(resume_from_checkpoint), self.args)
+            self._check_checkpoint(Path(resume_from_checkpoint))
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_checkpoint(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint that cannot continue this run, and read the position of a stream."""
+        if not has_optimizer(checkpoint):
+            raise InputError(
+                f"{checkpoint} has no state of an optimizer (save_only_model=True?), so a run "
+                "cannot continue from it: start a new run with its weights."
+            )
+        self._warn_of_other_processes(checkpoint)
+        if self.max_source_tokens and self._has_stream:
+            self._streams.load(str(checkpoint), self.args)
+        elif stream_processes(checkpoint):
+            raise InputError(
+                f"{checkpoint} was saved by a run on a stream: resume with that stream and "
+                "max_source_tokens, or start a new run with its weights."
+            )
 
     def _warn_of_other_processes(self, checkpoint: Path) -> None:
         saved = len(list(checkpoint.glob("rng_state*.pth")))  # each process saves its own
@@ -261,7 +275,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         except ValueError as error:
             if "parameter group" not in str(error):
                 raise
-            raise ValueError(
+            raise InputError(
                 f"{checkpoint} was trained with another optimizer, or by training other "
                 f"parameters (muon={self.muon} here). Resume with the settings of the checkpoint, "
                 "or start a new run with its weights."
@@ -269,7 +283,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         saved = getattr(self.lr_scheduler, "base_lrs", None)
         if given != saved:
             # One schedule times the base rate of another would diverge.
-            raise ValueError(
+            raise InputError(
                 f"{checkpoint} was trained with the base learning rates {saved}, but this run has "
                 f"{given} (`learning_rate`, or `noam_factor`). Resume with the settings of the "
                 "checkpoint, or start a new run with its weights."
@@ -283,7 +297,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         rate = schedule.base_lrs[0] * schedule.lr_lambdas[0](update)
         saved = schedule.get_last_lr()[0]
         if not math.isclose(rate, saved, rel_tol=1e-9):
-            raise ValueError(
+            raise InputError(
                 f"{checkpoint} was trained with another schedule: its learning rate for update "
                 f"{update + 1} is {saved:.4g}, but noam_warmup_steps={self.noam_warmup_steps} "
                 f"gives {rate:.4g}. Resume with the settings of the checkpoint, or start a new run "
