@@ -91,8 +91,7 @@ class Beam:
 
         Returns:
             The parents and last tokens (B, K) of the open hypotheses. In an exact search, also the
-            numbers (R,) among B * K of those that can still win, because the descendants of others
-            cannot win; else None.
+            flat indices (R,) of the hypotheses that can still win. Otherwise None.
 
         Raises:
             ValueError: a score is NaN.

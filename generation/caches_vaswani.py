@@ -25,7 +25,7 @@ class SourceCache:
     1), 0 at real tokens and -inf at padding.
 
     Args:
-        layers: of the decoder, at least one.
+        layers: layers of the decoder, at least one.
         source: (B, S, D) the encoder's output.
         mask: (B, S), nonzero at real tokens; None means no padding.
         like: a tensor with the dtype of the cache.
@@ -82,8 +82,8 @@ class TargetCache:
     copied. When the list is full, positions without a descendant are dropped.
 
     `keys` are (L, B, H, N, d_k), and `values` (L, B, H, N, d_v). `past` is (B, K, N), 0 at a
-    hypothesis' past and -inf elsewhere; None means that all see the same. `used` of the N positions
-    are taken. When `room` of them are taken, dead ends are dropped.
+    hypothesis' past and -inf elsewhere; None means that all see the same. `used`
+    counts the positions in use. At `room`, positions without a descendant (dead ends) are dropped.
 
     Args:
         shape: (L, B, H).
@@ -198,7 +198,7 @@ def _keys_and_values(
     """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
 
     Args:
-        attention: of a layer to the source.
+        attention: a layer's attention to the source.
         source: (B, S, D).
         prepared: prepares a linear layer.
     """

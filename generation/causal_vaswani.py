@@ -133,6 +133,8 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
             raise NotCovered("cross-attention")
         if not prompt.shape[1]:
             raise NotCovered("an empty prompt")
+        if prompt.device != self.model.decoder.embed_tokens.weight.device:
+            raise NotCovered("a prompt on another device")  # transformers moves it in each step
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         if (prefix := model_kwargs.get("prefix_mask")) is not None:
             # transformers has repeated the prefix for every hypothesis, but not the prompt.

@@ -55,9 +55,9 @@ class CompiledLayers:
     def _filled(
         cls, layers: Any, heads: int, checks: list[Callable[[], bool]] | None
     ) -> "CompiledLayers | None":
-        """Prepare layers as `prepare` does, but leave the comparison of weights to `checks`.
+        """Prepare layers as `prepare` does, and append the comparisons of weights to `checks`.
 
-        None compares them at once.
+        If `checks` is None, compare the weights now.
         """
         structures = (Layer * len(layers))()
         kept: list[Any] = []

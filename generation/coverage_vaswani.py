@@ -40,7 +40,7 @@ _WARPERS = (
 )
 
 
-class NotCovered(Exception):  # noqa: N818  it is no error: transformers' search runs instead
+class NotCovered(Exception):  # noqa: N818  not an error: transformers' search runs instead
     """The fast search does not cover a call. The message names what it does not cover."""
 
 

@@ -49,7 +49,7 @@ logger = logging.get_logger(__name__)
 
 _SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
 # Backends that compute the same attention as the fast search.
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+_ATTENTION = ("eager", "sdpa", "flex_attention")
 
 
 def _search_settings(config: Any) -> SearchSettings:
@@ -71,6 +71,7 @@ class VaswaniGenerationMixin(GenerationMixin):
     config: Any
     model: Any
     lm_head: Any
+    device: Any
     training: bool
     forward: Callable
     # Inputs of the model that the fast search handles. Seq2SeqTrainer passes labels; nothing reads
@@ -118,16 +119,16 @@ class VaswaniGenerationMixin(GenerationMixin):
         # The search prepares the decoder. A custom function may keep the model that it gets.
         custom = kwargs.get("custom_generate") is not None
         with torch.no_grad():
-            model = self if custom else self._prepared(but=self.model.decoder)
+            model = self if custom else self._prepared(excluded=self.model.decoder)
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
 
-    def _prepared(self, but: Any = None) -> Any:
-        """Return a copy of the model with prepared layers, except in the module `but`.
+    def _prepared(self, excluded: Any = None) -> Any:
+        """Return a copy of the model with prepared layers, except in the module `excluded`.
 
-        A global hook may look for a module by identity, and would not find it in a copy. Then this
-        is the model itself.
+        With a global hook, return the model itself, because the hook may compare modules by
+        identity.
         """
         if torch.nn.modules.module._has_any_global_hook():
             return self
@@ -136,15 +137,17 @@ class VaswaniGenerationMixin(GenerationMixin):
         def compile_encoder(module: Any, copied: Any) -> Any:
             if (
                 module is not encoder
+                or self.device.type != "cpu"
                 or self.config._attn_implementation not in _ATTENTION
                 or not all(map(self._is_as_written, parts(module)))
             ):
                 return copied
             return CompiledEncoder(copied)
 
-        return prepared_copy(
-            self, lambda module: module is not but and self._is_as_written(module), compile_encoder
-        )
+        def can_copy(module: Any) -> bool:
+            return module is not excluded and self._is_as_written(module)
+
+        return prepared_copy(self, can_copy, compile_encoder)
 
     def _set_max_length(
         self, max_length: int, given: GenerationConfig | None, kwargs: dict[str, Any]
@@ -344,6 +347,8 @@ class VaswaniGenerationMixin(GenerationMixin):
             if type(criterion) is MaxLengthCriteria
         ]
         longest = math.ceil(min(of_call, default=config.max_length))  # transformers takes fractions
+        if rules.forced_last is not None and longest < config.max_length:
+            raise NotCovered("forced_eos_token_id with a MaxLengthCriteria of the call")
         limits = torch.full((len(prompt),), longest, device=device)
         for criterion in stopping_criteria:
             if type(criterion) is SourceLengthCriteria:

@@ -90,10 +90,7 @@ class IncrementalDecoder:
         if len(layers):
             attention = layers[0].self_attn
             d_k, d_v = attention.d_k, attention.d_v
-            if self.source is not None:
-                heads = self.source.heads
-            else:
-                heads = len(_own_rows(attention.k_proj.weight)) // d_k
+            heads = self.source.heads if self.source is not None else _own_heads(attention)
         shape = len(layers), sentences, heads
         self.target = TargetCache(shape, (d_k, d_v), self.no_mask, self.can_compile)
         if self.can_compile:
@@ -214,9 +211,14 @@ class IncrementalDecoder:
         )
 
 
-def _own_rows(weight: torch.Tensor) -> torch.Tensor:
-    """Return the part of a weight that this process holds."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+def _own_heads(attention: Any) -> int:
+    """Return the number of heads that this process computes."""
+    linear = attention.k_proj
+    outputs: int = linear.out_features  # quantized layers have weights of other shapes, or none
+    weight = getattr(linear, "weight", None)
+    if hasattr(weight, "to_local"):
+        outputs = len(weight.to_local())
+    return outputs // int(attention.d_k)
 
 
 __all__ = ["IncrementalDecoder"]

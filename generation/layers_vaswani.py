@@ -81,7 +81,7 @@ class _Attention:
         heads: H.
         widths: d_k and d_v.
         like: a tensor with the dtype of the keys.
-        dtype: of the outputs.
+        dtype: dtype of the outputs.
     """
 
     def __init__(

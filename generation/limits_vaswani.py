@@ -25,7 +25,7 @@ def length_rule(factor: Any, offset: Any) -> tuple[float, int] | None:
         offset: None means 0. Without a factor, 0 switches the rule off.
 
     Raises:
-        ValueError: one of them is no valid number.
+        ValueError: one of them is not a valid number.
     """
     offset = 0 if offset is None else checked_offset(offset)
     if not (offset or factor):

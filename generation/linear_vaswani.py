@@ -189,19 +189,32 @@ def prepared_copy(
     Returns:
         The copy, or `module` itself if there is nothing to prepare.
     """
+    copied, is_prepared = _copy(module, can_copy, replace)
+    return copied if is_prepared else module
+
+
+def _copy(
+    module: Any,
+    can_copy: Callable[[nn.Module], bool],
+    replace: Callable[[nn.Module, nn.Module], nn.Module],
+) -> tuple[Any, bool]:
+    """Copy a module as `prepared_copy` does, and tell whether anything in it is prepared.
+
+    Modules without anything to prepare are copied too. Otherwise hooks that record the outputs of a
+    copy would be put on the modules of the original.
+    """
     if _can_prepare(module):
-        return PreparedLinear(module)
+        return PreparedLinear(module), True
     if not module._modules or not (type(module) is nn.ModuleList or can_copy(module)):
-        return module
-    children = {
-        name: child and prepared_copy(child, can_copy, replace)
-        for name, child in module._modules.items()
-    }
-    copied = module
-    if any(child is not module._modules[name] for name, child in children.items()):
-        copied = object.__new__(type(module))
-        vars(copied).update(_registries(module), _modules=children)
-    return replace(module, copied)
+        return module, False
+    children, is_prepared = {}, False
+    for name, child in module._modules.items():
+        children[name], has_prepared = _copy(child, can_copy, replace) if child else (child, False)
+        is_prepared = is_prepared or has_prepared
+    copied = object.__new__(type(module))
+    vars(copied).update(_registries(module), _modules=children)
+    replaced = replace(module, copied)
+    return replaced, is_prepared or replaced is not copied
 
 
 def _registries(module: nn.Module) -> dict[str, Any]:

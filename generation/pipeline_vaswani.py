@@ -5,7 +5,9 @@ the package, transformers finds the class through `custom_pipelines` in config.j
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,10 +64,10 @@ class VaswaniTranslationPipeline(Pipeline):
     All arguments but the first two may be given here, for every call, or to the call itself.
 
     Raises:
-        TypeError: the input is no string, or a line is none; names the line.
-        ValueError: a tokenizer is missing; a setting is no integer or below 1, or has entries for
-            another number of lines; a line has more tokens than the model has learned positions, or
-            half of a surrogate pair; names the line.
+        TypeError: the input or a line is not a string. The message names the line.
+        ValueError: a tokenizer is missing; a setting is not an integer or below 1, or has entries
+            for another number of lines; a line has more tokens than the model has learned
+            positions, or half of a surrogate pair. The message names the line.
     """
 
     model: Any
@@ -92,6 +94,12 @@ class VaswaniTranslationPipeline(Pipeline):
             raise ValueError(f"{type(self).__name__} needs the tokenizer of the model.")
         super().__init__(model, tokenizer=tokenizer, **kwargs)
         self.target_tokenizer = target_tokenizer or model.target_tokenizer(self.tokenizer)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save the model and its tokenizers, as transformers' pipelines do."""
+        super().save_pretrained(save_directory, **kwargs)
+        if self.target_tokenizer is not self.tokenizer:
+            self.target_tokenizer.save_pretrained(Path(save_directory) / "target_tokenizer")
 
     def _sanitize_parameters(
         self, **settings: Any

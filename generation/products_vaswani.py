@@ -66,9 +66,9 @@ class Panels(NamedTuple):
         """Pack the weights (out, in) of layers that read the same states.
 
         Args:
-            weights: of float32, of bfloat16 with an even number of inputs, or of int8 with a
-                multiple of 4 inputs.
-            scale: (out,) of all int8 weights, in float32.
+            weights: weights of float32, of bfloat16 with an even number of inputs, or of int8 with
+                a multiple of 4 inputs.
+            scale: (out,) scales of all int8 weights, in float32.
             largest: states will be rounded to -largest ... largest, for weights in int8.
         """
         width = library().panel_width()

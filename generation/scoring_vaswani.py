@@ -11,6 +11,7 @@ V entries of the target vocabulary.
 import contextlib
 import copy
 import itertools
+import os
 import re
 import threading
 import weakref
@@ -38,6 +39,25 @@ _evaluated: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = (
 _evaluated_lock = threading.Lock()
 
 Sentences = Sequence[str] | Sequence[Sequence[int]] | Sequence[torch.Tensor] | torch.Tensor
+
+
+def _has_target_tokenizer(folder: str, **origin: Any) -> bool:
+    """Tell whether a folder or a repository of the Hub has a tokenizer for the target alone."""
+    file = "target_tokenizer/tokenizer.json"
+    if os.path.isdir(folder):
+        return os.path.isfile(os.path.join(folder, file))
+    return (
+        cached_file(folder, file, _raise_exceptions_for_missing_entries=False, **origin) is not None
+    )
+
+
+def _have_same_tokens(one: Any, other: Any, size: int) -> bool:
+    """Tell whether the first `size` tokens of two tokenizers have the same ids."""
+    vocabularies = [
+        {token: number for token, number in tokenizer.get_vocab().items() if number < size}
+        for tokenizer in (one, other)
+    ]
+    return vocabularies[0] == vocabularies[1]
 
 
 @dataclass(frozen=True)
@@ -146,9 +166,10 @@ class VaswaniScoringMixin:
             targets: likewise, one for each source. Token ids are labels, without the decoder's
                 start token: `sequences[:, 1:]` of what `generate` returns. A prefix that was given
                 to `generate` is scored too.
-            tokenizer: for strings. It adds the end token "</s>", which counts as a target token.
-            target_tokenizer: for target strings of a separate vocabulary; None, the default, looks
-                for it in the subfolder target_tokenizer of the tokenizer's folder.
+            tokenizer: tokenizer of strings. It adds the end token "</s>", which counts as a target
+                token.
+            target_tokenizer: tokenizer of target strings; None, the default, looks for it in the
+                subfolder target_tokenizer of the tokenizer's folder.
             max_tokens: padded tokens of a batch on either side, at most.
             length_penalty: the exponent alpha of `sequences_scores`; None takes it from the
                 generation config.
@@ -194,8 +215,8 @@ class VaswaniScoringMixin:
 
         Args:
             sources: strings or token ids, as for `score`.
-            targets: likewise.
-            tokenizer: for strings.
+            targets: strings or token ids, as for `score`.
+            tokenizer: tokenizer of strings.
             target_tokenizer: as for `score`.
             level: "word" links words between white space, and needs strings; "token" links tokens;
                 None links words of strings and tokens of token ids.
@@ -262,27 +283,27 @@ class VaswaniScoringMixin:
                 cannot be reached.
         """
         config, folder = self.config, tokenizer.name_or_path
-        if config.share_encoder_decoder_embeddings:
-            return tokenizer
+        # With one vocabulary, the sides may still be split into tokens differently.
+        shared = config.share_encoder_decoder_embeddings
         if folder:
             origin = getattr(tokenizer, "origin", {})
             try:
-                found = cached_file(
-                    folder,
-                    "target_tokenizer/tokenizer.json",
-                    _raise_exceptions_for_missing_entries=False,
-                    **origin,
-                )
+                found = _has_target_tokenizer(folder, **origin)
             except OSError as error:
+                if shared:
+                    return tokenizer
                 raise ValueError(
                     f"The subfolder target_tokenizer of {folder} cannot be looked up ({error}): "
                     "pass target_tokenizer."
                 ) from error
-            if found is not None:
-                reader = type(tokenizer)
-                return reader.from_pretrained(folder, subfolder="target_tokenizer", **origin)
-        if config.vocab_size == config.decoder_vocab_size:
-            return tokenizer  # one vocabulary with two tables of embeddings
+            if found:
+                reader = type(tokenizer).from_pretrained(
+                    folder, subfolder="target_tokenizer", **origin
+                )
+                if not shared or _have_same_tokens(tokenizer, reader, config.vocab_size):
+                    return reader
+        if shared or config.vocab_size == config.decoder_vocab_size:
+            return tokenizer
         raise ValueError(
             f"The target has a separate vocabulary of {config.decoder_vocab_size} tokens, but "
             f"{folder or 'the tokenizer'} has no subfolder target_tokenizer: pass "
@@ -295,9 +316,9 @@ class VaswaniScoringMixin:
         """Return the scores of generated tokens, by which beam search would rank: (B,).
 
         Args:
-            inputs: of the model, with the sequences of `generate` as `decoder_input_ids`.
+            inputs: inputs of the model, with the sequences of `generate` as `decoder_input_ids`.
             prompt_length: tokens of the sequences before the first generated token.
-            real: (B, T) marks the generated tokens that are no padding.
+            real: (B, T) marks generated tokens, but not padding.
             *places: dicts and configs that may set the length penalty, in order.
         """
         sequences = inputs["decoder_input_ids"]
@@ -400,7 +421,9 @@ class VaswaniScoringMixin:
             prefix = self.prepare_decoder_input_ids_from_labels(labels)
             prefix[:, 0] = self._token_id("decoder_start_token_id")
             inputs = {
-                "input_ids": source.masked_fill(source == -100, self.config.pad_token_id or 0),
+                # The mask hides the padding. The padding token of the target may be none of the
+                # source's tokens.
+                "input_ids": source.masked_fill(source == -100, 0),
                 "attention_mask": (source != -100).long(),
                 "decoder_input_ids": prefix,
             }
@@ -435,7 +458,8 @@ class VaswaniScoringMixin:
         if isinstance(sentences, str):
             raise TypeError(f"{name} is one string: pass a list of strings, such as [text].")
         rows: list[Any] = list(sentences)
-        if any(isinstance(row, str) for row in rows):
+        texts = any(isinstance(row, str) for row in rows)
+        if texts:
             for index, row in enumerate(rows):
                 if not isinstance(row, str):
                     raise TypeError(f"{name}[{index}] is {row!r}, not a string like others.")
@@ -450,7 +474,8 @@ class VaswaniScoringMixin:
                 raise TypeError(
                     f"{place} must be a string or a sequence of token ids, got {row!r}."
                 )
-            ids = self._without_padding(ids)
+            if not texts:  # tokenizers add no padding here
+                ids = self._without_padding(ids)
             if not ids:
                 raise ValueError(f"{place} has no tokens: even an empty sentence has </s>.")
             if (wrong := min(ids)) < 0 or (wrong := max(ids)) >= vocab_size:

@@ -110,7 +110,7 @@ def greedy_search(
             rows, done, limits, tokens = rows[kept], done[kept], limits[kept], tokens[kept]
         # Sentences that are done, and still in the batch, read tokens that are not returned.
         states = decoder.step(tokens[:, None])
-    result = prompt.new_full((len(steps), len(prompt)), FILL)
+    result = prompt.new_full((len(steps), len(prompt)), FILL, dtype=torch.long)
     for column, (rows, tokens, done) in zip(result, steps, strict=True):
         column[rows] = tokens.masked_fill(done, FILL)
     return result.t().contiguous()

@@ -37,7 +37,7 @@ def checked_offset(offset: Any) -> int:
     """Return `max_length_offset` as an integer.
 
     Raises:
-        ValueError: `offset` is no number of tokens.
+        ValueError: `offset` is not a number of tokens.
     """
     if not _is_whole(offset) or not 0 <= offset <= _LONGEST:
         raise ValueError(
@@ -51,7 +51,7 @@ def checked_factor(factor: Any) -> float:
     """Return `max_length_factor` as a float.
 
     Raises:
-        ValueError: `factor` is no number, or out of range.
+        ValueError: `factor` is not a number, or out of range.
     """
     number = isinstance(factor, Real) and not isinstance(factor, bool)
     if not number or not 0 <= factor <= _LARGEST_FACTOR:
@@ -236,12 +236,12 @@ class VaswaniGenerationConfig(GenerationConfig):
             ValueError: names the setting, its value and the valid values.
         """
         check_search(self)
-        # transformers refuses to save a length penalty with num_beams=1. Here the penalty is a
-        # default for calls with beams, so hide it from that check.
+        # transformers refuses to save settings of beam search with num_beams=1. Here they are
+        # defaults for calls with beams, so hide them from that check.
         hidden = {}
         if self.num_beams in (None, 1):
             hidden["length_penalty"] = self.length_penalty
-            if self.early_stopping == "never":
+            if self.early_stopping in (True, "never"):
                 hidden["early_stopping"] = self.early_stopping
         for name in hidden:
             setattr(self, name, None)

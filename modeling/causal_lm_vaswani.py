@@ -90,6 +90,11 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if position_ids is None and inputs is not None and _is_plain(attention_mask):
             position_ids = _positions(attention_mask, inputs.shape[1])
         boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is not None and encoder_hidden_states is not None:
+            raise ValueError(
+                "cu_seq_lens_q packs texts, but encoder_hidden_states have no boundaries, so each "
+                "text would read every source: pad the batch."
+            )
         if boundaries is not None and inputs is not None:
             given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             refuse_beside_boundaries(given)

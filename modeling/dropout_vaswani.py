@@ -16,10 +16,12 @@ class _CheapDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, kept: int) -> torch.Tensor:
         number = states.numel()
-        bits = torch.empty(-(-number // 4), dtype=torch.int64).random_(-(2**63), None)
+        device = states.device  # and not torch's default device
+        bits = torch.empty(-(-number // 4), dtype=torch.int64, device=device)
+        bits.random_(-(2**63), None)
         chances = bits.view(torch.int16)[:number]  # -2^15 to 2^15 - 1
         # The mask is int8, because PyTorch casts int8 to floating point faster than booleans.
-        mask = torch.empty(states.shape, dtype=torch.int8)
+        mask = torch.empty(states.shape, dtype=torch.int8, device=device)
         torch.lt(chances, kept - _CHANCES // 2, out=mask.view(-1))
         ctx.save_for_backward(mask)
         ctx.scale = _CHANCES / kept

@@ -85,7 +85,7 @@ def join_halves(
         The model in evaluation mode, and the names of its weights that come from neither half.
 
     Raises:
-        TypeError: a half is no model with an encoder or a decoder alone.
+        TypeError: a half is not a model with an encoder or a decoder alone.
         ValueError: a half has int8 weights, the halves do not fit each other, or an override is no
             field. The message names the field.
     """
@@ -185,6 +185,15 @@ def _config_of_both(
         )
     fields["share_encoder_decoder_embeddings"] = shared
     head = getattr(decoder, "lm_head", None)
+    if (
+        overrides.get("tie_word_embeddings")
+        and head is not None
+        and not _equal(head.weight, tables[1].weight)
+    ):
+        raise ValueError(
+            "tie_word_embeddings=True needs a decoder whose lm_head has the weights of its "
+            "embedding, but they differ: leave the field out, so that both are kept."
+        )
     fields["lm_head_bias"] = head is not None and head.bias is not None
     fields["tie_word_embeddings"] = theirs.tie_word_embeddings
     for name in ("eos_token_id", "pad_token_id", "unk_token_id"):

@@ -60,7 +60,13 @@ class LanguageHead:
 
     def _has_whole_head(self) -> bool:
         """Tell whether `lm_head` is a plain layer whose whole weight is in this process."""
-        if type(self.lm_head) is not nn.Linear:
+        head = self.lm_head
+        # Pruning and weight norm compute the weight in a hook. Accelerate's hook moves inputs.
+        if (
+            type(head) is not nn.Linear
+            or head._parameters.keys() - {"weight", "bias"}
+            or hasattr(head, "_hf_hook")
+        ):
             return False
         return not hasattr(self.lm_head.weight, "device_mesh")  # a DTensor has a mesh
 

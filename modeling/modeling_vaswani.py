@@ -117,6 +117,9 @@ class VaswaniDecoderLayer(VaswaniLayer):
     A language model has no encoder, so its layers have no encoder-decoder attention.
     """
 
+    # transformers counts from it if `output_hidden_states` selects layers from the end.
+    num_hidden_layers_key: ClassVar[str] = "decoder_layers"
+
     def __init__(self, config: VaswaniConfig, layer_idx: int) -> None:
         heads, ffn_dim = config.decoder_attention_heads, config.decoder_ffn_dim
         super().__init__(config, layer_idx, heads, ffn_dim, is_causal=True)
@@ -163,7 +166,6 @@ class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings, RoundableModel):
     _no_split_modules: ClassVar[list[str]] = ["VaswaniEncoderLayer", "VaswaniDecoderLayer"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _supports_sdpa = True
-    _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True

@@ -50,26 +50,11 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
 
-    GPUs run flash attention by cumulative lengths, without a mask, where it supports the states.
-    Otherwise, attention is computed in windows of sentences, and scores have the dtype of the
-    states. Only "eager" returns weights, of shape (B, H, Q, K).
+    GPUs run torch's flash attention by cumulative lengths, without a mask, if it supports the
+    states. Otherwise, attention is computed in windows of sentences, and scores have the dtype of
+    the states. Only "eager" returns weights, of shape (B, H, Q, K).
     """
     mask = attention_mask
-    if implementation.startswith("flash"):
-        flash = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        return flash(
-            module,
-            query,
-            key,
-            value,
-            None,
-            scaling=scaling,
-            dropout=dropout,
-            cu_seq_lens_q=mask.queries.cu_seq_lens,
-            cu_seq_lens_k=mask.keys.cu_seq_lens,
-            max_length_q=mask.queries.max_length,
-            max_length_k=mask.keys.max_length,
-        )
     # (1, H, N, d) to (N, H, d), the layout of the projections.
     states = [side[0].transpose(0, 1) for side in (query, key, value)]
     if implementation == "eager":

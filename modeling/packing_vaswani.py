@@ -284,12 +284,16 @@ def takes_packed_batches(forward: Callable) -> Callable:
         if target is not None:
             _prepare_decoder(self, arguments, target)
             _flatten_encoder_outputs(arguments, source)
+        # Outputs are padded by their names, so a tuple is made at the end.
+        as_tuple = arguments.get("return_dict") is False
+        if as_tuple:
+            arguments["return_dict"] = True
         outputs = forward(self, **arguments)
         for name, value in outputs.items() if pad_outputs else ():
             side = source if target is None or name.startswith("encoder") else target
             if name == "logits" or name.endswith(("hidden_state", "hidden_states")):
                 outputs[name] = _padded_output(side, value)
-        return outputs
+        return outputs.to_tuple() if as_tuple else outputs
 
     return wrapper
 
@@ -379,7 +383,9 @@ def _flatten_encoder_outputs(arguments: dict[str, Any], source: Packing) -> None
     if (given := arguments.get("encoder_outputs")) is None:
         return
 
-    def flat(states: Any) -> torch.Tensor:
+    def flat(states: Any) -> Any:
+        if states is None:  # of a layer that was not selected
+            return None
         if len(states) == len(source.cu_seq_lens) - 1:
             states = source.flat(states)
         source.number_of_tokens(states)
@@ -412,7 +418,8 @@ def _padded_output(side: Packing | None, value: Any) -> Any:
     if side is None or value is None:
         return value
     if isinstance(value, tuple):
-        return tuple(side.padded(states) for states in value)
+        # `output_hidden_states=[...]` selects layers, and the others have None.
+        return tuple(None if states is None else side.padded(states) for states in value)
     return side.padded(value) if value.dim() > 2 else value  # logits of whole sentences are (B, C)
 
 

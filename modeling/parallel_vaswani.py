@@ -29,7 +29,7 @@ class DividedModel(StrictlyLoadedModel):
         """Divide a model among processes, without splitting attention heads.
 
         Raises:
-            ValueError: the number of heads is no multiple of the number of processes.
+            ValueError: the number of heads is not a multiple of the number of processes.
         """
         processes = getattr(distributed_config, "tp_size", None) or 1
         for side in model.config.stacks:

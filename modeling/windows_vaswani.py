@@ -215,12 +215,14 @@ def _side(
                 of_sentence[sentence] = row, start, width
                 row += numbers[sentence]
             start += width
-    sentences = torch.arange(len(lengths)).repeat_interleave(lengths[:, which])  # (N,)
-    first, starts, widths = torch.tensor(of_sentence)[sentences].unbind(dim=1)
-    number = torch.arange(len(sentences))
+    host = lengths.device  # and not torch's default device
+    sentences = torch.arange(len(lengths), device=host)
+    sentences = sentences.repeat_interleave(lengths[:, which])  # (N,)
+    first, starts, widths = torch.tensor(of_sentence, device=host)[sentences].unbind(dim=1)
+    number = torch.arange(len(sentences), device=host)
     ends = lengths[:, which].cumsum(0)
     rows = first + number - (ends - lengths[:, which])[sentences]
-    tokens = torch.full((start,), -1)
+    tokens = torch.full((start,), -1, device=host)
     tokens[rows] = number
     padding = tokens < 0
     # The first token of each window is real.

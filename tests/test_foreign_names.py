@@ -136,12 +136,13 @@ METHODS = {
 }
 # Attributes of classes and modules.
 ATTRIBUTES = {
+    "os": "_exit",
     "transformers.CompileConfig": "_compile_all_devices",
     "transformers.PreTrainedConfig": "_attn_implementation _auto_class",
     "transformers.PreTrainedModel": """
         _auto_class _can_compile_fullgraph _can_record_outputs _fsdp_plan
         _keys_to_ignore_on_load_unexpected _no_split_modules
-        _skip_keys_device_placement _supports_attention_backend _supports_flash_attn
+        _skip_keys_device_placement _supports_attention_backend
         _supports_flex_attn _supports_sdpa _tied_weights_keys _tp_plan
     """,
     "transformers.Pipeline": """
@@ -179,11 +180,12 @@ IN_SOURCE = {
     "transformers.PreTrainedTokenizerBase.__init__": "_in_target_context_manager",
     "transformers.PreTrainedTokenizerBase.save_pretrained": "_auto_map",
     "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
+    "datasets.IterableDataset.__init__": "_ex_iterable",
     "torch.distributed.fsdp.fully_shard": "_is_fsdp_managed_module",
     "torch.nn.Module._call_impl": "_forward_hooks _forward_pre_hooks",
     "torch.nn.Module.__getattr__": "_modules",
-    "accelerate.Accelerator.prepare_model": "_original_forward",
     "accelerate.hooks.add_hook_to_module": "_hf_hook",
+    "accelerate.Accelerator.prepare_model": "_original_forward",
     "argparse.ArgumentParser.add_argument_group": "_ArgumentGroup",
     "argparse.ArgumentParser.parse_known_args": "_actions",
     "argparse.ArgumentParser._parse_optional": "_option_string_actions",
@@ -219,7 +221,10 @@ IMPORTS = {
     "transformers.quantizers": "HfQuantizer register_quantization_config register_quantizer",
     "transformers.quantizers.auto": "AUTO_QUANTIZER_MAPPING",
     "transformers.tokenization_utils_tokenizers": "TokenizersBackend",
-    "transformers.trainer_pt_utils": "LabelSmoother LengthGroupedSampler",
+    "transformers.trainer_pt_utils": """
+        LabelSmoother LengthGroupedSampler get_length_grouped_indices
+    """,
+    "transformers.trainer_callback": "ExportableState",
     "transformers.trainer_utils": "TrainOutput has_length seed_worker",
     "transformers.utils": """
         GENERATION_CONFIG_NAME TransformersKwargs cached_file can_return_tuple extract_commit_hash

@@ -121,6 +121,11 @@ def test_halves_that_do_not_fit_are_refused_by_the_field(pretrained):
     other = VaswaniForCausalLM(VaswaniDecoderConfig(d_model=16, **sizes))
     with pytest.raises(ValueError, match="needs halves with the same embedding"):
         join_halves(AutoModel.from_pretrained(masked), other, share_encoder_decoder_embeddings=True)
+    untied = VaswaniForCausalLM(
+        VaswaniDecoderConfig(d_model=16, tie_word_embeddings=False, **sizes)
+    )
+    with pytest.raises(ValueError, match="needs a decoder whose lm_head has the weights"):
+        join_halves(AutoModel.from_pretrained(masked), untied, tie_word_embeddings=True)
 
 
 def test_arguments_of_loading_load_both_halves(pretrained, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from vaswani.modeling import loss_vaswani
 from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
@@ -189,6 +190,16 @@ def test_training_and_evaluation_differ_in_logits_not_in_the_loss(tiny_model):
     skipped = model.eval()(input_ids=source, labels=labels, skip_logits=True)
     assert skipped.logits is None
     torch.testing.assert_close(skipped.loss, evaluated.loss, atol=1e-12, rtol=0)
+
+
+def test_a_pruned_head_learns_in_every_update(tiny_model):
+    model = tiny_model(tie_word_embeddings=False, share_encoder_decoder_embeddings=False).train()
+    prune.l1_unstructured(model.lm_head, "weight", amount=0.3)
+    for _ in range(2):
+        model(input_ids=torch.tensor([[3, 4, 2]]), labels=torch.tensor([[5, 6, 2]])).loss.backward()
+    gradient = model.lm_head.weight_orig.grad
+    assert (gradient[model.lm_head.weight_mask == 0] == 0).all()
+    assert (gradient[model.lm_head.weight_mask == 1] != 0).any()
 
 
 @pytest.mark.parametrize("bias", [False, True])

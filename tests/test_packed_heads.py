@@ -124,6 +124,14 @@ def test_texts_of_a_language_model_do_not_see_each_other(padded_batch, names):
     torch.testing.assert_close(model.lm_head(states)[0], alone)
 
 
+def test_packed_texts_refuse_sources_without_boundaries():
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    config = VaswaniDecoderConfig(vocab_size=19, d_model=16, add_cross_attention=True, **sizes)
+    batch = {"input_ids": torch.tensor([[3, 4, 5]]), "cu_seq_lens_q": torch.tensor([0, 2, 3])}
+    with pytest.raises(ValueError, match="encoder_hidden_states have no boundaries"):
+        VaswaniForCausalLM(config)(**batch, encoder_hidden_states=torch.zeros(1, 4, 16))
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

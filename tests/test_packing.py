@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DataCollatorWithFlattening
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import output_capturing
 from vaswani.corpora.packed_collator import DataCollatorForPackedSeq2Seq, packed
 from vaswani.modeling import packed_attention_vaswani, windows_vaswani
 from vaswani.modeling.packing_vaswani import PackedMask
@@ -437,6 +438,33 @@ def test_attention_by_cumulative_lengths_gets_no_mask_and_gives_the_same(
     monkeypatch.setattr(packed_attention_vaswani, "_varlen_supports", lambda *states: True)
     monkeypatch.setattr(PackedMask, "windows", None)  # masks are never built
     assert_same_learning(tiny_model(dropout=0.0), *batches())
+
+
+@pytest.mark.skipif(
+    not hasattr(output_capturing, "resolve_hidden_states_indices"),
+    reason="this version of transformers selects no layers",
+)
+def test_selected_hidden_states_of_packed_batches_are_padded(tiny_model, batches):
+    model = tiny_model(decoder_layers=1).eval()
+    padded, flat = batches()
+    expected = model(**padded, output_hidden_states=[-1])
+    outputs = model(**flat, output_hidden_states=[-1])
+    for name, real in (
+        ("encoder", padded["attention_mask"]),
+        ("decoder", padded["labels"] != -100),
+    ):
+        *skipped, last = outputs[f"{name}_hidden_states"]
+        assert skipped == [None] * len(skipped)
+        wanted = expected[f"{name}_hidden_states"][-1]
+        torch.testing.assert_close(last[real == 1], wanted[real == 1])
+
+
+def test_the_encoder_alone_returns_tuples_of_packed_batches(tiny_model, batches):
+    encoder = tiny_model().get_encoder()
+    _, flat = batches()
+    given = {name: flat[name] for name in ("input_ids", "cu_seq_lens_q")}
+    (states,) = encoder(**given, return_dict=False)
+    assert torch.equal(states, encoder(**given).last_hidden_state)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

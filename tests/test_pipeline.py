@@ -404,6 +404,10 @@ def test_a_target_vocabulary_of_its_own_has_its_own_tokenizer(tiny_model, tmp_pa
     batch = source(ENGLISH, padding=True, return_tensors="pt")
     expected = target.batch_decode(model.generate(**batch), skip_special_tokens=True)
     assert texts(found) == expected
+    assert list(generate_texts(model, source, ENGLISH)) == expected
+    given.save_pretrained(tmp_path / "saved")
+    saved = VaswaniTokenizer.from_pretrained(tmp_path / "saved" / "target_tokenizer")
+    assert saved.get_vocab() == target.get_vocab()
 
 
 def test_short_lines_do_not_make_batches_of_thousands():

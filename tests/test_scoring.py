@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import normalizers
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.generation import scoring_vaswani
@@ -445,7 +446,7 @@ def test_words_are_linked_where_their_tokens_are(tiny_model, monkeypatch):
     #                         a    b   " "   c    d   </s>
     weights = torch.tensor([[0.4, 0.1, 0.1, 0.1, 0.1, 0.2],   # x -> a
                             [0.1, 0.1, 0.1, 0.2, 0.4, 0.1],   # y -> d
-                            [0.9, 0.0, 0.0, 0.0, 0.0, 0.1],   # " " -> a, but is no word
+                            [0.9, 0.0, 0.0, 0.0, 0.0, 0.1],   # " " -> a, but is not a word
                             [0.0, 0.0, 0.5, 0.1, 0.0, 0.4],   # z -> c: space and end are no words
                             [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])  # fmt: skip
     monkeypatch.setattr(model, "_attention", lambda *_: iter([(0, weights)]))
@@ -505,6 +506,24 @@ def test_strings_of_separate_vocabularies_are_read_by_their_own_tokenizers(tiny_
     target.save_pretrained(tmp_path / "target_tokenizer")
     assert torch.equal(model.score(english, german, source).sums, expected)
     assert model.align(english, german, source) == model.align(*ids)
+
+
+def test_one_vocabulary_may_have_a_tokenizer_for_each_side(tiny_model, tmp_path):
+    lines = ["One two", "three one"]
+    source, target = (
+        VaswaniTokenizer.train_from_iterator(lines, "word", vocab_size=30, show_progress=False)
+        for _ in range(2)
+    )
+    target.backend_tokenizer.normalizer = normalizers.Lowercase()
+    model = tiny_model(vocab_size=len(source))
+    source.save_pretrained(tmp_path)
+    source = VaswaniTokenizer.from_pretrained(tmp_path)
+    assert model.target_tokenizer(source) is source
+    target.save_pretrained(tmp_path / "target_tokenizer")
+    assert model.target_tokenizer(source)("One").input_ids == target("One").input_ids
+    assert target("One").input_ids != source("One").input_ids
+    expected = model.score(source(["two"]).input_ids, target(["One"]).input_ids).sums
+    assert torch.equal(model.score(["two"], ["One"], source).sums, expected)
 
 
 def test_scores_print_as_a_table_with_a_line_for_each_pair(tiny_model):

@@ -494,6 +494,47 @@ def test_recorded_attentions_leave_the_fast_search_usable(tiny_model, source, se
     assert searches["greedy_search"] == 1
 
 
+@pytest.mark.parametrize("sizes", [{"encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024}, {}])
+def test_each_call_records_each_attention_once(tiny_model, source, sizes):
+    # In float32, only large matrices of feed-forward layers are prepared.
+    model = tiny_model(**sizes, attn_implementation="eager", dtype=torch.float32)
+    for _ in range(3):
+        found = model.generate(
+            **source, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True
+        )
+        for recorded in (
+            found.encoder_attentions, found.decoder_attentions[0], found.cross_attentions[0],
+        ):  # fmt: skip
+            assert len(recorded) == model.config.decoder_layers
+    recorded = model(
+        **source,
+        decoder_input_ids=torch.tensor([[2]] * len(source["input_ids"])),
+        output_attentions=True,
+    )
+    assert len(recorded.encoder_attentions) == model.config.encoder_layers
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_forced_end_token_and_a_limit_of_the_call_give_transformers_tokens(
+    tiny_model, source, beams
+):
+    model = tiny_model()
+    call = {
+        **source, "max_length": 20, "forced_eos_token_id": 2, "num_beams": beams,
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(6)]),
+    }  # fmt: skip
+    found = model.generate(**call)
+    theirs = model.generate(**call, output_scores=True, return_dict_in_generate=True).sequences
+    assert torch.equal(found, theirs)
+
+
+def test_prompts_of_int32_are_read(tiny_model, source):
+    model = tiny_model()
+    start = torch.full((len(source["input_ids"]), 1), model.config.decoder_start_token_id)
+    found = model.generate(**source, decoder_input_ids=start.int(), max_new_tokens=4)
+    assert torch.equal(found, model.generate(**source, max_new_tokens=4))
+
+
 def test_training_mode_and_sampled_beams_run_transformers_search(tiny_model, source, searches):
     model = tiny_model()
     model.generate(**source, num_beams=2, do_sample=True)

@@ -272,6 +272,23 @@ def test_the_fast_search_finds_what_transformers_search_finds(
     assert torch.equal(fast, wanted)
 
 
+def test_prompts_of_int32_are_read(build, prompts):
+    model = build(VaswaniForCausalLM)
+    call = {"attention_mask": PADDED, "max_new_tokens": 5}
+    assert torch.equal(model.generate(prompts.int(), **call), model.generate(prompts, **call))
+
+
+def test_dynamically_quantized_language_models_run_the_fast_search(build, prompts, monkeypatch):
+    model = build(VaswaniForCausalLM).float()
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    call = {"input_ids": prompts[:1], "max_new_tokens": 5}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "_fast_search", not_covered)
+        wanted = quantized.generate(**call)
+    monkeypatch.setattr(VaswaniDecoderModel, "forward", None)
+    assert torch.equal(quantized.generate(**call), wanted)
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 4}, {"cache_implementation": "static"}])
 def test_padding_on_the_left_changes_no_text(build, prompts, settings):
     model = build(VaswaniForCausalLM)

@@ -9,7 +9,7 @@
 struct product {
     int64_t in, out;
     const void *panels;  // (out / PANEL, in / k, PANEL, k): k is 4 in int8, 2 in bfloat16, 1 in float
-    // For int8 weights, of all outputs of the panels. NULL if the weights are no integers.
+    // For int8 weights, of all outputs of the panels. NULL if the weights are not integers.
     const int32_t *sums; // of each output's weights
     const float *scale;  // divided by `largest`
     const float *bias;   // (out,) or NULL
