@@ -120,7 +120,7 @@ class VaswaniConfig(PreTrainedConfig):
         decoder_start_token_id: first input of the decoder; the labels are shifted right after it.
 
     Raises:
-        ValueError: a name is no field, but resembles one, or is another library's name for one.
+        ValueError: a name is not a field, but resembles one, or is another library's name for one.
             Files may hold such names; loading them logs a warning.
         StrictDataclassFieldValidationError: a field has the wrong type or an unknown value.
         StrictDataclassClassValidationError: fields are out of range or contradict each other.
@@ -369,7 +369,7 @@ class VaswaniConfig(PreTrainedConfig):
         """Build a row of Table 3 by its name in `presets()`; keywords override single fields.
 
         Raises:
-            ValueError: no row has that name, or a keyword is no field.
+            ValueError: no row has that name, or a keyword is not a field.
         """
         if name not in _TABLE_3:
             raise ValueError(

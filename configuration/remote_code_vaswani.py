@@ -106,7 +106,7 @@ def references_of_file(name: str, value: Any, place: str | None) -> dict[str, An
     """Mark the references to code that a file has under `name`.
 
     Raises:
-        ValueError: the value is no mapping.
+        ValueError: the value is not a mapping.
     """
     if not isinstance(value, dict | None):
         raise ValueError(

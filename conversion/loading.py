@@ -46,9 +46,9 @@ class Converted:
     """A converted model, with its tokenizers if there are any.
 
     Args:
-        model: in evaluation mode, with its generation config.
-        tokenizer: of the source. It also serves the target unless the target has its own.
-        target_tokenizer: of the target. It is saved in the subfolder target_tokenizer.
+        model: model in evaluation mode, with its generation config.
+        tokenizer: tokenizer of the source. It also serves the target unless the target has its own.
+        target_tokenizer: tokenizer of the target. It is saved in the subfolder target_tokenizer.
     """
 
     model: VaswaniForConditionalGeneration
@@ -59,10 +59,14 @@ class Converted:
         """Write a folder for `from_pretrained`, whole or not at all.
 
         Raises:
+            ConversionError: transformers refuses to save the search settings.
             FileExistsError: `output` exists already.
         """
         with new_folder(output) as folder:
-            self.model.save_pretrained(folder)
+            try:
+                self.model.save_pretrained(folder)
+            except ValueError as error:
+                raise ConversionError(f"The model cannot be saved: {error}") from error
             save_tokenizers(folder, self.tokenizer, self.target_tokenizer)
 
 
@@ -222,10 +226,10 @@ def open_tokenizers(
     """Load the tokenizers of a model.
 
     Args:
-        model: where the tokenizers are saved, unless the other arguments replace them. A model in
+        model: folder of the tokenizers, unless the other arguments replace them. A model in
             memory has none.
-        tokenizer: of the source.
-        target_tokenizer: of the target.
+        tokenizer: tokenizer of the source.
+        target_tokenizer: tokenizer of the target.
 
     Returns:
         The source's tokenizer, or None if there is none. The target's, or None if it has no own.

@@ -73,6 +73,11 @@ from .sentencepiece import SentencePiece, piece_backend
 logger = logging.get_logger(__name__)
 
 _SPECIAL = ("<pad>", "<unk>", "</s>")
+# Settings of sampling, which mean nothing without `do_sample`, with the values that change nothing.
+_SAMPLING = {
+    **{"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None, "top_h": None},
+    **{"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0},
+}
 # Files of a repository on the Hub, then its weights.
 _FILES = ("*.json", "*.spm", "*.yml")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "*.npz")
@@ -244,7 +249,21 @@ def _generation(folder: Path) -> VaswaniGenerationConfig:
         for name in ("_from_model_config", "transformers_version"):
             given.pop(name, None)
         given = {name: value for name, value in given.items() if value is not None}
+        if not given.get("do_sample"):
+            _drop_sampling(given)
         return VaswaniGenerationConfig(**(defaults | given))
+
+
+def _drop_sampling(settings: dict[str, Any]) -> None:
+    """Remove settings of sampling that transformers does not save without `do_sample`."""
+    changed = [
+        name for name, neutral in _SAMPLING.items() if settings.get(name, neutral) != neutral
+    ]
+    if dropped := {name: settings.pop(name) for name in changed}:
+        listed = ", ".join(f"{name} {value}" for name, value in dropped.items())
+        logger.warning(
+            f"These settings have no effect without do_sample and are dropped: {listed}."
+        )
 
 
 def _read_weights(folder: Path) -> Tensors:

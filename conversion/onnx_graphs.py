@@ -137,7 +137,7 @@ class GraphDecoder:
     cache has a row for each of B * K hypotheses.
 
     Args:
-        sessions: of the graphs prefill and decode.
+        sessions: onnxruntime sessions of the graphs prefill and decode.
         fixed: inputs that all hypotheses of a sentence share, with a row for each sentence.
     """
 

@@ -108,7 +108,7 @@ class CausalGraphDecoder(GraphDecoder):
     """A language model's graphs, with a mask that grows by one column in each step.
 
     Args:
-        sessions: of the graphs prefill and decode.
+        sessions: onnxruntime sessions of the graphs prefill and decode.
         mask: (B, T), 1 at real tokens of the prompts, which are padded on the left.
         position_limit: learned positions of the model; None means no limit.
     """

@@ -113,7 +113,7 @@ class OnnxTranslator(OnnxModel):
 
     def padded(self, sources: Sequence[Sequence[int]]) -> tuple[Array, Array]:
         """Pad sentences on the right: token ids, and a mask with 1 at real tokens, (B, S) each."""
-        return padded(sources, self.pad_token_id, "right")
+        return padded(sources, 0, "right")  # the mask hides the padding
 
     def encode(self, sources: Sequence[Sequence[int]]) -> "OnnxDecoder":
         """Run the encoder, and return a decoder for these sources."""
@@ -121,14 +121,33 @@ class OnnxTranslator(OnnxModel):
         feed = {"input_ids": ids, "attention_mask": mask}
         states = run_graph(self.sessions["encoder"], feed)["last_hidden_state"]
         source = {"encoder_outputs.last_hidden_state": states, "attention_mask": mask}
-        return OnnxDecoder(self.sessions, source)
+        return OnnxDecoder(self.sessions, source, self.position_limit)
 
 
 class OnnxDecoder(GraphDecoder):
-    """The decoder of a translation model, over the states of sources and their mask."""
+    """The decoder of a translation model, over the states of sources and their mask.
+
+    Args:
+        sessions: onnxruntime sessions of the graphs prefill and decode.
+        fixed: states of the sources and their mask.
+        position_limit: learned positions of the model; None means no limit.
+    """
+
+    def __init__(
+        self, sessions: dict[str, Any], fixed: dict[str, Array], position_limit: int | None
+    ) -> None:
+        super().__init__(sessions, fixed)
+        self.position_limit = position_limit
+        self.length = 0  # tokens of each hypothesis so far
 
     def inputs(self, tokens: Array) -> dict[str, Array]:
-        """Return the inputs that come with new target tokens (B * K, T)."""
+        """Return the inputs that come with new target tokens (B * K, T).
+
+        Raises:
+            ValueError: a translation has more tokens than the model has learned positions.
+        """
+        self.length += tokens.shape[1]
+        check_position_limit("A translation", self.length, self.position_limit)
         return {"decoder_input_ids": tokens}
 
 

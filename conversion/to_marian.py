@@ -186,9 +186,13 @@ def _generation_config(given: GenerationConfig) -> GenerationConfig:
     if limits := [f"{name} {value}" for name in names if (value := values.pop(name, 0))]:
         lost.append(f"{' and '.join(limits)} (max_length {MAX_LENGTH} instead)")
         values["max_length"] = MAX_LENGTH
-    if values.get("num_beams", 1) == 1 and "early_stopping" in values:
+    if values.get("num_beams", 1) == 1:
         # transformers refuses settings of a beam search without beams.
-        lost.append(f"early_stopping {values.pop('early_stopping')!r} without num_beams")
+        lost += [
+            f"{name} {values.pop(name)!r} without num_beams"
+            for name in ("early_stopping", "length_penalty")
+            if name in values
+        ]
     if lost:
         logger.warning(f"MarianMTModel has no place for these settings: {', '.join(lost)}.")
     return GenerationConfig(**values)

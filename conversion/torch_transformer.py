@@ -209,6 +209,8 @@ def _read_description(description: str | Path | Mapping[str, Any] | Description)
         if kinds.get(name) in (str, str | None)
         and not (isinstance(value, str) or (value is None and kinds[name] is not str))
     ]
+    if not isinstance(given.get("norm_first", False), bool):
+        problems.append(f"norm_first {given['norm_first']!r} is neither true nor false")
     if not isinstance(given.get("ignore", []), list):
         problems.append(f"ignore {given['ignore']!r} is not a list")
     if problems:

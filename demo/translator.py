@@ -108,7 +108,7 @@ class Translator:
             f"{config.encoder_layers} + {config.decoder_layers} layers",
             f"{config.decoder_attention_heads} heads",
             f"d_model {config.d_model}",
-            f"{len(self.target_tokenizer):,} tokens",
+            f"{config.decoder_vocab_size:,} tokens",
             f"{self.model.num_parameters() / 1e6:.2f} M parameters",
         ]
 

@@ -26,7 +26,7 @@ from ..configuration import __version__
 from ..corpora.atomic_folder import replaced_file
 from .results import Results, is_language, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
-from .sibling_card import is_sibling, render_sibling
+from .sibling_card import has_sibling_card, is_sibling, render_sibling, require_sibling_card
 
 logger = logging.get_logger(__name__)
 
@@ -73,10 +73,10 @@ def write_model_card(
         datasets, tags, base_model: the Hub's ids of training data and base model, and further tags.
 
     Raises:
-        TypeError: `results` is no path.
+        TypeError: `results` is not a path.
         FileNotFoundError: the folder has no saved model, or a results file is missing.
         ValueError: the folder holds another kind of model; a results file belongs to another model,
-            has no circumstances, or has the name of another one; `language` is no code.
+            has no circumstances, or has the name of another one; `language` is not a code.
     """
     folder, target = Path(folder), Path(folder if output is None else output)
     model = _translation_model(folder, results)
@@ -90,6 +90,8 @@ def write_model_card(
     earlier = [_metadata(folder / CARD)] + ([] if target == folder else [_metadata(card)])
     metadata = _metadata_of(model, stated, earlier, _listed(tags))
 
+    if model is None:
+        require_sibling_card(folder)
     target.mkdir(parents=True, exist_ok=True)
     _add_licence(target)
     if model is None:
@@ -169,6 +171,8 @@ def add_to_push(
     is_model = any(pushed.glob("model*.safetensors"))
     if not is_model or not may_be_written(pushed / CARD):
         return
+    if is_sibling(pushed) and not has_sibling_card(pushed):
+        return  # transformers' draft serves a class of the user's own
     source = pushed
     if os.path.isdir(origin) and same_weights(Path(origin), pushed):
         source = Path(origin)
@@ -191,7 +195,7 @@ def _metadata_of(
         "language": run.languages() if run else [],
         "license": run.settings.get("license") if run else None,
         "datasets": run.hub_data_sets() if run else [],
-        "base_model": _hub_id(run.settings.get("model")) if run else None,
+        "base_model": run.base_model() if run else None,
     }
     # A fine-tuned model has the languages of its base model.
     tuned = run.settings.get("model") if run else None
@@ -206,7 +210,7 @@ def _metadata_of(
         for tag in card.get("tags", [])
         if tag not in _pair(card.get("language"))  # the languages may have been wrong
     ]
-    own = _TAGS if model else _TAGS[:-1]  # a sibling is no sequence-to-sequence model
+    own = _TAGS if model else _TAGS[:-1]  # a sibling is not a sequence-to-sequence model
     return {**chosen, "tags": [*own, *_pair(chosen["language"]), *tags, *kept]}
 
 
@@ -263,7 +267,7 @@ def _render(model: SavedModel, metadata: dict[str, Any], target: Path, repo_id: 
 
 
 def _marked(card: str) -> str:
-    """Say in a card that it is as it was written."""
+    """Append the card's checksum, which shows later edits."""
     # As transformers writes it when it adds a tag: the mark has to survive that.
     text = card.rstrip() + "\n\n"
     return text + _MARK.format(_sha256(text))
@@ -298,10 +302,6 @@ def _cell(text: str) -> str:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _hub_id(name: str | None) -> str | None:
-    return None if not name or os.path.isdir(name) else name
 
 
 def _hardware(hardware: Mapping[str, Any]) -> str:

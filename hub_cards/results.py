@@ -26,6 +26,7 @@ _METRICS = {
     "perplexity": ("perplexity", "perplexity"),
 }
 LEAST_EXACT_MATCHES = 10  # percent; below, exact matches are shown only if a run asks for them
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
 _TWO_LETTERS = re.compile(r"[a-z]{2}")
@@ -98,8 +99,23 @@ class Results:
 
     def hub_data_sets(self) -> list[str]:
         """Return the ids of the Hub's data sets that the model was trained on."""
-        found = _on_the_hub(self.settings.get("train"))
+        found = self._hub_data("train")
         return [found["id"]] if found else []
+
+    def base_model(self) -> str | None:
+        """Return the Hub's id of the model that was fine-tuned."""
+        name = self.settings.get("model")
+        is_id = isinstance(name, str) and _HUB_ID.fullmatch(name) and not os.path.isdir(name)
+        return name if is_id and name not in self._local else None
+
+    @property
+    def _local(self) -> list[str]:
+        """Names that were files or folders when the model was trained."""
+        return self.content.get("local") or []
+
+    def _hub_data(self, split: str) -> dict[str, Any] | None:
+        data = self.settings.get(split)
+        return None if data and data[0] in self._local else _on_the_hub(data)
 
     def contradiction(self, parameters: int, weights_sha256: str | None) -> str | None:
         """Say why these results belong to another model; None if they may belong to this one."""
@@ -178,7 +194,7 @@ class Results:
     def _evaluation(
         self, split: str, data: str, metric: str, label: str, value: float, signature: str | None
     ) -> EvalResult:
-        hub = _on_the_hub(self.settings.get(split)) or {}
+        hub = self._hub_data(split) or {}
         arguments = {"signature": signature} if signature else None
         return EvalResult(
             task_type="translation",
@@ -198,9 +214,9 @@ def read_results(path: str | os.PathLike) -> Results:
     """Read a results file.
 
     Raises:
-        TypeError: `path` is no path, but a number or a dict, for example.
+        TypeError: `path` is not a path, but a number or a dict, for example.
         FileNotFoundError: the file is missing.
-        ValueError: the file is no JSON object, or does not say how its numbers were made.
+        ValueError: the file is not a JSON object, or does not say how its numbers were made.
         MistypedFieldError: a field has another type than `vaswani train` writes.
     """
     if not isinstance(path, str | os.PathLike):
@@ -215,13 +231,13 @@ def read_results(path: str | os.PathLike) -> Results:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"There is no results file {path}.") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no results file: it is not JSON ({error}).") from error
+        raise ValueError(f"{path} is not a results file: it is not JSON ({error}).") from error
     content = content if isinstance(content, dict) else {}
     objects = [key for key in ("hardware", "versions") if not isinstance(content.get(key), dict)]
     missing = [key for key in PROVENANCE if not content.get(key) or key in objects]
     if missing:
         raise ValueError(
-            f"{path} is no results file: it has no {', '.join(missing)}. A number enters a card "
+            f"{path} is not a results file: it has no {', '.join(missing)}. A number enters a card "
             "only beside circumstances() of vaswani.training.circumstances."
         )
     for field, expected in _mistyped(content):
@@ -243,6 +259,8 @@ def _mistyped(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for name in ("loss", "eval_loss", *(f"eval_{metric}" for metric in _METRICS)):
             if name in entry and not _is_number(entry[name]):
                 yield f"log[{number}].{name}", "a number"
+    if not _is_list_of(content.get("local", []), str):
+        yield "local", "a list of strings"
     settings = content.get("settings")
     for name in ("train", "valid", "test", "columns", "languages"):
         value = settings.get(name) if isinstance(settings, dict) else None

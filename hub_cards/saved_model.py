@@ -111,7 +111,7 @@ class SavedModel:
                 logger.warning(f"{error} The card leaves this file out.")
                 continue
             except ValueError:
-                continue  # this JSON file is no results file
+                continue  # this JSON file is not a results file
             if contradiction := results.contradiction(self.parameters, self.weights_sha256):
                 logger.warning(f"{path} {contradiction}: the card leaves it out.")
             else:
@@ -149,11 +149,12 @@ class SavedModel:
         if kind != "WordLevel":
             return _PIECES.get(kind, "tokens")
         splits = self.tokenizer.get("pre_tokenizer") or {}
-        first: dict[str, Any] = next(iter(splits.get("pretokenizers") or ()), {})
+        parts = splits.get("pretokenizers")
+        first: dict[str, Any] = next(iter(parts or ()), splits)
         pattern = first.get("pattern")
-        if not isinstance(pattern, dict):
-            return "words"
-        return "characters" if pattern.get("Regex") == r"[\s\S]" else "matches of a pattern"
+        if isinstance(pattern, dict) and pattern.get("Regex") == r"[\s\S]":
+            return "characters"
+        return "matches of a pattern" if parts and isinstance(pattern, dict) else "words"
 
     def knows_all_characters(self) -> bool:
         """Tell whether the tokenizer can read and write all characters, as far as is known."""

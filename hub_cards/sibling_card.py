@@ -48,6 +48,29 @@ def is_sibling(folder: Path) -> bool:
     )
 
 
+def has_sibling_card(folder: Path) -> bool:
+    """Tell whether cards describe the class in a folder's config.json."""
+    return _class_of(folder) in _TASKS
+
+
+def require_sibling_card(folder: Path) -> None:
+    """Require that cards describe the class in a folder's config.json.
+
+    Raises:
+        ValueError: cards do not describe this class.
+    """
+    if not has_sibling_card(folder):
+        raise ValueError(
+            f"{folder} names the class {_class_of(folder)!r} in its config.json; cards are for "
+            f"{', '.join(_TASKS)}."
+        )
+
+
+def _class_of(folder: Path) -> str | None:
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return next(iter(fields.get("architectures") or ()), None)
+
+
 def render_sibling(
     folder: Path, metadata: Mapping[str, Any], repo_id: str | None, licence_file: bool
 ) -> str:
@@ -57,13 +80,9 @@ def render_sibling(
         FileNotFoundError: the folder has no weights.
         ValueError: its config.json names no class of a sibling.
     """
+    require_sibling_card(folder)
     config: Any = AutoConfig.from_pretrained(folder)
-    name = next(iter(config.architectures), None)
-    if name not in _TASKS:
-        raise ValueError(
-            f"{folder} names the class {name!r} in its config.json; cards are for "
-            f"{', '.join(_TASKS)}."
-        )
+    name = config.architectures[0]
     task, description, example = _TASKS[name]
     stack = config.stacks[0]
     title = repo_id.split("/")[-1] if repo_id else folder.resolve().name

@@ -693,7 +693,7 @@ def test_training_ratios_are_medians_and_aims_are_judged():
 def test_an_earlier_version_trains_in_turns_with_this_one(corpus, tmp_path, monkeypatch):
     git = ["git", "-C", str(BENCHMARKS.parent), "rev-parse", "HEAD"]
     if subprocess.run(git, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this is no clone of the repository")
+        pytest.skip("this is not a clone of the repository")
     monkeypatch.setattr(base_model, "VOCAB_SIZE", 330)
     monkeypatch.setattr(training, "TINY_VOCAB_SIZE", 330)
     monkeypatch.setattr(training, "DEFAULT_MODEL", tmp_path)

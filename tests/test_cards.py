@@ -240,7 +240,7 @@ def test_a_number_without_a_file_cannot_enter(run, number):
     ("content", "complaint"),
     [
         (None, r"There is no results file elsewhere/results\.json"),
-        ("36.82 BLEU", "is no results file: it is not JSON"),
+        ("36.82 BLEU", "is not a results file: it is not JSON"),
         (json.dumps(36.82), "has no command, commit, hardware, versions, date"),
         (json.dumps({"test": SCORES}), "has no command, commit, hardware, versions, date"),
         (json.dumps({**RUN, "commit": ""}), "has no commit"),
@@ -356,6 +356,12 @@ def test_data_and_base_model_of_the_hub_are_named_by_their_ids(run):
     bleu = next(entry for entry in data.eval_results if entry.metric_type == "bleu")
     assert (bleu.dataset_type, bleu.dataset_config) == ("wmt/wmt14", "de-en")
     assert bleu.dataset_split == "test"
+    # The same names were folders on the machine of the run.
+    local = ["user/base", "wmt/wmt14@de-en:train"]
+    write_json(run / "results.json", {**RUN, "settings": settings, "local": local})
+    (run / "README.md").unlink()
+    data = ModelCard.load(write_model_card(run)).data
+    assert (data.datasets, data.base_model) == (None, None)
 
 
 @pytest.mark.parametrize(

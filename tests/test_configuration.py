@@ -104,11 +104,11 @@ def test_a_truth_value_is_not_a_size(field):
 
 
 REFUSED = {
-    "d_model is no multiple of the encoder's heads": (
+    "d_model is not a multiple of the encoder's heads": (
         {"d_model": 512, "encoder_attention_heads": 7},
         r"d_model \(512\).*encoder_attention_heads \(7\).*d_k and d_v",
     ),
-    "d_model is no multiple of the decoder's heads": (
+    "d_model is not a multiple of the decoder's heads": (
         {"d_model": 512, "decoder_attention_heads": 6},
         r"d_model \(512\).*decoder_attention_heads \(6\).*d_k and d_v",
     ),

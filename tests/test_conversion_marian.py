@@ -984,6 +984,17 @@ def test_max_length_factor_of_decoder_yml_limits_by_the_source(write_marian, war
     assert "max-length-factor 2.5" in warnings_of[0]
 
 
+def test_sampling_settings_without_sampling_are_dropped(write, tmp_path, warnings_of):
+    folder = write(their_model())
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text()) | {"temperature": 0.7, "num_beams": 1}
+    path.write_text(json.dumps(settings))
+    marian.convert(folder, tmp_path / "out")
+    saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").generation_config
+    assert (saved.temperature, saved.num_beams) == (None, 1)
+    assert any("temperature 0.7" in warning for warning in warnings_of)
+
+
 def test_an_opus_folder_becomes_a_folder_that_loads(write_marian, tmp_path):
     folder, _, _ = write_marian()
     main(["convert", "marian", str(folder), str(tmp_path / "out")])
@@ -1019,6 +1030,31 @@ def test_vocabularies_of_two_sizes(write_marian, vocabulary):
         found = converted.model.double()(ids, decoder_input_ids=torch.tensor([[150, 5, 7]])).logits
     expected = marian_logits(weights, options, ids[0], torch.tensor([5, 7]))
     torch.testing.assert_close(found[0, :, :-1], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("larger", ["source", "target"])
+def test_padded_batches_of_two_vocabulary_sizes_are_scored_as_single_pairs(
+    write_marian, vocabulary, larger
+):
+    whole = {name: number for name, number in vocabulary.items() if name != "<pad>"}
+    part = {name: number for name, number in whole.items() if number < 150}
+    sides = [whole, part] if larger == "source" else [part, whole]
+    folder, _, _ = write_marian(
+        vocabularies=sides,
+        dim_vocabs=list(map(len, sides)),
+        tied_embeddings_all=False,
+        tied_embeddings=True,
+    )
+    converted = marian.load(folder)
+    model, tokenizers = converted.model, (converted.tokenizer, converted.target_tokenizer)
+    pairs = list(zip(SOURCE_LINES[:4], TARGET_LINES[:4], strict=True))
+    assert len({len(tokenizers[0](source).input_ids) for source, _ in pairs}) > 1
+    together = model.score(
+        *zip(*pairs, strict=True), *tokenizers[:1], target_tokenizer=tokenizers[1]
+    )
+    for number, (source, target) in enumerate(pairs):
+        alone = model.score([source], [target], tokenizers[0], target_tokenizer=tokenizers[1])
+        torch.testing.assert_close(together.sums[number], alone.sums[0], atol=1e-4, rtol=1e-5)
 
 
 def test_odd_tokens_of_a_vocabulary_are_read(tmp_path):

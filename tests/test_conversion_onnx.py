@@ -204,6 +204,9 @@ def test_learned_positions_limit_the_translations(tiny_model, translator_of):
     assert [row[: len(ours)] for row, ours in zip(expected, found, strict=True)] == found
     with pytest.raises(ValueError, match=r"Source 1 has 13 tokens.* 12 .*max_position_embeddings"):
         translator_of(model).generate(sentences([5, 13]))
+    model.generation_config.suppress_tokens = [2]  # translations do not end before their limit
+    with pytest.raises(ValueError, match=r"A translation has 13 tokens.* 12 "):
+        translator_of(model).generate(sources, num_beams=2, max_new_tokens=14)
 
 
 def test_several_end_tokens_end_a_translation(tiny_model, translator_of):

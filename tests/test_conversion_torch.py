@@ -270,6 +270,8 @@ def test_descriptions_that_do_not_fit_are_refused_at_once(tmp_path):
         ConversionError, match=r"generator \['a'\] is not a string.*ignore 'b' is not a list"
     ):
         torch_transformer.load(tensors, {**NAMES, "generator": ["a"], "ignore": "b"})
+    with pytest.raises(ConversionError, match="norm_first 'false' is neither true nor false"):
+        torch_transformer.load(tensors, {**NAMES, "norm_first": "false"})
     with pytest.raises(ConversionError, match="nhead 5"):
         torch_transformer.load(tensors, {**NAMES, "nhead": 5})
     with pytest.raises(ConversionError, match="learned positions need their table"):

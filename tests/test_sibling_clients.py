@@ -24,7 +24,7 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
-from vaswani.hub_cards.card import write_model_card
+from vaswani.hub_cards.card import add_to_push, write_model_card
 
 from vaswani import (
     VaswaniDecoderConfig,
@@ -344,3 +344,17 @@ def test_a_card_names_the_task_and_its_lines_run(saved, monkeypatch, capsys, mod
     assert capsys.readouterr().out.strip().startswith("[")
     with pytest.raises(ValueError, match="whose cards have no results"):
         write_model_card(folder, results="results.json")
+
+
+def test_a_class_without_a_card_is_pushed_with_transformers_draft(tmp_path):
+    class Regressor(VaswaniEncoderModel):
+        pass
+
+    Regressor(
+        VaswaniEncoderConfig(vocab_size=9, d_model=8, encoder_attention_heads=2, encoder_layers=1)
+    ).save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match=r"names the class 'Regressor' in its config\.json"):
+        write_model_card(tmp_path / "own", output=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    add_to_push(tmp_path / "own", "", "user/own", {})
+    assert not (tmp_path / "own" / "README.md").exists()

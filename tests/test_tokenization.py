@@ -497,7 +497,7 @@ def test_space_after_is_refused_for_kinds_without_subwords(kind):
 
 
 def test_a_broken_pattern_is_refused():
-    with pytest.raises(ValueError, match=r"pattern '\(a' is no regular expression"):
+    with pytest.raises(ValueError, match=r"pattern '\(a' is not a regular expression"):
         train("regex", pattern="(a")
 
 

@@ -76,7 +76,7 @@ def _regex_backend(pattern: str) -> Tokenizer:
     try:
         matches = Regex(pattern)
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}.") from error
     backend = Tokenizer(models.WordLevel(unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
