@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
-from vaswani.corpora.atomic_folder import new_folder
+from vaswani.corpora.atomic_folder import new_folder, refuse_existing
 from vaswani.corpora.reading import read_pairs
 from vaswani.generation import int8_vaswani
 from vaswani.hub_cards.card import write_model_card
@@ -86,6 +86,8 @@ def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, An
     with new_folder(output) as folder:
         form.save_pretrained(folder)  # the last one has int8 weights
         tokenizer.save_pretrained(folder)
+        if translator.target_tokenizer is not tokenizer:
+            translator.target_tokenizer.save_pretrained(folder / "target_tokenizer")
         results = {
             **circumstances(),
             "model": model.name,
@@ -119,6 +121,10 @@ def main(argv: list[str] | None = None) -> None:
     outputs = [args.output]
     if len(args.models) > 1:
         outputs = [args.output / model.name for model in args.models]
+    for output in outputs:
+        refuse_existing(output)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     results = [
         rounded(model, output, args) for model, output in zip(args.models, outputs, strict=True)
     ]

@@ -422,6 +422,8 @@ def main(argv: list[str] | None = None) -> None:
     require_scipy()
     logging.set_verbosity_error()
     recipe = recipe_of(args.recipe)
+    if "tag" in recipe:
+        sys.exit(f"{args.recipe} has several test sets: results.json of a run has their scores.")
     score = recipe.get("score", "bleu")
     earlier = earlier_report(args.json, args.recipe, recipe)
     known = [averaging(recipe), *PENALTIES, *variants(recipe)]

@@ -60,7 +60,7 @@ def written_numbers(count: int) -> list[Row]:
 
 def sounded_words(part: str) -> list[Row]:
     """Read words that have as many sounds as letters: (word, kinds of its sounds)."""
-    folder = Path(os.environ["VASWANI_DATA"]) / "g2p-eng_us"
+    folder = Path(os.environ.get("VASWANI_DATA", "data")) / "g2p-eng_us"
     kinds = {sound: number for number, sounds in enumerate(KINDS.values()) for sound in sounds}
     rows = []
     with gzip.open(folder / f"{part}.tsv.gz", "rt", encoding="utf-8") as file:

@@ -27,8 +27,8 @@ def arguments(description: str, results: str, updates: int) -> argparse.Argument
 
 
 def multi30k(part: str, language: str, lines: int | None = None) -> list[str]:
-    """Read a side of Multi30k, lowercased and tokenised, from the folder $VASWANI_DATA."""
-    folder = Path(os.environ["VASWANI_DATA"]) / "multi30k"
+    """Read a side of Multi30k, lowercased and tokenised, from $VASWANI_DATA or data/."""
+    folder = Path(os.environ.get("VASWANI_DATA", "data")) / "multi30k"
     with gzip.open(folder / f"{part}.lc.norm.tok.{language}.gz", "rt", encoding="utf-8") as file:
         return [line.strip() for line in file][:lines]
 
