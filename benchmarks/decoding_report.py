@@ -42,8 +42,7 @@ Engines:
 
 - "ours" follows the paper's search.
 - "ours, the peer's rule" follows CTranslate2's rule. It ranks by score / length and stops when as
-  many hypotheses are finished as there are beams. MarianMT follows this rule too, except on the
-  EPYC with AVX-512, where it searched longer.
+  many hypotheses are finished as there are beams. MarianMT follows this rule too.
 - A row has the number of threads of every engine. With "best" threads, each engine has the number
   with which it is faster.
 
@@ -70,6 +69,11 @@ _OPERATORS = """\
 Without kernels, our engine multiplies with torch's operators. The files of these ratios are in
 [torch-operators](torch-operators). The files with one thread are of 2026-11-23, before there were
 kernels, and from another EPYC with AVX-512. The file with two threads is from the EPYC with AVX2.
+"""
+_EARLIER = """\
+The files of these ratios are in [earlier-kernels](earlier-kernels). The host could not be had
+again, so its files are older than several kernels, and it has no profile. MarianMT searched longer
+there than the peer's rule. Ranges with glibc, native instructions and short sentences:
 """
 _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
@@ -140,6 +144,12 @@ def report(folder: Path) -> str:
         "Ratios without compiled kernels": [
             *(_OPERATORS, *ranges(folder / "torch-operators")),
             *("", *ranges(folder / "torch-operators", usual=False)),
+        ],
+        "Ratios with earlier kernels": [
+            *hosts(folder / "earlier-kernels"),
+            *("", _EARLIER, *ranges(folder / "earlier-kernels")),
+            *("", *ranges(folder / "earlier-kernels", usual=False)),
+            *(_BELOW_AIMS, *missed(folder / "earlier-kernels")),
         ],
         "Allocators": [
             *(_ALLOCATORS, *allocators(folder), *slow_with_glibc(folder)),
@@ -253,10 +263,11 @@ def _shares_of_parts(shares: dict[str, float]) -> list[str]:
 
 
 def commands(folder: Path) -> list[str]:
-    """List the commands that repeat the files of a folder, those without kernels, and profiles."""
+    """List the commands that repeat the files of a folder and its subfolders, and profiles."""
     without = folder / "torch-operators"
     paths = [
         *sorted(folder.glob("*.json")),
+        *sorted((folder / "earlier-kernels").glob("*.json")),
         *sorted(without.glob("*.json")),
         *sorted(folder.parent.glob("decoding-profile*.json")),
     ]

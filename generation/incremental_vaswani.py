@@ -215,7 +215,7 @@ def _own_heads(attention: Any) -> int:
     """Return the number of heads that this process computes."""
     linear = attention.k_proj
     outputs: int = linear.out_features  # quantized layers have weights of other shapes, or none
-    weight = getattr(linear, "weight", None)
+    weight: Any = getattr(linear, "weight", None)
     if hasattr(weight, "to_local"):
         outputs = len(weight.to_local())
     return outputs // int(attention.d_k)

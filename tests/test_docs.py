@@ -683,6 +683,22 @@ def test_ratios_without_the_kernels_come_from_their_files(monkeypatch):
     assert {f"{same_rule[0]:.2f}", f"{papers[0]:.2f}"} <= set(with_two_threads.split())
 
 
+def test_ratios_with_earlier_kernels_come_from_their_files(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("decoding_report")
+    ranges = []
+    for rule in ("ours, the peer's rule", "ours"):
+        (cells,) = (
+            row.strip("| ").split(" | ")[4:]
+            for row in report.ranges(RESULTS / "generation" / "earlier-kernels")
+            if row.startswith(f"| {rule} | CTranslate2 int8 | beam 4 | 1 |")
+        )
+        ratios = sorted(float(ratio) for cell in cells for ratio in cell.split(" to "))
+        ranges.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f}")
+    words = f"ratios of the first row are {ranges[0]}, and those of the second row are {ranges[1]}"
+    assert words in DOCS["results"].words
+
+
 def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_files():
     ratios = [
         row["most"] / row["least"]

@@ -301,8 +301,8 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         (["--set", "num_heads=4", "ffn_dim=128"], "'num_heads'.*'decoder_attention_heads'.*'ffn_"),
         (["--set", "my_note=32"], "'my_note' is unknown"),
         (
-            ["--trainer", "max_gard_norm=1"],
-            "'max_gard_norm' is unknown: did you mean 'max_grad_norm'",
+            ["--trainer", "weight_delay=0.1"],
+            "'weight_delay' is unknown: did you mean 'weight_decay'",
         ),
         (["--muon", "--trainer", "optim=adafactor"], "--muon is an optimizer too: leave out --mu"),
         (["--trainer", "learning_rate=1e-4"], "has its own option: pass --learning-rate"),
