@@ -71,9 +71,9 @@ Without kernels, our engine multiplies with torch's operators. The files of thes
 kernels, and from another EPYC with AVX-512. The file with two threads is from the EPYC with AVX2.
 """
 _EARLIER = """\
-The files of these ratios are in [earlier-kernels](earlier-kernels). The host could not be had
-again, so its files are older than several kernels, and it has no profile. MarianMT searched longer
-there than the peer's rule. Ranges with glibc, native instructions and short sentences:
+The files of these ratios are in [earlier-kernels](earlier-kernels), and are older than several
+kernels. The EPYC with AVX-512 could not be had again, so it has no profile. MarianMT searched
+longer there than the peer's rule. Ranges with glibc, native instructions and short sentences:
 """
 _ALLOCATORS = """\
 An engine's time with glibc, divided by its time with tcmalloc. The two were measured minutes apart,
