@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils import logging
+from vaswani.conversion.loading import save_tokenizers
 from vaswani.corpora.atomic_folder import new_folder, refuse_existing
 from vaswani.corpora.reading import read_pairs
 from vaswani.generation import int8_vaswani
@@ -85,9 +86,8 @@ def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, An
         print(f"{model.name}: {name} {found['bleu']:.2f}", flush=True)
     with new_folder(output) as folder:
         form.save_pretrained(folder)  # the last one has int8 weights
-        tokenizer.save_pretrained(folder)
-        if translator.target_tokenizer is not tokenizer:
-            translator.target_tokenizer.save_pretrained(folder / "target_tokenizer")
+        reader = translator.target_tokenizer
+        save_tokenizers(folder, tokenizer, None if reader is tokenizer else reader)
         results = {
             **circumstances(),
             "model": model.name,
