@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 import traceback
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -18,7 +19,8 @@ from unittest import mock
 import pytest
 import torch
 from documents import ROOT
-from launches import free_port
+from torch.distributed import TCPStore
+from tqdm import tqdm
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["datasets", "peft", "vaswani.training.trainer"])
@@ -32,6 +34,8 @@ def in_child(function):
     if torch.cuda.is_initialized():
         pytest.skip("a forked process cannot use a GPU: CUDA_VISIBLE_DEVICES= runs this test")
     if not (pid := os.fork()):
+        # All forks share the lock of this process, and a child killed in it would never release it.
+        tqdm.set_lock(threading.RLock())
         try:
             function()
         except BaseException:
@@ -53,9 +57,9 @@ def forked(processes, *words):
         logs = [Path(folder, str(rank)) for rank in range(processes)]
         for log in logs:
             log.touch()
-        port = free_port()
+        store = TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
         ranks = [
-            FORKS.Process(target=_run, args=(words, _variables(rank, processes, port), log))
+            FORKS.Process(target=_run, args=(words, _variables(rank, processes, store.port), log))
             for rank, log in enumerate(logs)
         ]
         for rank in ranks:
@@ -81,6 +85,7 @@ def _variables(rank, processes, port):
         "LOCAL_WORLD_SIZE": processes,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store of the parent, as with torchrun
     }
     return {name: str(value) for name, value in variables.items()}
 

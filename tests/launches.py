@@ -1,6 +1,8 @@
 """Launches of scripts in several processes on CPUs with gloo, with the flags of the docs."""
 
+import contextlib
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -16,6 +18,8 @@ SEVERAL = ("--multi_gpu",)
 TRAIN = ("-m", "vaswani", "train")
 # Where the text of torch's launcher begins when a process has failed, with the exit code before it.
 _LAUNCHERS_TRACEBACK = 'Traceback (most recent call last):\n  File "<frozen runpy>"'
+
+_CHANCE = random.SystemRandom()
 
 
 def launch(processes, *words, flags=SEVERAL, paths=(), **variables):
@@ -54,10 +58,12 @@ def environment(paths=(), **variables):
 
 
 def free_port():
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that is free now. The system itself gives out only ports above this range."""
+    while True:
+        port = _CHANCE.randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def printed_flags(containing):
