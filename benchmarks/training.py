@@ -8,7 +8,7 @@ r"""Training speed and memory against MarianMTModel and earlier versions, in one
 
 The models start from random weights, and train on Multi30k (English-German). Size "base" is the
 paper's base size with 37,000 tokens and dropout 0.1. Size "tiny" is that of the recipe
-multi30k-packed: `vaswani train --preset tiny` with 10,000 tokens and dropout 0.3. Label smoothing
+multi30k-muon: `vaswani train --preset tiny` with 10,000 tokens and dropout 0.3. Label smoothing
 is 0.1. There are four measurements:
 
 "trainer": a run as a user starts it. "packed" and "sorted" are the batches of VaswaniTrainer, with
