@@ -7,15 +7,13 @@ OUTPUT is a new folder: the model with int8 weights, its tokenizer, the scores a
 and a card that shows BLEU before and after rounding. Several models, such as the seeds of a recipe,
 have one such folder each in OUTPUT.
 
-CPUs without VNNI or AMX round states to 7 bits. `--eight-bits` rounds them to 8 bits on such a CPU
-too, with slow products.
+CPUs without VNNI and AMX round states to 7 bits instead of 8. With ONEDNN_MAX_CPU_ISA=AVX2, every
+CPU does.
 """
 
 import argparse
 import json
-import os
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +48,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bleu-tokenize", default="13a", metavar="NAME", help="sacreBLEU's tokenizer; default 13a")
     add("--output", type=Path, required=True, metavar="FOLDER", help="new folder with int8 weights")
     add("--json", type=Path, metavar="FILE", help="write all numbers here too")
-    add("--eight-bits", action="store_true", help="round states to 8 bits on any CPU")
     args = parser.parse_args(argv)
     names = [model.name for model in args.models]
     if len(set(names)) < len(names):
         parser.error(f"the models need different folder names, got {' '.join(names)}")
     return args
-
-
-def round_to_8_bits() -> None:
-    """Round states to 8 bits in this process, with torch's product of int8 matrices."""
-    os.environ["VASWANI_KERNELS"] = "0"
-    int8_vaswani._PACKING_KERNELS = (int8_vaswani._int8_product,)
-    if not (int8_vaswani.multiplies_exactly() and int8_vaswani._rounds_to_8_bits()):
-        sys.exit("--eight-bits: torch's product of int8 matrices is not exact on this CPU.")
 
 
 def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -93,6 +82,7 @@ def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, An
             "model": model.name,
             "parameters": AutoModelForSeq2SeqLM.from_pretrained(model).num_parameters(),
             "weights_sha256": weights_sha256(folder),
+            "state_bits": 8 if int8_vaswani._rounds_to_8_bits() else 7,
             "weight_error": form.config.quantization_config.weight_error,
             "bytes": (folder / "model.safetensors").stat().st_size,
             "float_bytes": (model / "model.safetensors").stat().st_size,
@@ -116,8 +106,6 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     args = parse_args(argv)
     logging.set_verbosity_error()
-    if args.eight_bits:
-        round_to_8_bits()
     outputs = [args.output]
     if len(args.models) > 1:
         outputs = [args.output / model.name for model in args.models]
