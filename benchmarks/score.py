@@ -92,7 +92,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     add("recipe", choices=names, help="one of examples/recipes/")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="default: 1 2 3")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        metavar="N",
+        help="default: 1 2 3 4 5",
+    )
     add("--at-once", type=int, default=1, metavar="N", help="models trained side by side")
     add(
         "--ingredients",
@@ -102,7 +109,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if len(set(args.seeds)) < len(args.seeds):
+        parser.error(f"--seeds: give each seed once, got {' '.join(map(str, args.seeds))}")
+    return args
 
 
 def require_scipy() -> None:
@@ -196,16 +206,16 @@ def translations(
 
 
 def score_of(recipe: dict[str, Any], outputs: list[str], pairs: list[Pair]) -> float:
-    """Score translations by the recipe's figure."""
+    """Score translations by the recipe's figure, rounded as in results.json."""
     metric = TranslationMetric(recipe.get("bleu-tokenize", "13a"))
     references = [pair[1] for pair in pairs]
-    return main_score(recipe, metric.compute(predictions=outputs, references=references))
+    return round(main_score(recipe, metric.compute(predictions=outputs, references=references)), 2)
 
 
 def ensemble(recipe: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
     """Score the majority vote of finished runs on the test set."""
     voted = [most_common(line) for line in zip(*map(tested, folders), strict=True)]
-    figure = round(score_of(recipe, voted, pairs_of(recipe, "test")), 2)
+    figure = score_of(recipe, voted, pairs_of(recipe, "test"))
     return {"members": len(folders), "test": figure}
 
 
@@ -221,8 +231,8 @@ def most_common(outputs: Sequence[str]) -> str:
 
 def pairs_of(recipe: dict[str, Any], split: str) -> list[Pair]:
     """Read the sentence pairs of "train", "valid" or "test"."""
-    paths = [str(ROOT / path) for path in recipe[split]]
-    return read_pairs(paths, ("source", "target"), split)
+    found = [str(ROOT / path) if (ROOT / path).exists() else path for path in recipe[split]]
+    return read_pairs(found, recipe.get("columns", ("source", "target")), split)
 
 
 def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -255,7 +265,7 @@ class Ingredients:
     """Scores with and without each ingredient of a recipe, for all seeds.
 
     Args:
-        recipes: the recipe of each seed, by the folder of its finished run.
+        recipes: the recipe of each seed, by the folder of its run.
         at_once: models trained side by side.
         rows: rows of an earlier report. Their other seeds are kept.
     """
@@ -272,13 +282,19 @@ class Ingredients:
         """Train what is not trained yet.
 
         Returns:
-            The scores of the seeds by split, and the first seed's translations of the test set.
+            The scores of the seeds by split, what the report keeps of the runs, and the first
+            seed's translations of the test set.
         """
         results = list(train_all(recipes, self.at_once))
+        seeds = [recipe["seed"] for recipe in recipes.values()]
         scores = {
             split: [main_score(self.recipe, run[split]) for run in results] for split in SPLITS
         }
-        return {**scores, "translations": tested(next(iter(recipes)))}
+        return {
+            **scores,
+            "runs": list(map(kept_of, seeds, results)),
+            "translations": tested(next(iter(recipes))),
+        }
 
     def decoded(self, last_checkpoint: bool = False, **settings: Any) -> dict[str, Any]:
         """Decode with the model of each seed, or its last checkpoint, and return as `trained`."""
@@ -337,9 +353,22 @@ class Ingredients:
                 ): variants(recipe)[name][1]
                 for run, recipe in self.recipes.items()
             }
+            before = self.rows.get(name, {}).get("runs", [])
             other = self.trained(runs)
             self.add(name, *((other, whole) if side == "with" else (whole, other)))
+            self.rows[name]["runs"] = merged(before, other["runs"])
         return list(self.rows.values())
+
+
+def kept_of(seed: int, run: dict[str, Any]) -> dict[str, Any]:
+    """Return what a report keeps of a run's results."""
+    return {"seed": seed, **{name: run[name] for name in KEPT if name in run}}
+
+
+def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return runs of an earlier report and later runs, which replace those of the same seed."""
+    by_seed = {run["seed"]: run for run in (*before, *runs)}
+    return [by_seed[seed] for seed in sorted(by_seed)]
 
 
 def against_published(figures: list[float], published: float) -> dict[str, Any]:
@@ -434,16 +463,19 @@ def main(argv: list[str] | None = None) -> None:
         for run in train_all(runs_of(first, args.seeds, args.runs), args.at_once):
             print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
     recipes = runs_of(args.recipe, args.seeds, args.runs)
-    kept = {run["seed"]: run for run in earlier.get("runs", [])}
+    rows = earlier.get("ingredients", [])
+    ingredients = None
+    if args.ingredients is not None:
+        ingredients = Ingredients(recipes, args.at_once, rows)
+    runs: list[dict[str, Any]] = earlier.get("runs", [])
     if "log" in earlier:
         report["log"] = earlier["log"]
     for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
-        kept[seed] = {"seed": seed, **{name: run[name] for name in KEPT if name in run}}
-        kept[seed]["curve"] = curve(run, score)
-        if seed == min(kept):
+        runs = merged(runs, [{**kept_of(seed, run), "curve": curve(run, score)}])
+        if seed == runs[0]["seed"]:
             report["log"] = run["log"]
         print(f"seed {seed}: {score} {main_score(recipe, run['test'])}", flush=True)
-    report["runs"] = runs = [kept[seed] for seed in sorted(kept)]
+    report["runs"] = runs
     for split in SPLITS:
         figures = [main_score(recipe, run[split]) for run in runs]
         report[split] = {
@@ -458,13 +490,13 @@ def main(argv: list[str] | None = None) -> None:
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")
     if score == "exact_match" and len(recipes) < len(runs):
-        print(f"no ensemble: it needs all seeds in one run, --seeds {' '.join(map(str, kept))}")
+        seeds = " ".join(str(run["seed"]) for run in runs)
+        print(f"no ensemble: it needs all seeds in one run, --seeds {seeds}")
     elif score == "exact_match" and len(runs) > 1:
         report["ensemble"] = ensemble(recipe, list(recipes))
         print(f"ensemble: {score} {report['ensemble']['test']}")
-    rows = earlier.get("ingredients", [])
-    if args.ingredients is not None:
-        rows = Ingredients(recipes, args.at_once, rows).measure(args.ingredients or known)
+    if ingredients:
+        rows = ingredients.measure(args.ingredients or known)
     if rows:
         report["ingredients"] = rows
     if args.json:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .parser import positive, positive_number
+from .parser import positive, positive_number, seed
 
 
 def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         help="train the matrices of layers with Muon, at FACTOR times the learning rate (1 without "
         "a number), and everything else with Adam",
     )
-    add("--seed", type=int, default=42, help="default: 42")
+    add("--seed", type=seed, default=42, help="default: 42")
     add(
         "--trainer",
         nargs="+",

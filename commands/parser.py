@@ -54,19 +54,32 @@ class CommandParser(argparse.ArgumentParser):
         """Put the options of --recipe before those of the command line."""
         words = list(sys.argv[1:] if args is None else args)
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        finder.add_argument("--recipe")
-        recipe = finder.parse_known_args(words)[0].recipe
-        return [*self._read(recipe), *words] if recipe else words
+        finder.add_argument("--recipe", action="append", default=[])
+        recipes = finder.parse_known_args(words)[0].recipe
+        if len(recipes) > 1:
+            self.error(f"there is one --recipe for a run, got {' and '.join(recipes)}")
+        return [*self._read(*recipes), *words] if recipes else words
 
     def _read(self, recipe: str) -> list[str]:
         try:
-            return recipe_arguments(recipe)
+            found = recipe_arguments(recipe)
         except ValueError as error:
             self.error(str(error))
+        if any(word.partition("=")[0] == "--recipe" for word in found):
+            self.error(f"recipe {recipe} names another recipe: copy its settings instead")
+        return found
 
     def error(self, message: str) -> NoReturn:
         """End the program with the error and a hint to --help."""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows all options.\n")
+
+
+def seed(text: str) -> int:
+    """Read a seed of numpy's and torch's random numbers."""
+    number = int(text)
+    if not 0 <= number < 2**32:
+        raise argparse.ArgumentTypeError(f"a seed lies between 0 and {2**32 - 1}, got {number}")
+    return number
 
 
 def positive(text: str) -> int:

@@ -12,7 +12,7 @@ import argparse
 from typing import Any
 
 from .data_options import FORMS, add_data_options
-from .parser import CommandError, CommandParser
+from .parser import CommandError, CommandParser, seed
 from .vocabulary_options import add_vocabulary_options
 
 
@@ -23,7 +23,7 @@ def make_parser() -> CommandParser:
     add_vocabulary_options(parser)
     add = parser.add_argument_group("other options of the run").add_argument
     add("--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune; its tokenizer is used")
-    add("--seed", type=int, default=42, help="chooses the lines of the vocabulary (default: 42)")
+    add("--seed", type=seed, default=42, help="chooses the lines of the vocabulary (default: 42)")
     return parser
 
 

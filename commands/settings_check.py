@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 
-from transformers import Seq2SeqTrainingArguments
+import torch
+from transformers import SchedulerType, Seq2SeqTrainingArguments, get_scheduler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.errors import InputError
@@ -56,6 +57,9 @@ def check_settings(args: argparse.Namespace) -> None:
     for name in args.trainer:
         if name in _OWN_OPTIONS:
             raise SettingsError(f"--trainer {name} has its own option: pass {_OWN_OPTIONS[name]}")
+    if "predict_with_generate" in args.trainer:
+        raise SettingsError("--trainer predict_with_generate: evaluations always translate")
+    _check_scheduler(args)
     for code in args.languages or ():
         if not is_language(code):
             raise SettingsError(f"--languages takes ISO 639 codes, such as de, not {code!r}")
@@ -78,3 +82,21 @@ def check_settings(args: argparse.Namespace) -> None:
         VaswaniConfig.from_pretrained(args.model)
     if args.tokenizer:
         check_path(args.tokenizer)
+
+
+def _check_scheduler(args: argparse.Namespace) -> None:
+    """Build the schedule of a small optimizer, as the trainer will do for the model."""
+    names = ["noam", *(kind.value for kind in SchedulerType)]
+    if wrong := complaints([args.scheduler], names):
+        raise SettingsError(f"--scheduler: {wrong}")
+    if args.scheduler == "noam":
+        return
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    specific = args.trainer.get("lr_scheduler_kwargs")
+    try:
+        get_scheduler(args.scheduler, optimizer, 1, 2, specific)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"--scheduler {args.scheduler}: {error} (--trainer lr_scheduler_kwargs='{{...}}' has "
+            "its settings)"
+        ) from error

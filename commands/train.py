@@ -8,11 +8,12 @@ Train on a CPU, or on little data:
 Without --preset the model is the paper's base, with its schedule, loss and decoding (sections 5.3,
 5.4, 6.1), which needs a GPU. Fine-tune a saved model, and keep its sizes, tokenizer and settings:
 
-    vaswani train --model runs/en-de --train more.tsv --learning-rate 1e-4 --output runs/more
+    vaswani train --model runs/en-de --train more.tsv --output runs/more \
+        --learning-rate 1e-4 --warmup 100 --steps 1000
 
 Repeat a published result. A recipe is a file of these options, and the command line overrides it:
 
-    vaswani train --recipe examples/recipes/multi30k-tiny.yaml --seed 2
+    vaswani train --recipe examples/recipes/multi30k-muon.yaml --seed 2
 
 The same command with --resume auto continues a run that was killed, and ends with the same weights.
 For several processes or GPUs, use: accelerate launch -m vaswani train ... The output folder gets
@@ -74,9 +75,14 @@ def recipe_of(args: argparse.Namespace) -> str:
     """Return a YAML recipe that repeats a run, including all defaults."""
     import yaml
 
+    values = dict(vars(args))
+    if args.beams == args.generation.get("num_beams"):
+        # --beams has set num_beams, which would hide the --beams of a later command line.
+        search = args.generation.items()
+        values["generation"] = {name: value for name, value in search if name != "num_beams"}
     recipe = {
         name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
-        for name, value in vars(args).items()
+        for name, value in values.items()
         if name not in _NOT_REPEATED and value not in (None, [], {})
     }
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)

@@ -28,15 +28,18 @@ class TrainParser(CommandParser):
         parsed = super().parse_args(words, namespace)
         given = sys.argv[1:] if args is None else args
         self._override_length(parsed, given)
+        open_end = parsed.steps is None and parsed.epochs is None and "epochs" not in preset
         if parsed.steps is None and parsed.epochs is None:
             parsed.epochs = preset.get("epochs")
             parsed.steps = None if parsed.epochs else _STEPS
         self._check(parsed)
-        schedule = parsed.objective == "scheduled_sampling" and "k" not in parsed.objective_settings
-        if schedule and parsed.minutes and parsed.steps == _STEPS:
+        settings = parsed.objective_settings
+        fixed_by = "c" if settings.get("schedule") == "linear" else "k"
+        schedule = parsed.objective == "scheduled_sampling" and fixed_by not in settings
+        if schedule and open_end and (parsed.minutes or parsed.patience):
             self.error(
                 "the schedule of --objective scheduled_sampling depends on the length of the run: "
-                "pass --steps or --epochs beside --minutes"
+                "pass --steps or --epochs beside --minutes or --patience"
             )
         warnings = [*swapped_sides(parsed), *without_effect(parsed, given), *all_warm_up(parsed)]
         warnings += untrained(parsed)

@@ -4,7 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-_VOCABULARY = ("--vocab-size", "--tokenizer-kind", "--space-after", "--pattern")
+_VOCABULARY = ("--vocab-size", "--vocabulary-lines", "--tokenizer-kind", "--pattern")
+_VOCABULARY += ("--space-after", "--no-space-after", "--split-punctuation")
+_VOCABULARY += ("--no-split-punctuation",)
 
 
 def swapped_sides(args: argparse.Namespace) -> list[str]:
@@ -25,13 +27,19 @@ def swapped_sides(args: argparse.Namespace) -> list[str]:
 
 
 def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return a warning for options without effect, because --model or --tokenizer decides them."""
+    """Return a warning for each option without effect, because another option decides it."""
     given = {word.partition("=")[0] for word in words}
     idle = sorted(given.intersection(_VOCABULARY)) if args.model or args.tokenizer else []
     if args.model:
         idle += sorted(given & {"--preset"})
     owner = f"--model {args.model}" if args.model else f"--tokenizer {args.tokenizer}"
-    return [f"{name} has no effect: {owner} brings its own" for name in idle]
+    warnings = [f"{name} has no effect: {owner} brings its own" for name in idle]
+    if "--batch-size" in given and args.max_source_tokens:
+        warnings.append(
+            "--batch-size sets the batches of evaluations only: --max-source-tokens "
+            f"{args.max_source_tokens} sets those of training"
+        )
+    return warnings
 
 
 def all_warm_up(args: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Iterable
@@ -236,7 +237,7 @@ class VaswaniConfig(PreTrainedConfig):
             name
             for kind in cls.__mro__
             if issubclass(kind, VaswaniConfig)
-            for name in vars(kind).get("__annotations__", ())
+            for name in inspect.get_annotations(kind)
         }
         fields = (field.name for field in dataclasses.fields(cls))
         return [name for name in fields if name in own and name not in cls._absent]

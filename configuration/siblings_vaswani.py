@@ -176,4 +176,23 @@ class VaswaniDecoderConfig(VaswaniHalfConfig):
         return {"add_cross_attention": True, **given}
 
 
-__all__ = ["VaswaniDecoderConfig", "VaswaniEncoderConfig", "VaswaniHalfConfig"]
+def refuse_inputs_of_other_half(given: Any, reason: str) -> None:
+    """Refuse inputs that only a translation model reads; a half would ignore them silently.
+
+    Raises:
+        ValueError: names the input and the reason.
+    """
+    for name in ("decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name} is an input of a translation model, but {reason}: leave {name} out, or "
+                "use VaswaniForConditionalGeneration."
+            )
+
+
+__all__ = [
+    "VaswaniDecoderConfig",
+    "VaswaniEncoderConfig",
+    "VaswaniHalfConfig",
+    "refuse_inputs_of_other_half",
+]

@@ -244,6 +244,9 @@ def open_tokenizers(
             tokenizer = folder
         if target_tokenizer is None and (folder / TARGET_TOKENIZER).is_dir():
             target_tokenizer = folder / TARGET_TOKENIZER
+    if target_tokenizer is None and isinstance(model, str | Path):
+        own = local_path(model, _SETTINGS, _TOKENIZER) / TARGET_TOKENIZER
+        target_tokenizer = own if own.is_dir() else None
     return _open_tokenizer(tokenizer), _open_tokenizer(target_tokenizer)
 
 

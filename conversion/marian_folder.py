@@ -273,7 +273,8 @@ class MarianFolder:
             as_transformers: search as the model's copy on the Hub does.
         """
         decoder = self.decoder
-        factor = None if as_transformers else decoder.get("max-length-factor")
+        marians = decoder.get("max-length-factor", 3)  # with Marian's default
+        factor = None if as_transformers else marians
         known = {*_READ_OF_DECODER.split(), *_HARMLESS_TO_DECODE.split()}
         if factor:
             known.add("max-length-factor")

@@ -130,12 +130,13 @@ def _graphs_of_opset(exporter: Any, options: Any, model: Any, opset: int | None)
     Raises:
         ConversionError: the exporter fails with `opset`, or writes another version.
     """
-    if opset is None:
-        return _graphs(exporter, options, model)
     try:
         graphs = _graphs(exporter, options, model)
     except Exception as error:  # the exporter raises errors of many types
-        raise ConversionError(f"The exporter fails with opset {opset}: {error}") from error
+        given = "" if opset is None else f" with opset {opset}"
+        raise ConversionError(f"The exporter fails{given}: {error}") from error
+    if opset is None:
+        return graphs
     for name, program in graphs.items():
         written = getattr(program, "model", program).opset_imports.get("")
         # The exporter only logs a failed conversion, and keeps its own version.

@@ -38,11 +38,18 @@ def refuse_existing(output: Path) -> None:
 def new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `output`. After an error it is removed.
 
+    A link to an empty folder stays a link. If `output` is a mount point, the files move into it.
+
     Raises:
         FileExistsError: `output` exists already and is not an empty folder.
         OSError: a file could not be written. The message says how much space is free.
     """
     refuse_existing(output)
+    output = Path(os.path.realpath(output))
+    if output.is_dir() and os.path.ismount(output):
+        with replaced_files(output) as partial:
+            yield partial
+        return
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir()

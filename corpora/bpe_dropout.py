@@ -16,6 +16,7 @@ Draw = Callable[[], float]
 # Number of cached splits per word, because a lookup is faster than splitting the word again.
 _SPLITS = 64
 _CACHED_SPLITS = 500_000
+_LONGEST_CACHED = 64  # characters
 
 
 class BpeDropout:
@@ -109,7 +110,8 @@ class BpeDropout:
         draw = random.Random(repr((self._seed, number, word))).random
         ids = (self._ids.get(piece, self._unknown) for piece in self._cut(word, draw))
         split = self._known_ids(ids)
-        self._splits[word, number] = split
+        if len(word) <= _LONGEST_CACHED:  # text without spaces is one word, and hardly repeated
+            self._splits[word, number] = split
         return split
 
     def _cut(self, word: str, draw: Draw) -> list[str]:

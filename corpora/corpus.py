@@ -93,7 +93,8 @@ def parse_corpora(
 
     Raises:
         DataError: a weight is negative or no number, all weights are 0, a glob matches no file, a
-            text file has no partner, or the number of tags does not fit the number of corpora.
+            text file has no partner, its partner has another weight, or the number of tags does
+            not fit the number of corpora.
     """
     found: list[tuple[tuple[tuple[str, ...], ...], float | None]] = []
     rest = [_weighted(word) for word in words]
@@ -109,6 +110,13 @@ def parse_corpora(
                 "text files, the source's first, or rename the file."
             )
         partner, partner_weight = rest.pop(0)
+        if form_of(partner) or Path(partner).is_dir():
+            raise DataError(f"{name} needs a parallel text file behind it, got {partner}.")
+        if None not in (weight, partner_weight) and weight != partner_weight:
+            raise DataError(
+                f"{name} and {partner} are one corpus, but have the weights {weight:g} and "
+                f"{partner_weight:g}: give one."
+            )
         sides = _expanded(name), _expanded(partner)
         if len(sides[0]) != len(sides[1]):
             raise DataError(

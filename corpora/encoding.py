@@ -77,8 +77,8 @@ class _WordIds(dict[str, bytes]):
         self._known_ids = tokenizer.known_ids
 
     def __missing__(self, word: str) -> bytes:
-        # An empty word arises beside a space. A text of one space has two empty words, so half of
-        # its ids belong to one of them.
+        # Splitting at spaces gives empty words. The text " " gives two, and each has half of its
+        # ids.
         ids = self._backend.encode(word or " ", add_special_tokens=False).ids
         if not word:
             ids = ids[: len(ids) // 2]

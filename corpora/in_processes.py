@@ -1,6 +1,7 @@
 """Apply a function to batches in several processes, in order and with bounded memory."""
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -37,8 +38,9 @@ def in_order(
         for batch in batches:
             yield batch, function(batch)
         return
-    # Forked processes start at once and share the memory of the tokenizers.
-    context = get_context("fork" if os.name == "posix" else "spawn")
+    # Forked processes start at once and share the memory of the tokenizers. macOS forbids forks of
+    # processes with threads.
+    context = get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(processes, context, _begin, (function, os.getpid()))
     ahead: deque[tuple[Any, Future]] = deque()
     try:

@@ -31,7 +31,11 @@ class Mixture:
         self.sizes, self.seed = [int(size) for size in sizes], int(seed)
         self.shares = [float(share) for share in shares]
         total = sum(self.sizes)
-        self.taken = [round(total * share / sum(self.shares)) for share in self.shares]
+        # A small share of few pairs still counts.
+        self.taken = [
+            max(round(total * share / sum(self.shares)), int(share > 0 and size > 0))
+            for share, size in zip(self.shares, self.sizes, strict=True)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments in JSON types."""

@@ -16,7 +16,18 @@ class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     """
 
     def __call__(self, features: Any, return_tensors: str | None = None) -> dict[str, Any]:
-        """Make a batch of PyTorch tensors from `features`."""
+        """Make a batch of PyTorch tensors from `features`.
+
+        Raises:
+            ValueError: as `packed`, or other tensors or padding on the left are asked for.
+        """
+        if (kind := return_tensors or self.return_tensors) != "pt":
+            raise ValueError(f"Packed batches are PyTorch tensors: return_tensors={kind!r}.")
+        if self.tokenizer.padding_side != "right":
+            raise ValueError(
+                "Packing removes padding on the right, but the tokenizer pads on the "
+                f"{self.tokenizer.padding_side}: set tokenizer.padding_side = 'right'."
+            )
         return packed(super().__call__(features, return_tensors))
 
 

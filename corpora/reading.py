@@ -127,9 +127,8 @@ def _lines(path: str) -> Iterator[str | DataError]:
     except FileNotFoundError as error:
         raise DataError(f"No such file: {path}") from error
     except (OSError, EOFError, zlib.error) as error:
-        if not path.endswith(COMPRESSED):
-            raise
-        raise DataError(f"{path} is damaged after line {number}: {error}") from error
+        fault = "is damaged" if getattr(error, "errno", None) is None else "cannot be read"
+        raise DataError(f"{path} {fault} after line {number}: {error}") from error
 
 
 def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
@@ -208,7 +207,7 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
         from datasets.exceptions import DatasetsError
     try:
         return load_dataset(place, configuration or None, split=split or default_split, **options)
-    except (ConnectionError, OSError, ValueError, DatasetsError) as error:
+    except (ConnectionError, OSError, RuntimeError, ValueError, DatasetsError) as error:
         kind = "a folder here, but no" if Path(place).is_dir() else "neither a file here nor a"
         reason = f"{error} {error.__cause__ or ''}".strip()
         raise DataError(f"{name} is {kind} data set that can be loaded: {reason}") from error

@@ -174,7 +174,7 @@ def rows_of_process(data: Any, process: int, processes: int) -> Any:
 
 
 def _is_shuffled(rows: Any) -> bool:
-    """Tell whether examples of `datasets`, or their own examples, pass a shuffle buffer."""
+    """Tell whether an iterable of `datasets`, or one inside it, has a shuffle buffer."""
     if type(rows).__name__ == "BufferShuffledExamplesIterable":
         return True
     parts = [getattr(rows, "ex_iterable", None), *(getattr(rows, "ex_iterables", None) or ())]

@@ -1,4 +1,4 @@
-"""Section 5 of the paper, line by line, with Accelerate and nothing else.
+"""Section 5 of the paper, line by line, in a plain loop on Accelerate.
 
     python examples/accelerate_loop.py train.en train.de --output runs/loop
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py train.en train.de \
@@ -10,7 +10,6 @@ target token has the same weight. `vaswani train` also evaluates, averages and r
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Iterator
 
@@ -19,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorForSeq2Seq
+from vaswani.commands.parser import settings
 from vaswani.configuration.extras import needs
 from vaswani.corpora.reading import read_pairs
 from vaswani.corpora.token_batches import TokenBatchSampler
@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")
     args = parser.parse_args(argv)
     try:
-        args.set = {key: json.loads(value) for key, value in (item.split("=") for item in args.set)}
+        args.set = settings(args.set)
         VaswaniConfig.preset(args.preset, **args.set)
     except (ValueError, StrictDataclassError) as error:
         parser.error(f"--preset or --set: {error}")

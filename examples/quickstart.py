@@ -176,7 +176,8 @@ def main() -> None:
         "exactly_right": correct / args.test_size,
         "same_after_reloading": again == answers,
         "minutes": round((time.monotonic() - started) / 60, 1),
-        "load_average": os.getloadavg()[1],  # over five minutes
+        # Over five minutes. Windows has none.
+        "load_average": os.getloadavg()[1] if hasattr(os, "getloadavg") else None,
     }
     shown = [
         {"source": source, "translation": answer, "reference": truth}

@@ -196,7 +196,9 @@ class CompiledEmbedding:
             return None
         weight, scale = embedding.weight.detach(), getattr(embedding, "weight_scale", None)
         scale = None if scale is None else scale.detach()
-        if weight.dim() != 2 or (scale is not None and scale.shape != weight.shape[:1]):
+        if weight.dim() != 2:
+            return None
+        if scale is not None and (weight.dtype, scale.shape) != (torch.int8, weight.shape[:1]):
             return None
         in_floats = weight if scale is None else scale
         if is_changed(embedding) or not compute(in_floats) or not is_as_stored(weight):

@@ -13,7 +13,7 @@ from torch import nn
 
 from .caches_vaswani import SourceCache, TargetCache, kept
 from .compiled_vaswani import CompiledEmbedding, CompiledLayers, CompiledLinear
-from .layers_vaswani import TorchLayers
+from .layers_vaswani import TorchLayers, copied_norm
 from .library_vaswani import COMPUTED, compute
 from .linear_vaswani import prepare
 
@@ -45,6 +45,7 @@ class IncrementalDecoder:
         self.decoder = model.model.decoder
         weight = self.decoder.embed_tokens.weight
         self.can_compile = self.decoder.dtype in COMPUTED and weight.device.type == "cpu"
+        self.norm = copied_norm(self.decoder.layer_norm)  # of the last layer's output
         self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
@@ -194,7 +195,7 @@ class IncrementalDecoder:
                 self.torch_layers = TorchLayers(self.decoder.layers, self.no_mask)
             states = self.torch_layers.run(states, shape, rows, target, self.source, mask)
         target.used += shape[1]
-        return self.decoder.layer_norm(states)
+        return self.norm(states)
 
     def _decode_compiled(
         self, states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None

@@ -12,10 +12,25 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from .caches_vaswani import SourceCache, TargetCache
-from .linear_vaswani import prepare
+from .linear_vaswani import is_changed, prepare
+
+
+def copied_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a LayerNorm with copies of its parameters, or another module itself.
+
+    Another thread may write to the parameters during the call.
+    """
+    if type(norm) is not nn.LayerNorm or is_changed(norm):
+        return norm
+    weight, bias = (
+        None if part is None else part.detach().clone() for part in (norm.weight, norm.bias)
+    )
+    shape, eps = norm.normalized_shape, norm.eps
+    return partial(F.layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=eps)
 
 
 class _DecoderLayer:
@@ -31,6 +46,10 @@ class _DecoderLayer:
             self.source_output = prepare(self.source.out_proj)
         self.fc1 = prepare(layer.fc1, activation=layer.activation_fn)
         self.fc2 = prepare(layer.fc2)
+        self.past_norm = copied_norm(layer.self_attn_layer_norm)
+        if self.source is not None:
+            self.source_norm = copied_norm(layer.encoder_attn_layer_norm)
+        self.final_norm = copied_norm(layer.final_layer_norm)
 
     def __call__(
         self, states: torch.Tensor, attend_past: Callable, attend_source: Callable
@@ -46,17 +65,15 @@ class _DecoderLayer:
         states = layer.add_norm(
             states,
             lambda inputs: self.past_output(attend_past(self.past_qkv(inputs))),
-            layer.self_attn_layer_norm,
+            self.past_norm,
         )
         if self.source is not None:
             states = layer.add_norm(
                 states,
                 lambda inputs: self.source_output(attend_source(self.source_query(inputs))),
-                layer.encoder_attn_layer_norm,
+                self.source_norm,
             )
-        return layer.add_norm(
-            states, lambda inputs: self.fc2(self.fc1(inputs)), layer.final_layer_norm
-        )
+        return layer.add_norm(states, lambda inputs: self.fc2(self.fc1(inputs)), self.final_norm)
 
 
 class _Attended(NamedTuple):
@@ -219,4 +236,4 @@ def _spread(states: torch.Tensor, shape: torch.Size, rows: torch.Tensor | None) 
     return states.new_zeros(shape.numel(), states.shape[1]).index_copy_(0, rows, states)
 
 
-__all__ = ["TorchLayers"]
+__all__ = ["TorchLayers", "copied_norm"]

@@ -20,11 +20,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from huggingface_hub import constants
 from transformers.utils import logging
 
@@ -84,9 +86,8 @@ def library() -> Any:
     text = b"".join(file.read_bytes() for file in files) + " ".join([*flags, _cpu()]).encode()
     name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
     cached = Path(constants.HF_HOME) / "vaswani" / name
-    if _is_safe(cached):
-        with contextlib.suppress(OSError):  # such as a file for a newer C library
-            return _load(cached)
+    if (kernels := _load_kept(cached)) is not None:
+        return kernels
     if not shutil.which("gcc"):
         logger.warning_once(
             "Decoding is slower without the compiled kernels, because gcc was not found: install "
@@ -95,20 +96,36 @@ def library() -> Any:
         )
         return None
     try:
-        with tempfile.TemporaryDirectory(prefix="vaswani-") as scratch:
+        with _only_one(cached.parent), tempfile.TemporaryDirectory(prefix="vaswani-") as scratch:
+            if (kernels := _load_kept(cached)) is not None:
+                return kernels  # another process has just compiled them
             compiled = Path(scratch) / name
             _compile([file for file in files if file.suffix == ".c"], flags, compiled)
             _keep(compiled, cached)
-            # Programs in a folder for temporary files may be forbidden.
-            return _load(cached if _is_safe(cached) else compiled)
+            # Programs may be forbidden in the cache, or in a folder for temporary files.
+            return _load_kept(cached) or _load(compiled)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # such as no thread
         reason = getattr(error, "stderr", None) or error
         logger.warning_once(f"Decoding is slower without the compiled kernels: {reason}")
         return None
 
 
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Let the other processes of this machine wait, if there is a place for a lock."""
+    lock = FileLock(folder.with_suffix(".lock"), timeout=2 * _TIMEOUT)
+    with contextlib.suppress(OSError, NotImplementedError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _compile(sources: list[Path], flags: list[str], target: Path) -> None:
     """Compile C files to a library. One gcc per file uses all cores."""
+    flags = _known_to_gcc(flags)
     objects = [target.with_name(f"{source.stem}.o") for source in sources]
 
     def run(*arguments: Any) -> None:
@@ -119,6 +136,28 @@ def _compile(sources: list[Path], flags: list[str], target: Path) -> None:
     with ThreadPoolExecutor(len(sources)) as pool:
         list(pool.map(lambda source, place: run("-c", "-o", place, source), sources, objects))
     run("-o", target, *objects, "-lm")
+
+
+def _known_to_gcc(flags: list[str]) -> list[str]:
+    """Leave out flags against instructions that an older compiler neither knows nor uses."""
+    if not any(flag.startswith("-mno-") for flag in flags):
+        return flags
+    command = ["gcc", "--help=target"]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+    known = subprocess.run(command, check=True, timeout=_TIMEOUT, **options).stdout
+    return [
+        flag
+        for flag in flags
+        if not flag.startswith("-mno-") or flag.replace("-mno-", "-m", 1) in known
+    ]
+
+
+def _load_kept(cached: Path) -> Any:
+    """Load the kernels from the cache. Return None if they are not there, or cannot be loaded."""
+    if _is_safe(cached):
+        with contextlib.suppress(OSError):  # such as a file for a newer C library
+            return _load(cached)
+    return None
 
 
 def _load(file: Path) -> Any:

@@ -333,9 +333,7 @@ def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:
-    """Concatenate the biases of layers; None if no layer has one."""
-    if len(layers) == 1:
-        return layers[0].bias
+    """Copy the biases of layers into one; None if no layer has one."""
     if all(layer.bias is None for layer in layers):
         return None
     return torch.cat(

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -38,7 +39,7 @@ _LICENCE = "LICENSE-CODE"  # LICENSE is for the weights, and their owner chooses
 _TRANSLATIONS = "test.txt"
 _SAMPLE = ("source", "translation", "reference")
 _TAGS = ("vaswani", "transformer", "attention-is-all-you-need", "sequence-to-sequence")
-_LINK = re.compile(r"\]\(([\w.-]+(?:/[\w.-]+)?)\)")
+_LINK = re.compile(r"\]\(([\w.%-]+(?:/[\w.%-]+)*)\)")  # of a file beside the card
 _MARK = "<!-- Written by vaswani.hub_cards, which leaves a changed card alone: {} -->\n"
 _MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", r"(\w{64})"))
 
@@ -132,7 +133,7 @@ def _copy_results(model: SavedModel, target: Path) -> None:
     for file in model.given:
         if file not in model.results:
             continue  # another file has the same content
-        (target / file.name).parent.mkdir(exist_ok=True)
+        (target / file.name).parent.mkdir(parents=True, exist_ok=True)
         if file.path.resolve() != (target / file.name).resolve():
             _copy(file.path, target / file.name)
 
@@ -181,7 +182,7 @@ def add_to_push(
     else:
         _copy(source / CARD, pushed / CARD)
         _copy_linked((source / CARD).read_text(encoding="utf-8"), source, pushed)
-    linked = _LINK.findall((pushed / CARD).read_text(encoding="utf-8"))
+    linked = _linked_files((pushed / CARD).read_text(encoding="utf-8"))
     for name in (CARD, *linked):
         files_timestamps.pop(name.partition("/")[0], None)
 
@@ -350,6 +351,11 @@ def _add_licence(target: Path) -> None:
         (target / _LICENCE).write_text(text or "", encoding="utf-8")
 
 
+def _linked_files(text: str) -> list[str]:
+    """List the files beside a card that the card links to."""
+    return [unquote(link) for link in _LINK.findall(text)]
+
+
 def _copy(source: Path, target: Path) -> None:
     with replaced_file(target) as partial:
         shutil.copyfile(source, partial)
@@ -357,10 +363,10 @@ def _copy(source: Path, target: Path) -> None:
 
 def _copy_linked(text: str, source: Path, target: Path) -> None:
     """Copy the files that a card links to from the card's old folder to its new folder."""
-    for name in _LINK.findall(text):
+    for name in _linked_files(text):
         file = source / name
         if file.is_file() and file.resolve().is_relative_to(source.resolve()):
-            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             if file.resolve() != (target / name).resolve():
                 _copy(file, target / name)
 

@@ -17,16 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
-from ..configuration.siblings_vaswani import VaswaniDecoderConfig
+from ..configuration.siblings_vaswani import VaswaniDecoderConfig, refuse_inputs_of_other_half
 from ..generation.causal_vaswani import VaswaniCausalGenerationMixin, check_prefix
 from .attention_vaswani import VaswaniAttention
 from .language_head_vaswani import LanguageHead
-from .modeling_vaswani import (
-    VaswaniDecoder,
-    VaswaniDecoderLayer,
-    VaswaniPreTrainedModel,
-    refuse_inputs_of_other_half,
-)
+from .modeling_vaswani import VaswaniDecoder, VaswaniDecoderLayer, VaswaniPreTrainedModel
 from .packing_vaswani import Packing, refuse_beside_boundaries
 
 

@@ -76,20 +76,25 @@ class SharedEmbeddings(DividedModel):
         return self.config.share_encoder_decoder_embeddings and self.config.tie_word_embeddings
 
     def _resize_token_embeddings(
-        self, new_num_tokens: int | None, *args: Any, **kwargs: Any
+        self,
+        new_num_tokens: int | None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
     ) -> nn.Embedding:
         """Resize a shared vocabulary, or the vocabulary of the source."""
         if not self.config.share_encoder_decoder_embeddings:
             source = self._get_resized_embeddings(
-                self.get_input_embeddings(), new_num_tokens, *args, **kwargs
+                self.get_input_embeddings(), new_num_tokens, pad_to_multiple_of, mean_resizing
             )
             self.set_input_embeddings(source)
             return source
-        embeddings = super()._resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        embeddings = super()._resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
         decoder = getattr(self.base_model, "decoder", None)
         if decoder is not None and not self._shares_embeddings():
             decoder.embed_tokens = self._get_resized_embeddings(
-                decoder.embed_tokens, embeddings.num_embeddings
+                decoder.embed_tokens, embeddings.num_embeddings, mean_resizing=mean_resizing
             )
         return embeddings
 

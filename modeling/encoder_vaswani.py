@@ -11,8 +11,8 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..configuration.siblings_vaswani import VaswaniEncoderConfig
-from .modeling_vaswani import VaswaniEncoder, VaswaniPreTrainedModel, refuse_inputs_of_other_half
+from ..configuration.siblings_vaswani import VaswaniEncoderConfig, refuse_inputs_of_other_half
+from .modeling_vaswani import VaswaniEncoder, VaswaniPreTrainedModel
 from .packing_vaswani import takes_packed_batches
 
 

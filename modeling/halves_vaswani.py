@@ -147,7 +147,9 @@ def _check_overrides(overrides: dict[str, Any], others: tuple[str, ...] = ()) ->
 def _check_stack(half: Any, stack: str) -> None:
     """Refuse anything but a model with one stack, with or without a head."""
     config_class = {"encoder": VaswaniEncoderConfig, "decoder": VaswaniDecoderConfig}[stack]
-    if not isinstance(getattr(half, "config", None), config_class):
+    # Code from a repository has classes of its own, so only the model type is compared.
+    found = getattr(getattr(half, "config", None), "model_type", None)
+    if found != config_class.model_type:
         raise TypeError(
             f"The {stack} must be a model with a {config_class.__name__}, got "
             f"{type(half).__name__}: pass the encoder first, and split_halves gives both halves of "

@@ -396,20 +396,6 @@ class VaswaniDecoder(VaswaniStack):
         return EncoderDecoderCache(cache, DynamicCache(config=self.config))
 
 
-def refuse_inputs_of_other_half(given: Any, reason: str) -> None:
-    """Refuse inputs that only a translation model reads; a half would ignore them silently.
-
-    Raises:
-        ValueError: names the input and the reason.
-    """
-    for name in ("decoder_input_ids", "decoder_inputs_embeds", "encoder_outputs"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name} is an input of a translation model, but {reason}: leave {name} out, or "
-                "use VaswaniForConditionalGeneration."
-            )
-
-
 class VaswaniModel(VaswaniPreTrainedModel):
     """Encoder and decoder (section 3, figure 1), without the linear map to the vocabulary."""
 

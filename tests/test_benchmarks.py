@@ -859,6 +859,21 @@ def test_the_ingredient_weight_decay_is_compared_with_the_same_recipe_without_it
     assert "weight decay" not in score.variants(undecayed)
 
 
+def test_a_seed_counts_once(capsys):
+    with pytest.raises(SystemExit):
+        score.parse_args(["multi30k-muon", "--seeds", "1", "2", "1"])
+    assert "give each seed once, got 1 2 1" in capsys.readouterr().err
+
+
+def test_pairs_of_a_recipe_are_read_with_its_columns(tmp_path, monkeypatch):
+    (tmp_path / "test.jsonl").write_text('{"en": "a", "de": "b"}\n')
+    recipe = {"columns": ["en", "de"], "test": [str(tmp_path / "test.jsonl")]}
+    assert score.pairs_of(recipe, "test") == [("a", "b")]
+    monkeypatch.setattr(score, "read_pairs", lambda *found: found)
+    asked = (["user/pairs@de-en:test"], ["en", "de"], "test")
+    assert score.pairs_of(recipe | {"test": asked[0]}, "test") == asked
+
+
 @pytest.mark.slow
 def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     corpus, tmp_path, monkeypatch, capsys
@@ -918,6 +933,7 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     packed = rows["packed batches"]["test"]
     assert packed["without"] == [run["test"]["bleu"] for run in without]
     assert packed["difference"] == round((sum(bleu) - sum(packed["without"])) / 2, 2)
+    assert [run["test"]["bleu"] for run in rows["packed batches"]["runs"]] == packed["without"]
     assert 0 <= rows["packed batches"]["bootstrap_p_value"] <= 1
     assert rows["packed batches"]["bootstrap_seed"] == 1
 

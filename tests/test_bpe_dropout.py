@@ -144,3 +144,13 @@ def test_other_tokenizers_are_refused():
     marked = merging(["a", "b</w>"], [], end_of_word_suffix="</w>")
     with pytest.raises(ValueError, match="end_of_word_suffix='</w>'"):
         BpeDropout(marked, 0.1)
+
+
+def test_long_words_are_not_kept():
+    tokenizer = VaswaniTokenizer.train_from_iterator(
+        ["ab" * 50], vocab_size=300, show_progress=False
+    )
+    encoder = BpeDropout(tokenizer, 0.1)
+    encoder._tokens("a" * 64, 0)
+    encoder._tokens("a" * 65, 0)
+    assert [len(word) for word, _ in encoder._splits] == [64]

@@ -642,6 +642,18 @@ def test_another_folder_gets_the_card_with_every_file_it_links_to(run):
     assert {path.name for path in run.iterdir()} == kept
 
 
+def test_a_results_file_with_spaces_in_a_deep_folder_is_linked_and_copied(run):
+    report = write_json(run / "eval" / "more seeds" / "three (of 5).json", SEVERAL_SEEDS)
+    card = write_model_card(run, report, output="cards/numbers")
+    assert "(eval/more%20seeds/three%20%28of%205%29.json)" in card.read_text("utf-8")
+    copy = card.parent / report.relative_to(run)
+    assert copy.read_bytes() == report.read_bytes()
+    other = Path("other")
+    other.mkdir()
+    cards._copy_linked(card.read_text("utf-8"), card.parent, other)
+    assert (other / report.relative_to(run)).exists()
+
+
 def test_the_command_writes_the_same_card(run, capsys):
     write_json(Path("elsewhere/three-seeds.json"), SEVERAL_SEEDS)
     arguments = ["--results", "elsewhere/three-seeds.json", "--license", "mit", "--tags", "a", "b"]

@@ -974,6 +974,13 @@ def test_settings_of_the_search_that_have_no_place_are_named_in_one_warning(
     assert not any(f"{name} {value}" in warning for name, value in without_effect.items())
 
 
+def test_max_length_factor_has_the_default_of_marian(write_marian, warnings_of):
+    folder, _, _ = write_marian(decoder={})
+    settings = marian.load(folder).model.generation_config
+    assert (settings.max_length_factor, settings.max_length_offset) == (3, 0)
+    assert not warnings_of
+
+
 def test_max_length_factor_of_decoder_yml_limits_by_the_source(write_marian, warnings_of):
     folder, _, _ = write_marian(decoder={"max-length-factor": 2.5})
     settings = marian.load(folder).model.generation_config

@@ -300,6 +300,8 @@ def test_an_opset_that_the_exporter_does_not_write_is_refused(monkeypatch):
     monkeypatch.setattr(converter, "_graphs", failing)
     with pytest.raises(ConversionError, match="fails with opset 99: no such opset"):
         converter._graphs_of_opset(None, None, None, 99)
+    with pytest.raises(ConversionError, match="The exporter fails: no such opset"):
+        converter._graphs_of_opset(None, None, None, None)
 
 
 def test_without_exporters_the_error_says_what_is_needed(monkeypatch, tiny_model, tmp_path):

@@ -455,6 +455,30 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_link_to_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_text("x")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "file").read_text() == "x"
+
+
+def test_a_mount_point_is_filled(tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    output.mkdir()
+    number = output.stat().st_ino
+    monkeypatch.setattr("os.path.ismount", lambda path: str(path) == str(output))
+    with new_folder(output) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+    assert output.stat().st_ino == number
+    assert [path.relative_to(output).as_posix() for path in output.rglob("*")] == [
+        "sub",
+        "sub/file",
+    ]
+
+
 def test_what_is_there_already_is_not_touched(tmp_path):
     output = tmp_path / "out"
     output.mkdir()

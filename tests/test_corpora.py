@@ -27,6 +27,7 @@ from vaswani.corpora.mixing import Mixture, shares_of
 from vaswani.corpora.preparing import Tokenise, prepare
 from vaswani.corpora.reading import DataError, strictly
 from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
+from vaswani.training.run_data import RunData
 
 from vaswani import VaswaniTokenizer
 
@@ -108,6 +109,32 @@ def test_several_corpora_have_their_weights_and_tags(write, tmp_path):
     assert [corpus.weight for corpus in found] == [2, 0.5, None]
     assert [corpus.tag for corpus in found] == ["de", "en", "fr"]
     assert [corpus.tag for corpus in parse_corpora(words, tags=["de"])] == ["de"] * 3
+
+
+def test_the_two_files_of_a_corpus_have_one_weight_and_both_are_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.en", "a.de", "b.tsv"):
+        (tmp_path / name).write_text("one\n")
+    assert parse_corpora(["a.en=2", "a.de=2"])[0].weight == 2
+    with pytest.raises(DataError, match=r"a\.de are one corpus, but have the weights 2 and 3"):
+        parse_corpora(["a.en=2", "a.de=3"])
+    with pytest.raises(DataError, match=r"a\.en needs a parallel text file behind it, got b\.tsv"):
+        parse_corpora(["a.en", "b.tsv"])
+
+
+def test_shares_that_make_no_sense_are_refused_before_the_data_are_read(write):
+    words = ["--train", f"{write('a.tsv')}=2", write("b.tsv"), "--output", "run"]
+    for more, complaint in (
+        (["--temperature", "5"], "--temperature and weights .* drop one"),
+        (["--bpe-dropout", "0.1", "--segmentations", "2"], "work with --segmentations 1 only"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            RunData(make_parser().parse_args([*words, *more]), print)
+
+
+def test_a_corpus_with_a_small_share_is_seen():
+    assert Mixture([2999, 1], [10_000, 1]).taken == [3000, 1]
+    assert Mixture([2999, 1], [1, 0]).taken == [3000, 0]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +277,8 @@ def test_a_mixture_takes_its_shares_and_sees_all_pairs_of_a_corpus_equally_often
         seen.update(rows.tolist())
         for corpus, start in enumerate(starts[:-1]):
             count = ((rows >= start) & (rows < starts[corpus + 1])).sum()
-            assert count == round(sum(sizes) * shares[corpus] / sum(shares))
+            exact = sum(sizes) * shares[corpus] / sum(shares)
+            assert count == max(round(exact), shares[corpus] > 0)
             looks = [seen[row] for row in range(start, starts[corpus + 1])]
             assert max(looks) - min(looks) <= 1
 

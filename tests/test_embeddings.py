@@ -38,6 +38,20 @@ def test_one_embedding_serves_both_stacks_after_construction_loading_and_resizin
     assert base.encoder.embed_tokens is base.decoder.embed_tokens
 
 
+def test_new_entries_are_drawn_alike_in_both_stacks(tiny_model, monkeypatch):
+    model, asked = tiny_model(tie_word_embeddings=False), []
+    resize = VaswaniForConditionalGeneration._get_resized_embeddings
+
+    def recorded(self, embeddings, size, multiple=None, mean_resizing=True):
+        asked.append(mean_resizing)
+        return resize(self, embeddings, size, multiple, mean_resizing)
+
+    monkeypatch.setattr(VaswaniForConditionalGeneration, "_get_resized_embeddings", recorded)
+    model.resize_token_embeddings(23, mean_resizing=False)
+    assert len(asked) >= 2
+    assert not any(asked)
+
+
 @pytest.mark.parametrize(
     "ties", [{"tie_word_embeddings": False}, {"share_encoder_decoder_embeddings": False}]
 )

@@ -101,6 +101,18 @@ def test_a_warm_start_names_the_weights_that_neither_half_has(pretrained):
     assert not model.config.share_encoder_decoder_embeddings  # they were trained separately
 
 
+def test_halves_from_another_copy_of_the_code_are_joined(pretrained, monkeypatch):
+    """Code from a repository has classes of its own, as for each folder that is loaded."""
+    for name in ("VaswaniEncoderConfig", "VaswaniDecoderConfig"):
+        own = getattr(halves_vaswani, name)
+        monkeypatch.setattr(halves_vaswani, name, type(name, (own,), {}))
+    masked, causal = (AutoModel.from_pretrained(folder) for folder in pretrained)
+    model, _ = join_halves(masked, causal)
+    assert_same_weights(model.model.encoder, masked.encoder)
+    with pytest.raises(TypeError, match="The encoder must be a model with a VaswaniEncoderConfig"):
+        join_halves(causal, masked)
+
+
 def test_an_encoder_alone_gives_a_new_decoder_its_embedding(pretrained):
     masked, _ = pretrained
     encoder = AutoModel.from_pretrained(masked)

@@ -5,6 +5,7 @@ import copy
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -795,6 +796,15 @@ class TestLimits:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
         assert library_vaswani._forbidden_instructions() == ["-DNO_TILES"]
 
+    def test_an_older_compiler_gets_no_flags_that_it_does_not_know(self, tmp_path, monkeypatch):
+        gcc = tmp_path / "gcc"
+        gcc.write_text("#!/bin/sh\necho '  -mavx512f  Support AVX512F.'\n")
+        gcc.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        flags = ["-O3", "-mno-avx512f", "-mno-avxvnni", "-DNO_TILES"]
+        known = library_vaswani._known_to_gcc(flags)
+        assert known == ["-O3", "-mno-avx512f", "-DNO_TILES"]
+
 
 class TestCompilation:
     """Where kernels come from, and what happens without them."""
@@ -859,6 +869,35 @@ class TestCompilation:
         assert bad.stat().st_mode & 0o777 == 0o755
 
     @compiled
+    @pytest.mark.usefixtures("quick")
+    def test_processes_that_start_together_compile_once(self, monkeypatch):
+        compilations, compile_ = [], library_vaswani._compile
+
+        def counted(*arguments):
+            compilations.append(arguments)
+            compile_(*arguments)
+
+        monkeypatch.setattr(library_vaswani, "_compile", counted)
+        with ThreadPoolExecutor(4) as pool:  # the lock is one for threads, too
+            loaded = list(pool.map(lambda _: self.load(), range(4)))
+        assert None not in loaded
+        assert len(compilations) == 1
+
+    @compiled
+    def test_a_cache_without_programs_is_passed_over(self, home, monkeypatch):
+        monkeypatch.setattr(
+            library_vaswani, "_compile", lambda sources, flags, target: target.write_bytes(b"code")
+        )
+
+        def load(file):
+            if file.parent == home / "vaswani":
+                raise OSError("failed to map segment from shared object")
+            return file.parent.name
+
+        monkeypatch.setattr(library_vaswani, "_load", load)
+        assert self.load().startswith("vaswani-")
+
+    @compiled
     @pytest.mark.parametrize("replaceable", [True, False])
     def test_a_damaged_file_is_never_loaded(self, replaceable, home, monkeypatch):
         """Loading a file that is cut off kills the process."""
@@ -866,7 +905,7 @@ class TestCompilation:
         monkeypatch.setattr(
             library_vaswani, "_compile", lambda sources, flags, target: target.write_bytes(whole)
         )
-        monkeypatch.setattr(library_vaswani, "_load", lambda file: folders.append(file.parent))
+        monkeypatch.setattr(library_vaswani, "_load", lambda file: folders.append(file.parent) or 1)
         self.load()
         (file,) = (home / "vaswani").iterdir()
         kept = file.read_bytes()

@@ -286,6 +286,11 @@ def test_wrong_input_is_refused_with_what_is_wrong():
         TranslationMetric(compound_tokenize="moses")
 
 
+def test_moses_is_for_compounds_only():
+    with pytest.raises(ValueError, match="no tokenizer 'moses:de': pass compound_tokenize"):
+        TranslationMetric(tokenize="moses:de")
+
+
 def test_moses_without_sacremoses_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     with pytest.raises(ImportError, match="pip install sacremoses"):

@@ -426,6 +426,13 @@ def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(t
         make_trainer(tmp_path, objective=objective, processing_class=Letters(), data=data).train()
 
 
+def test_sampling_without_an_end_token_is_refused_before_the_first_update(tmp_path):
+    trainer = make_trainer(tmp_path, objective=MinimumRisk("chrf"), processing_class=Letters())
+    trainer.model.config.eos_token_id = None
+    with pytest.raises(ObjectiveError, match=r"need an end token: set model\.config\.eos_token_id"):
+        trainer.train()
+
+
 def test_sampling_from_divided_weights_is_refused_before_the_first_update(tmp_path):
     trainer = make_trainer(tmp_path, objective=MinimumRisk("chrf"), processing_class=Letters())
     trainer.is_fsdp_enabled = True

@@ -385,6 +385,17 @@ def test_collator_names_boundaries_as_transformers_does(tiny_model):
         assert (flat[f"max_length_{kind}"], flat[f"decoder_max_length_{kind}"]) == (3, 3)
 
 
+def test_a_packing_collator_refuses_other_tensors_and_padding_on_the_left():
+    rows = [{"input_ids": [5, 2], "labels": [7, 2]}, {"input_ids": [8, 2], "labels": [9, 4, 2]}]
+    tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    collate = DataCollatorForPackedSeq2Seq(tokenizer)
+    with pytest.raises(ValueError, match="return_tensors='np'"):
+        collate(rows, return_tensors="np")
+    tokenizer.padding_side = "left"
+    with pytest.raises(ValueError, match=r"pads on the left: set tokenizer\.padding_side"):
+        collate(rows)
+
+
 def test_ignored_labels_inside_a_target_stay(tiny_model, batches):
     padded, _ = batches()
     padded["labels"][3, 4] = padded["labels"][6, 0] = -100

@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 from num2words import num2words
 from vaswani.corpora.reading import DataError, read_lines, read_pairs
@@ -98,6 +99,15 @@ def test_records_that_are_no_text_are_refused_by_file_and_line(record, complaint
 def test_a_data_set_that_cannot_be_read_is_named_with_the_reason(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"en": "one", "de": "eins"}\n{"en": "\\ud800"}\n')
     with pytest.raises(DataError, match=r"no data set that can be loaded: .*surrogate.*row 1"):
+        read_pairs([str(tmp_path)], ("en", "de"), "train")
+
+
+def test_a_data_set_with_a_script_is_refused_with_a_sentence(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("Dataset scripts are no longer supported, but found set.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"can be loaded: Dataset scripts are no longer supported"):
         read_pairs([str(tmp_path)], ("en", "de"), "train")
 
 

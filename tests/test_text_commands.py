@@ -50,6 +50,16 @@ def test_translate_keeps_the_order_of_lines_and_empty_ones(command, tmp_path, ca
     assert target.read_text(encoding="utf-8").split("\n") == [*expected, ""]
 
 
+def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
+    command, tmp_path, monkeypatch
+):
+    (tmp_path / "in.txt").write_text("seven\n")
+    monkeypatch.setattr(text.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"), raising=False)
+    with pytest.raises(SystemExit, match=r"the folder of the output .*out\.txt may not be written"):
+        command("translate", FROZEN, tmp_path / "in.txt", "--output", tmp_path / "out.txt")
+
+
 def in_words(numbers, lang="en"):
     return "".join(f"{num2words(number, lang=lang)}\n" for number in numbers)
 

@@ -18,11 +18,13 @@ from forks import in_child
 from launches import environment
 from loopback_hub import LoopbackHub
 from num2words import num2words
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 from vaswani.commands.main import main
-from vaswani.commands.train import make_parser
+from vaswani.commands.train import make_parser, recipe_of
 from vaswani.corpora import atomic_folder
-from vaswani.training.run import training_arguments
+from vaswani.training.run import RunError, training_arguments
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
@@ -283,6 +285,64 @@ def test_default_training_arguments_are_the_papers():
     assert (arguments.weight_decay, arguments.max_grad_norm, arguments.max_steps) == (0, 0, 100_000)
 
 
+def test_patience_follows_the_direction_of_its_score():
+    words = ["--train", "x.tsv", "--valid", "x.tsv", "--output", "unused", "--patience", "3"]
+    assert training_arguments(make_parser().parse_args(words), d_model=512).greater_is_better
+    words += ["--trainer", "metric_for_best_model=loss"]
+    assert not training_arguments(make_parser().parse_args(words), d_model=512).greater_is_better
+    args = make_parser().parse_args([*words, "eval_strategy=no"])
+    with pytest.raises(RunError, match="--patience needs evaluations"):
+        training_arguments(args, d_model=512)
+
+
+def test_beams_of_the_command_line_override_those_in_the_recipe_of_a_run(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    words = ["--train", "x.tsv", "--output", "run", "--generation", "length_penalty=1"]
+    recipe.write_text(recipe_of(make_parser().parse_args(words)))
+    args = make_parser().parse_args(["--recipe", str(recipe), "--beams", "8"])
+    assert args.generation == {"num_beams": 8, "length_penalty": 1}
+
+
+def test_a_run_has_one_recipe(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("recipe: other.yaml\n")
+    for words, complaint in (
+        (["--recipe", str(recipe)], "names another recipe: copy its settings"),
+        (["--recipe", "a.yaml", "--recipe", "b.yaml"], "got a.yaml and b.yaml"),
+    ):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args(words)
+        assert complaint in capsys.readouterr().err
+
+
+def test_a_batch_size_beside_token_batches_is_told_to_be_that_of_evaluations(capsys):
+    words = ["--train", "x.tsv", "--output", "run", "--preset", "tiny", "--batch-size", "32"]
+    make_parser().parse_args(words)
+    assert "--batch-size sets the batches of evaluations only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lack", "complaint"),
+    [
+        ({"pad_token": None}, "has no padding token"),
+        ({"eos_token": None}, "has no end token"),
+        ({}, "does not end a sentence with </s>"),
+    ],
+)
+def test_a_tokenizer_that_cannot_end_sentences_is_refused_before_the_data_are_prepared(
+    lack, complaint, command, parallel_files, tmp_path
+):
+    vocabulary = {"[UNK]": 0, "<pad>": 1, "</s>": 2, "one": 3}
+    special = {"unk_token": "[UNK]", "pad_token": "<pad>", "eos_token": "</s>"} | lack
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(tmp_path / "tok")
+    with pytest.raises(SystemExit, match=complaint):
+        command(
+            "train", "--train", *parallel_files, "--tokenizer", tmp_path / "tok",
+            "--output", tmp_path / "run",
+        )  # fmt: skip
+
+
 def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_path):
     command(
         "train", "--train", *parallel_files, *TINY, "--steps", 100_000, "--minutes", 0.02,
@@ -306,6 +366,12 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         ),
         (["--muon", "--trainer", "optim=adafactor"], "--muon is an optimizer too: leave out --mu"),
         (["--trainer", "learning_rate=1e-4"], "has its own option: pass --learning-rate"),
+        (["--trainer", "predict_with_generate=false"], "evaluations always translate"),
+        (["--scheduler", "lineer"], "'lineer' is unknown: did you mean 'linear'"),
+        (["--scheduler", "cosine_with_min_lr"], "--scheduler cosine_with_min_lr: .*min_lr"),
+        (["--seed", -1], "a seed lies between 0 and 4294967295, got -1"),
+        (["--seed", 2**32], "a seed lies between 0 and 4294967295, got 4294967296"),
+        (["--bleu-tokenize", "moses:de"], "--bleu-tokenize moses:de: sacreBLEU has no tokenizer"),
         (["--segmentations", 3], "--segmentations needs --bpe-dropout"),
         (["--bleu-tokenize", "13b"], "--bleu-tokenize 13b: "),
         (["--average", 3, "--trainer", "save_strategy=no"], "--average 3 needs as many checkpoint"),
@@ -402,11 +468,27 @@ def test_an_objective_on_own_translations_warns_without_a_model(objective, capsy
     assert "not trained" not in capsys.readouterr().err
 
 
-def test_a_schedule_of_sampling_needs_the_length_of_the_run(capsys):
-    words = ["--train", "x.tsv", "--output", "run", "--minutes", "3"]
-    words += ["--objective", "scheduled_sampling"]
+SAMPLING = "--train x.tsv --valid x.tsv --output run --objective scheduled_sampling"
+
+
+@pytest.mark.parametrize(
+    "words", ["--minutes 3", "--patience 3", "--minutes 3 --objective-settings schedule=linear"]
+)
+def test_a_schedule_of_sampling_needs_the_length_of_the_run(words, capsys):
     with pytest.raises(SystemExit):
-        make_parser().parse_args(words)
-    assert "pass --steps or --epochs beside --minutes" in capsys.readouterr().err
-    for more in (["--steps", "9"], ["--epochs", "2"], ["--objective-settings", "k=5"]):
-        make_parser().parse_args([*words, *more])
+        make_parser().parse_args(f"{SAMPLING} {words}".split())
+    assert "pass --steps or --epochs beside --minutes or --patience" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--minutes 3 --steps 100000",
+        "--minutes 3 --epochs 2",
+        "--patience 3 --preset tiny",
+        "--minutes 3 --objective-settings k=50",
+        "--minutes 3 --objective-settings schedule=linear c=0.001",
+    ],
+)
+def test_a_schedule_of_sampling_takes_a_known_length(words):
+    assert make_parser().parse_args(f"{SAMPLING} {words}".split()).objective == "scheduled_sampling"

@@ -316,7 +316,7 @@ class VaswaniTokenizer(TokenizersBackend):
         Raises:
             OSError: the path does not exist, or holds no tokenizer.
         """
-        check_path(pretrained_model_name_or_path, kwargs.get("cache_dir"))
+        check_path(pretrained_model_name_or_path, kwargs.get("cache_dir"), kwargs.get("revision"))
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod

@@ -68,8 +68,8 @@ class TranslationMetric(evaluate.Metric):
         **kwargs: arguments of `evaluate.Metric`, such as cache_dir.
 
     Raises:
-        ImportError: Moses' tokenizer is requested, but sacremoses is not installed.
-        ValueError: no tokenizer has this name.
+        ImportError, RuntimeError: the package of the tokenizer is not installed.
+        ValueError: no tokenizer has this name, or `tokenize` names one of Moses.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class TranslationMetric(evaluate.Metric):
         self.tokenize = tokenize
         self.lowercase = lowercase
         self.compound_tokenize = tokenize if compound_tokenize is None else compound_tokenize
+        if tokenize.startswith(_MOSES):
+            raise ValueError(f"sacreBLEU has no tokenizer {tokenize!r}: pass compound_tokenize.")
         _tokenizer(self.tokenize)
         self._compound_tokenizer = _tokenizer(self.compound_tokenize)
         super().__init__(**kwargs)

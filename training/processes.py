@@ -20,9 +20,8 @@ with needs("vaswani[train]"):
 def device_settings() -> dict[str, Any]:
     """Return the TrainingArguments that several processes on a machine without GPUs need.
 
-    transformers and Accelerate connect processes on CPUs, and accept bfloat16 there, only with
-    `use_cpu`. That setting disables DeepSpeed, which therefore gets the name of the backend
-    instead.
+    Without GPUs, transformers and Accelerate connect processes and accept bfloat16 only with
+    `use_cpu`. That setting disables DeepSpeed, so a run with DeepSpeed gets the backend's name.
     """
     if torch.accelerator.is_available():
         return {}

@@ -92,7 +92,7 @@ class TrainingRun:
         self.checkpoint = of_main_process(self._checkpoint_to_resume())
         try:
             self.metric = TranslationMetric(options.bleu_tokenize)
-        except ValueError as error:
+        except (ImportError, RuntimeError, ValueError) as error:
             raise RunError(f"--bleu-tokenize {options.bleu_tokenize}: {error}") from error
         self.circumstances = circumstances()
         set_seed(options.seed)
@@ -211,7 +211,7 @@ class TrainingRun:
         options = self.options
         if self.checkpoint or options.tokenizer:
             # A resumed run keeps its vocabulary, because the data may have changed.
-            return AutoTokenizer.from_pretrained(self.checkpoint or options.tokenizer)
+            return _usable_tokenizer(self.checkpoint or options.tokenizer)
         try:
             return self.data.learn_vocabulary()
         except DataError:
@@ -418,6 +418,28 @@ def local_places(options: argparse.Namespace) -> list[str]:
     ]
 
 
+def _usable_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that pads, and that ends each target with its end token.
+
+    Raises:
+        RunError: it does not, or cannot be loaded.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    except ValueError as error:
+        raise RunError(f"--tokenizer {place}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        raise RunError(f"--tokenizer {place} has no padding token: set its pad_token.")
+    if tokenizer.eos_token_id is None:
+        raise RunError(f"--tokenizer {place} has no end token: set its eos_token.")
+    if tokenizer(text_target="a")["input_ids"][-1:] != [tokenizer.eos_token_id]:
+        raise RunError(
+            f"--tokenizer {place} does not end a sentence with {tokenizer.eos_token}, so the model "
+            "would not learn to stop: use a tokenizer that adds it."
+        )
+    return tokenizer
+
+
 def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrainingArguments:
     """Return transformers' arguments for the paper's optimizer and schedule (5.3).
 
@@ -455,7 +477,6 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         # Keep one more checkpoint for the best one, which may be older than those to average.
         "save_total_limit": max(options.average, 5) + bool(options.patience),
         "metric_for_best_model": options.score if options.patience else None,
-        "greater_is_better": True if options.patience else None,
         "predict_with_generate": True,
         "generation_num_beams": 1,
         "report_to": "tensorboard",
@@ -466,6 +487,8 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         arguments = Seq2SeqTrainingArguments(**{**fields, **options.trainer})
     except (TypeError, ValueError) as error:
         raise RunError(str(error)) from error
+    if options.patience and arguments.eval_strategy == "no":
+        raise RunError("--patience needs evaluations: leave out --trainer eval_strategy=no.")
     limit = arguments.save_total_limit
     if options.average > 1 and (
         arguments.save_strategy == "no"

@@ -57,6 +57,13 @@ class RunData:
         )
         TextFilter(self.rules)
         self.corpora = parse_corpora(options.train, options.columns, "train", options.tag)
+        weights = [corpus.weight for corpus in self.corpora]
+        try:
+            shares_of([1] * len(weights), weights, options.temperature)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        if self.is_mixed and options.segmentations > 1:
+            raise DataError("Weights (=WEIGHT) and --temperature work with --segmentations 1 only.")
 
     @property
     def is_mixed(self) -> bool:
@@ -110,12 +117,7 @@ class RunData:
             for corpus in self.corpora
         ]
         weights = [corpus.weight for corpus in self.corpora]
-        try:
-            shares = shares_of([part.kept for part in parts], weights, self.options.temperature)
-        except ValueError as error:
-            raise DataError(str(error)) from error
-        if shares and self.options.segmentations > 1:
-            raise DataError("Weights (=WEIGHT) and --temperature work with --segmentations 1 only.")
+        shares = shares_of([part.kept for part in parts], weights, self.options.temperature)
         pairs = TrainingPairs(parts, shares, self.options.seed)
         if dropouts:
             encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)

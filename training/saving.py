@@ -78,9 +78,9 @@ class SafeSaving(Seq2SeqTrainer):
             super()._push_from_checkpoint(str(folder))
 
     def _add_states_of_new_callbacks(self) -> None:
-        """Make room for callbacks that the run was resumed with, but that its checkpoint lacks.
+        """Add entries for callbacks that the resumed checkpoint does not know.
 
-        Otherwise transformers would fail to save their states.
+        Without them, transformers would fail to save their states.
         """
         states: Any = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):

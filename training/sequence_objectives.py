@@ -88,8 +88,8 @@ class SequenceObjective(Objective):
         """Get the tokenizer of a trainer, and test the reward on a reference of its data.
 
         Raises:
-            ObjectiveError: there is no tokenizer or no reference, the reward fails, or no process
-                has the whole weights.
+            ObjectiveError: there is no tokenizer, no end token or no reference, the reward fails,
+                or no process has the whole weights.
         """
         if trainer.train_dataset is None:
             return  # `train` reports it
@@ -103,6 +103,8 @@ class SequenceObjective(Objective):
                 "Rewards compare texts: pass the tokenizer to the trainer as processing_class."
             )
         own = self.unwrap(trainer.model)
+        if own.config.eos_token_id is None:
+            raise ObjectiveError("Samples need an end token: set model.config.eos_token_id.")
         self.tokenizer = own.target_tokenizer(trainer.processing_class)
         first: dict[str, Any] = next(iter(trainer.train_dataset), {})
         if not len(first.get("labels", ())):

@@ -46,7 +46,7 @@ Row = tuple[str, Any]
 
 
 def written_numbers(count: int) -> list[Row]:
-    """Write numbers in words, without spaces, each in one language: (text, language)."""
+    """Write a part of each number in words, in one language: (text, language)."""
     draw = random.Random(1)
     codes = list(LANGUAGES)
     rows = []
