@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-_VOCABULARY = ("--vocab-size", "--vocabulary-lines", "--tokenizer-kind", "--pattern")
-_VOCABULARY += ("--space-after", "--no-space-after", "--split-punctuation")
-_VOCABULARY += ("--no-split-punctuation",)
+_VOCABULARY = (
+    *("--vocab-size", "--vocabulary-lines", "--tokenizer-kind", "--pattern"),
+    *("--space-after", "--no-space-after", "--split-punctuation", "--no-split-punctuation"),
+)
 
 
 def swapped_sides(args: argparse.Namespace) -> list[str]:

@@ -146,7 +146,7 @@ def _check_overrides(overrides: dict[str, Any], others: tuple[str, ...] = ()) ->
 
 def _check_stack(half: Any, stack: str) -> None:
     """Refuse anything but a model with one stack, with or without a head."""
-    config_class = {"encoder": VaswaniEncoderConfig, "decoder": VaswaniDecoderConfig}[stack]
+    config_class: Any = {"encoder": VaswaniEncoderConfig, "decoder": VaswaniDecoderConfig}[stack]
     # Code from a repository has classes of its own, so only the model type is compared.
     found = getattr(getattr(half, "config", None), "model_type", None)
     if found != config_class.model_type:
