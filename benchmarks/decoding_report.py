@@ -233,7 +233,8 @@ def profiles(folder: Path) -> Iterator[str]:
         host, threads = host_name(results["hardware"]), str(results["threads"])
         for row in results["profile"]:
             kind = row.get("text", "short")  # earlier profiles had short sentences only
-            setting = [host, search_name(row), threads, kind, row["precision"], str(row["batch"])]
+            setting = [host, search_name(row), threads, kind]
+            setting += [results.get("instructions", "native"), row["precision"], str(row["batch"])]
             calls = str(row["calls_a_step"])
             if results.get("kernels", True):
                 with_kernels.append([*setting, *_shares_of_parts(row["shares"]), calls])
@@ -247,7 +248,7 @@ def profiles(folder: Path) -> Iterator[str]:
             peers, ours = of_rules[PEERS_RULE], of_rules[OURS]
             cells = f"{peers:.1f}", f"{ours:.1f}", f"{ours / peers:.2f}"
             hypotheses[host, search, *cells] = None
-    names = ["host", "search", "threads", "sentences", "precision", "batch"]
+    names = ["host", "search", "threads", "sentences", "instructions", "precision", "batch"]
     yield from _lines([*names, *_PARTS, "others", "calls a step"], with_kernels)
     if without:
         yield _WITHOUT_KERNELS

@@ -103,6 +103,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in args.engines or []:
         if name not in names:
             parser.error(f"--engines has no {name!r}: choose from {', '.join(map(repr, names))}")
+    if args.profile and len(args.instructions) > 1:
+        parser.error("--profile takes one name of --instructions")
     for name in INSTRUCTIONS["avx2"]:
         if os.environ.get(name):
             parser.error(f"{name} is set, so engines may lack instructions: unset it")
@@ -277,6 +279,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.train:
         train(args.model, device=args.device)
         return
+    if args.profile:  # of this process
+        os.environ.update(INSTRUCTIONS[args.instructions[0]])
     about = circumstances()
     parts = [host_name(about["hardware"]), str(datetime.datetime.now(datetime.UTC).date())]
     name = "-".join([*parts, *([args.name] if args.name else [])])
@@ -297,6 +301,7 @@ def main(argv: list[str] | None = None) -> None:
             ours = [kind for name, kind in engine_names(args.device) if name == PEERS_RULE]
             settings = ours, args.texts, args.beams, args.batches
             facts = {"host": host_facts(), "threads": args.threads, "kernels": bool(library())}
+            facts["instructions"] = args.instructions[0]
             facts["profile"] = measure_profile(workshop, text, *settings)
             if text.forced is None and library() and "short" in args.texts:
                 counts = hypotheses_a_sentence(workshop, text, args.beams, args.sentences)

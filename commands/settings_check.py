@@ -57,8 +57,10 @@ def check_settings(args: argparse.Namespace) -> None:
     for name in args.trainer:
         if name in _OWN_OPTIONS:
             raise SettingsError(f"--trainer {name} has its own option: pass {_OWN_OPTIONS[name]}")
-    if "predict_with_generate" in args.trainer:
-        raise SettingsError("--trainer predict_with_generate: evaluations always translate")
+    if not args.trainer.get("predict_with_generate", True):
+        raise SettingsError(
+            "--trainer predict_with_generate=false: evaluations always translate, so leave it out"
+        )
     _check_scheduler(args)
     for code in args.languages or ():
         if not is_language(code):

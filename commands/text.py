@@ -41,8 +41,9 @@ def check_text(sources: Sequence[str], output: str) -> None:
         raise CommandError(f"there is no folder for the output {output}: make it first")
     if Path(output).is_dir():
         raise CommandError(f"the output {output} is a folder: name a file")
-    may_write = os.access(Path(output).absolute().parent, os.W_OK)
-    if not may_write and (Path(output).is_file() or not Path(output).exists()):
+    target = Path(os.path.realpath(output))  # a link stays a link
+    is_replaced = not target.exists() or (target.is_file() and not _is_standard_output(output))
+    if is_replaced and not os.access(target.parent, os.W_OK):
         raise CommandError(f"the folder of the output {output} may not be written")
     if output.endswith(".zst"):
         _pyarrow()

@@ -75,14 +75,9 @@ def recipe_of(args: argparse.Namespace) -> str:
     """Return a YAML recipe that repeats a run, including all defaults."""
     import yaml
 
-    values = dict(vars(args))
-    if args.beams == args.generation.get("num_beams"):
-        # --beams has set num_beams, which would hide the --beams of a later command line.
-        search = args.generation.items()
-        values["generation"] = {name: value for name, value in search if name != "num_beams"}
     recipe = {
         name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
+        for name, value in vars(args).items()
         if name not in _NOT_REPEATED and value not in (None, [], {})
     }
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)

@@ -27,16 +27,16 @@ class TrainParser(CommandParser):
         self.set_defaults(**{name: value for name, value in preset.items() if name != "epochs"})
         parsed = super().parse_args(words, namespace)
         given = sys.argv[1:] if args is None else args
-        self._override_length(parsed, given)
+        self._override_recipe(parsed, given)
         open_end = parsed.steps is None and parsed.epochs is None and "epochs" not in preset
         if parsed.steps is None and parsed.epochs is None:
             parsed.epochs = preset.get("epochs")
             parsed.steps = None if parsed.epochs else _STEPS
         self._check(parsed)
-        settings = parsed.objective_settings
-        fixed_by = "c" if settings.get("schedule") == "linear" else "k"
-        schedule = parsed.objective == "scheduled_sampling" and fixed_by not in settings
-        if schedule and open_end and (parsed.minutes or parsed.patience):
+        chosen = parsed.objective_settings
+        fixed_by = "c" if chosen.get("schedule") == "linear" else "k"
+        needs_length = parsed.objective == "scheduled_sampling" and fixed_by not in chosen
+        if needs_length and open_end and (parsed.minutes or parsed.patience):
             self.error(
                 "the schedule of --objective scheduled_sampling depends on the length of the run: "
                 "pass --steps or --epochs beside --minutes or --patience"
@@ -47,12 +47,18 @@ class TrainParser(CommandParser):
             print(f"{self.prog}: warning: {warning}", file=sys.stderr)
         return parsed
 
-    def _override_length(self, args: argparse.Namespace, given: Sequence[str]) -> None:
-        """Let --steps or --epochs of the command line override the length in a recipe."""
+    def _override_recipe(self, args: argparse.Namespace, given: Sequence[str]) -> None:
+        """Let the length and the beams of the command line override those in a recipe."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--steps")
         finder.add_argument("--epochs")
+        finder.add_argument("--beams")
+        finder.add_argument("--generation", nargs="+", action="extend", default=[])
         own = finder.parse_known_args(list(given))[0]
+        if own.beams:
+            kept = [word for word in args.generation if not word.startswith("num_beams=")]
+            own_beams = [word for word in own.generation if word.startswith("num_beams=")]
+            args.generation = [*kept, *own_beams]
         if own.epochs and not own.steps:
             args.steps = None
         elif own.steps and not own.epochs:

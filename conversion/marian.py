@@ -35,8 +35,8 @@ Differences from MarianTokenizer:
 The generation config searches as Marian does, with length_penalty_type="hf" and Marian's exponent
 (normalize). A warning names the settings of decoder.yml that are not carried over, such as word
 penalties and shortlists. max-length-factor limits each sentence by its own length, while Marian
-takes the longest sentence of the batch. Its default is 3. With --as-transformers, the limit is 512
-tokens.
+takes the longest sentence of the batch. The default factor is 3. With --as-transformers, the limit
+is 512 tokens.
 """
 
 import argparse

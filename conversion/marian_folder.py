@@ -273,8 +273,9 @@ class MarianFolder:
             as_transformers: search as the model's copy on the Hub does.
         """
         decoder = self.decoder
-        marians = decoder.get("max-length-factor", 3)  # with Marian's default
-        factor = None if as_transformers else marians
+        factor = decoder.get("max-length-factor", 3)  # Marian's default is 3
+        if as_transformers:
+            factor = None
         known = {*_READ_OF_DECODER.split(), *_HARMLESS_TO_DECODE.split()}
         if factor:
             known.add("max-length-factor")

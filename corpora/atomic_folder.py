@@ -5,6 +5,7 @@ error or a kill inside the block changes nothing.
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -27,11 +28,19 @@ def refuse_existing(output: Path) -> None:
     """
     if not output.name:
         raise FileExistsError(f"{output} is the current folder: name a new folder.")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+    if output.exists() and not (output.is_dir() and _is_empty(output)):
         raise FileExistsError(
             f"{output} exists and is not an empty folder: choose another output folder, or remove "
             "it."
         )
+
+
+def _is_empty(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()]
+    if os.path.ismount(folder):
+        # A new disk has one folder. The others are of a call that was killed.
+        names = [name for name in names if name != "lost+found" and _UNFINISHED not in name]
+    return not names
 
 
 @contextlib.contextmanager
@@ -55,14 +64,26 @@ def new_folder(output: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        if output.is_dir():
-            output.rmdir()
-        partial.rename(output)
+        _replace_empty(output, partial)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
             raise failed_save(output, error) from error
         raise
+
+
+def _replace_empty(output: Path, partial: Path) -> None:
+    """Give a folder the name of another that is empty or missing."""
+    try:
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    except OSError as error:
+        if error.errno != errno.EBUSY:  # as of a folder mounted from the same disk
+            raise
+        for path in partial.iterdir():
+            shutil.move(path, output / path.name)
+        partial.rmdir()
 
 
 @contextlib.contextmanager

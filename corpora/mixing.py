@@ -9,7 +9,8 @@ import numpy as np
 class Mixture:
     """Draws the pairs of every epoch from several concatenated corpora.
 
-    An epoch has as many pairs as all corpora together. Each corpus is read in shuffled passes, and
+    An epoch has about as many pairs as all corpora together, and at least one pair of each corpus
+    with a share above 0. Each corpus is read in shuffled passes, and
     an epoch continues where the previous epoch stopped. After any number of epochs, the pairs of a
     corpus have been seen equally often, give or take one.
 
@@ -31,7 +32,7 @@ class Mixture:
         self.sizes, self.seed = [int(size) for size in sizes], int(seed)
         self.shares = [float(share) for share in shares]
         total = sum(self.sizes)
-        # A small share of few pairs still counts.
+        # Rounding could drop a small share.
         self.taken = [
             max(round(total * share / sum(self.shares)), int(share > 0 and size > 0))
             for share, size in zip(self.shares, self.sizes, strict=True)

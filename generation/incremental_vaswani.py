@@ -45,7 +45,7 @@ class IncrementalDecoder:
         self.decoder = model.model.decoder
         weight = self.decoder.embed_tokens.weight
         self.can_compile = self.decoder.dtype in COMPUTED and weight.device.type == "cpu"
-        self.norm = copied_norm(self.decoder.layer_norm)  # of the last layer's output
+        self.norm = copied_norm(self.decoder.layer_norm)  # normalises the last layer's output
         self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.

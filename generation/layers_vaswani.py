@@ -20,9 +20,10 @@ from .linear_vaswani import is_changed, prepare
 
 
 def copied_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a LayerNorm with copies of its parameters, or another module itself.
+    """Return a LayerNorm with copies of its parameters.
 
-    Another thread may write to the parameters during the call.
+    Another thread may write to the parameters during the call. Any other module is returned
+    unchanged.
     """
     if type(norm) is not nn.LayerNorm or is_changed(norm):
         return norm

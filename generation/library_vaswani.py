@@ -112,7 +112,7 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Let the other processes of this machine wait, if there is a place for a lock."""
+    """Compile in one process at a time, if the lock file can be written."""
     lock = FileLock(folder.with_suffix(".lock"), timeout=2 * _TIMEOUT)
     with contextlib.suppress(OSError, NotImplementedError):
         folder.parent.mkdir(parents=True, exist_ok=True)

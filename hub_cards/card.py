@@ -39,7 +39,7 @@ _LICENCE = "LICENSE-CODE"  # LICENSE is for the weights, and their owner chooses
 _TRANSLATIONS = "test.txt"
 _SAMPLE = ("source", "translation", "reference")
 _TAGS = ("vaswani", "transformer", "attention-is-all-you-need", "sequence-to-sequence")
-_LINK = re.compile(r"\]\(([\w.%-]+(?:/[\w.%-]+)*)\)")  # of a file beside the card
+_LINK = re.compile(r"\]\(([\w.%~-]+(?:/[\w.%~-]+)*)\)")  # links to files beside the card
 _MARK = "<!-- Written by vaswani.hub_cards, which leaves a changed card alone: {} -->\n"
 _MARKED = re.compile(re.escape(_MARK).replace(r"\{\}", r"(\w{64})"))
 

@@ -147,9 +147,10 @@ def _check_overrides(overrides: dict[str, Any], others: tuple[str, ...] = ()) ->
 def _check_stack(half: Any, stack: str) -> None:
     """Refuse anything but a model with one stack, with or without a head."""
     config_class: Any = {"encoder": VaswaniEncoderConfig, "decoder": VaswaniDecoderConfig}[stack]
-    # Code from a repository has classes of its own, so only the model type is compared.
-    found = getattr(getattr(half, "config", None), "model_type", None)
-    if found != config_class.model_type:
+    config = getattr(half, "config", None)
+    # Code from a repository has classes of its own, with the same model type.
+    same_type = getattr(config, "model_type", None) == config_class.model_type
+    if not (same_type or isinstance(config, config_class)):
         raise TypeError(
             f"The {stack} must be a model with a {config_class.__name__}, got "
             f"{type(half).__name__}: pass the encoder first, and split_halves gives both halves of "

@@ -237,6 +237,10 @@ def test_ratios_are_paired_by_round_and_have_their_aims():
         (["--batches", "8", "-1"], "--batches must be at least 1, got -1"),
         (["--sentences", "127"], "--sentences must be at least 128, got 127"),
         (["--engines", "ours int4"], "--engines has no 'ours int4': choose from"),
+        (
+            ["--profile", "x.json", "--instructions", "native", "avx2"],
+            "--profile takes one name of --instructions",
+        ),
         ([], "CT2_FORCE_CPU_ISA is set, so engines may lack instructions: unset it"),
     ],
 )
@@ -339,7 +343,7 @@ def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
     shares["others"] = 0.38
     row = {"precision": "int8", "beams": 1, "batch": 8, "calls_a_step": 106, "shares": shares}
     results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "threads": 2, "profile": [row]}
-    results |= {"command": "python it.py", "commit": "1a2b3c"}
+    results |= {"command": "python it.py", "commit": "1a2b3c", "instructions": "avx2"}
     means = [
         {"engine": engine, "beams": 4, "mean": mean}
         for engine, mean in ((engines.PEERS_RULE, 20.0), (engines.OURS, 25.0))
@@ -348,7 +352,7 @@ def test_profiles_have_the_shares_of_kernels_or_of_operators(tmp_path):
         path = tmp_path / f"decoding-profile{name}.json"
         path.write_text(json.dumps(results | more))
     lines = list(decoding_report.profiles(tmp_path))
-    start = "| xeon-2-cores | greedy | 2 | short | int8 | 8 |"
+    start = "| xeon-2-cores | greedy | 2 | short | avx2 | int8 | 8 |"
     assert lines[2] == f"{start} 50% | 0% | 2% | 0% | 48% | 106 |"
     slowest = "`vaswani::run_layers` 50%, `vaswani::best_tokens` 2%, `aten::mm` 10%"
     assert f"{start} {slowest} | 106 |" in lines

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import errno
 import inspect
 import io
 import os
@@ -9,6 +10,7 @@ import pickle
 import tarfile
 import zipfile
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +18,12 @@ from hostile import Hostile
 from vaswani.commands.main import main
 from vaswani.conversion import SUMMARIES, fairseq, find
 from vaswani.conversion.errors import ConversionError, refuse
-from vaswani.conversion.loading import Converted, build_model, open_model
+from vaswani.conversion.loading import Converted, build_model, open_model, open_tokenizers
 from vaswani.conversion.reading import Inert, parse_yaml, read_checkpoint, read_json
 from vaswani.conversion.rules import Drop, Rename, Stack, to_ours, to_theirs
 from vaswani.corpora.atomic_folder import new_folder
 
-from vaswani import VaswaniForConditionalGeneration
+from vaswani import VaswaniForConditionalGeneration, VaswaniTokenizer
 
 # Rules
 
@@ -467,16 +469,33 @@ def test_a_link_to_an_empty_folder_is_filled(tmp_path):
 def test_a_mount_point_is_filled(tmp_path, monkeypatch):
     output = tmp_path / "out"
     output.mkdir()
+    for name in ("lost+found", "_saving-1a2b"):  # of a new disk, and of a call that was killed
+        (output / name).mkdir()
     number = output.stat().st_ino
     monkeypatch.setattr("os.path.ismount", lambda path: str(path) == str(output))
     with new_folder(output) as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("x")
     assert output.stat().st_ino == number
-    assert [path.relative_to(output).as_posix() for path in output.rglob("*")] == [
-        "sub",
-        "sub/file",
-    ]
+    names = {path.relative_to(output).as_posix() for path in output.rglob("*")}
+    assert names == {"lost+found", "sub", "sub/file"}
+
+
+def test_a_folder_mounted_from_the_same_disk_is_filled(tmp_path, monkeypatch):
+    output, rmdir = tmp_path / "out", Path.rmdir
+    output.mkdir()
+
+    def busy(folder):
+        if folder == output:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmdir(folder)
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    with new_folder(output) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+    assert (output / "sub" / "file").read_text() == "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_there_already_is_not_touched(tmp_path):
@@ -498,3 +517,17 @@ def test_a_converted_model_is_read_back_bit_by_bit(tiny_model, tmp_path):
     model = tiny_model(dtype=torch.float32)
     Converted(model).save(tmp_path / "out")
     same(weights(VaswaniForConditionalGeneration.from_pretrained(tmp_path / "out")), weights(model))
+
+
+def test_the_targets_tokenizer_of_a_folder_stays_beside_another_tokenizer_of_the_source(
+    tiny_model, tmp_path
+):
+    places = [tmp_path / "model", tmp_path / "model" / "target_tokenizer", tmp_path / "other"]
+    tiny_model().save_pretrained(places[0])
+    for number, place in enumerate(places):
+        VaswaniTokenizer.train_from_iterator(
+            ["abc"[number] * 3], kind="char", vocab_size=10, show_progress=False
+        ).save_pretrained(place)
+    source, target = open_tokenizers(places[0], places[2])
+    assert "c" in source.get_vocab()
+    assert "b" in target.get_vocab()

@@ -25,6 +25,7 @@ from vaswani.commands.main import main
 from vaswani.commands.train import make_parser, recipe_of
 from vaswani.corpora import atomic_folder
 from vaswani.training.run import RunError, training_arguments
+from vaswani.training.run_data import RunData
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
 
@@ -301,6 +302,8 @@ def test_beams_of_the_command_line_override_those_in_the_recipe_of_a_run(tmp_pat
     recipe.write_text(recipe_of(make_parser().parse_args(words)))
     args = make_parser().parse_args(["--recipe", str(recipe), "--beams", "8"])
     assert args.generation == {"num_beams": 8, "length_penalty": 1}
+    words = ["--recipe", str(recipe), "--beams", "8", "--generation", "num_beams=5"]
+    assert make_parser().parse_args(words).generation["num_beams"] == 5
 
 
 def test_a_run_has_one_recipe(tmp_path, capsys):
@@ -330,8 +333,9 @@ def test_a_batch_size_beside_token_batches_is_told_to_be_that_of_evaluations(cap
     ],
 )
 def test_a_tokenizer_that_cannot_end_sentences_is_refused_before_the_data_are_prepared(
-    lack, complaint, command, parallel_files, tmp_path
+    lack, complaint, command, parallel_files, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(RunData, "prepare", lambda *_: pytest.fail("prepared"))
     vocabulary = {"[UNK]": 0, "<pad>": 1, "</s>": 2, "one": 3}
     special = {"unk_token": "[UNK]", "pad_token": "<pad>", "eos_token": "</s>"} | lack
     backend = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
@@ -366,7 +370,7 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         ),
         (["--muon", "--trainer", "optim=adafactor"], "--muon is an optimizer too: leave out --mu"),
         (["--trainer", "learning_rate=1e-4"], "has its own option: pass --learning-rate"),
-        (["--trainer", "predict_with_generate=false"], "evaluations always translate"),
+        (["--trainer", "predict_with_generate=false"], "evaluations always translate, so leave it"),
         (["--scheduler", "lineer"], "'lineer' is unknown: did you mean 'linear'"),
         (["--scheduler", "cosine_with_min_lr"], "--scheduler cosine_with_min_lr: .*min_lr"),
         (["--seed", -1], "a seed lies between 0 and 4294967295, got -1"),

@@ -478,8 +478,9 @@ def test_layers_that_change_during_a_call_leave_its_answer(dtype, norm_position,
     def step_and_write(*args):
         steps.append(step(*args))
         if len(steps) == 2:
-            for parameter in model.model.decoder.layers.parameters():
-                parameter.data.copy_(parameter.data.flip(0))
+            for name, parameter in model.model.decoder.named_parameters():
+                if "embed" not in name:
+                    parameter.data.copy_(parameter.data.flip(0))
         return steps[-1]
 
     monkeypatch.setattr(incremental_vaswani.IncrementalDecoder, "step", step_and_write)

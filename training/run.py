@@ -211,7 +211,8 @@ class TrainingRun:
         options = self.options
         if self.checkpoint or options.tokenizer:
             # A resumed run keeps its vocabulary, because the data may have changed.
-            return _usable_tokenizer(self.checkpoint or options.tokenizer)
+            name = "--resume" if self.checkpoint else "--tokenizer"
+            return _usable_tokenizer(name, self.checkpoint or options.tokenizer)
         try:
             return self.data.learn_vocabulary()
         except DataError:
@@ -418,8 +419,8 @@ def local_places(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _usable_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that pads, and that ends each target with its end token.
+def _usable_tokenizer(option: str, place: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that pads, and that adds its end token to each target.
 
     Raises:
         RunError: it does not, or cannot be loaded.
@@ -427,15 +428,18 @@ def _usable_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
     except ValueError as error:
-        raise RunError(f"--tokenizer {place}: {error}") from error
+        raise RunError(f"{option} {place}: {error}") from error
     if tokenizer.pad_token_id is None:
-        raise RunError(f"--tokenizer {place} has no padding token: set its pad_token.")
-    if tokenizer.eos_token_id is None:
-        raise RunError(f"--tokenizer {place} has no end token: set its eos_token.")
-    if tokenizer(text_target="a")["input_ids"][-1:] != [tokenizer.eos_token_id]:
         raise RunError(
-            f"--tokenizer {place} does not end a sentence with {tokenizer.eos_token}, so the model "
-            "would not learn to stop: use a tokenizer that adds it."
+            f"The tokenizer of {option} {place} has no padding token: set its pad_token."
+        )
+    if tokenizer.eos_token_id is None:
+        raise RunError(f"The tokenizer of {option} {place} has no end token: set its eos_token.")
+    if tokenizer.eos_token_id not in tokenizer(text_target="a")["input_ids"]:
+        raise RunError(
+            f"The tokenizer of {option} {place} does not end a sentence with "
+            f"{tokenizer.eos_token}, so the model would not learn to stop: use a tokenizer that "
+            "adds it."
         )
     return tokenizer
 
