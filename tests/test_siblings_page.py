@@ -54,7 +54,7 @@ def test_a_language_model_is_served_as_printed(number_words, tmp_path, monkeypat
     exec(making.replace("4000", "400"), names)
     for command in PAGE.commands(containing="convert"):
         main(shlex.split(command)[1:])
-    assert Path("ct2/model.bin").is_file()
+    assert Path("causal-ct2/model.bin").is_file()
     capsys.readouterr()
     exec(serving, {})
     prompts = names["tokenizer"](["ein", "zweihundert"], padding=True, return_tensors="pt")
