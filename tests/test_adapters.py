@@ -54,6 +54,13 @@ def trained(model, updates=30):
     return losses, gradients
 
 
+def test_an_adapter_of_embeddings_serves_both_stacks_of_an_untied_model(tied):
+    untie_embeddings(tied)
+    model = adapted(tied, target_modules=["embed_tokens"])
+    names = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_embed" in name}
+    assert names == {"encoder", "decoder"}
+
+
 def test_untying_changes_no_output_and_every_matrix_alone(tied, tmp_path):
     before = logits(tied)
     untie_embeddings(tied)

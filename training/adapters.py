@@ -11,8 +11,9 @@ def untie_embeddings(model: PreTrainedModel) -> None:
     """Give both embeddings and `lm_head` a matrix each. In the paper, they share one (3.4).
 
     LoRA on `lm_head` needs this, because merging adds the adapter to a weight in place, and would
-    change embeddings that share the weight. PEFT only warns about it, and its `ensure_weight_tying`
-    adds the adapter once for each of the three uses of the matrix.
+    change embeddings that share the weight. An adapter of `embed_tokens` would serve the encoder
+    alone, because both stacks share one module. PEFT only warns about it, and its
+    `ensure_weight_tying` adds the adapter once for each of the three uses of the matrix.
 
     Call it before `get_peft_model`, and on the base model before `PeftModel.from_pretrained`. The
     merged and saved model then has `tie_word_embeddings=False`.
