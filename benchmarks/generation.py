@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.train:
         train(args.model, device=args.device)
         return
-    if args.profile:  # of this process
+    if args.profile:  # the search runs in this process
         os.environ.update(INSTRUCTIONS[args.instructions[0]])
     about = circumstances()
     parts = [host_name(about["hardware"]), str(datetime.datetime.now(datetime.UTC).date())]

@@ -7,7 +7,7 @@ OUTPUT is a new folder: the model with int8 weights, its tokenizer, the scores a
 and a card that shows BLEU before and after rounding. Several models, such as the seeds of a recipe,
 have one such folder each in OUTPUT.
 
-CPUs without VNNI and AMX round states to 7 bits instead of 8. With ONEDNN_MAX_CPU_ISA=AVX2, every
+CPUs with AVX2 alone round activations to 7 bits instead of 8. With ONEDNN_MAX_CPU_ISA=AVX2, every
 CPU does.
 """
 

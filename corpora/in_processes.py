@@ -38,8 +38,8 @@ def in_order(
         for batch in batches:
             yield batch, function(batch)
         return
-    # Forked processes start at once and share the memory of the tokenizers. macOS forbids forks of
-    # processes with threads.
+    # Forked processes start at once and share the memory of the tokenizers. On macOS, a fork of a
+    # process with threads may crash.
     context = get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(processes, context, _begin, (function, os.getpid()))
     ahead: deque[tuple[Any, Future]] = deque()

@@ -19,7 +19,8 @@ class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
         """Make a batch of PyTorch tensors from `features`.
 
         Raises:
-            ValueError: as `packed`, or other tensors or padding on the left are asked for.
+            ValueError: as `packed`. Also if the tokenizer pads on the left, or if `return_tensors`
+                asks for other tensors.
         """
         if (kind := return_tensors or self.return_tensors) != "pt":
             raise ValueError(f"Packed batches are PyTorch tensors: return_tensors={kind!r}.")

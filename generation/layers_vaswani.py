@@ -20,10 +20,9 @@ from .linear_vaswani import is_changed, prepare
 
 
 def copied_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a LayerNorm with copies of its parameters.
+    """Copy the parameters of a LayerNorm, so that no write during the call changes its answer.
 
-    Another thread may write to the parameters during the call. Any other module is returned
-    unchanged.
+    A module of another type is not copied.
     """
     if type(norm) is not nn.LayerNorm or is_changed(norm):
         return norm
