@@ -10,8 +10,11 @@ import pytest
 import torch
 import transformers
 from loopback_hub import LoopbackHub
+from networks import enliven
 from num2words import num2words
 from torch import nn
+from transformers import GenerationMixin
+from vaswani.generation import generation_vaswani
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration
 
@@ -183,3 +186,56 @@ def with_threads():
 
     yield compute_with
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def lively_model(tiny_model):
+    """Build a model whose outputs vary in words and in length."""
+
+    def build(**overrides):
+        return enliven(tiny_model(tie_word_embeddings=False, **overrides))
+
+    return build
+
+
+@pytest.fixture
+def endless_model(tiny_model):
+    """Build a model that never ends a sentence: the logit of the end token is about -1000."""
+
+    def build(**overrides):
+        model = tiny_model(tie_word_embeddings=False, **overrides)
+        with torch.no_grad():
+            model.model.decoder.layers[-1].final_layer_norm.bias[0] = 100.0
+            model.lm_head.weight[:, 0] = 0.0
+            model.lm_head.weight[model.config.eos_token_id, 0] = -10.0
+        return model
+
+    return build
+
+
+@pytest.fixture
+def source(padded_batch):
+    """Four padded sentences, as inputs of a model."""
+    input_ids, attention_mask = padded_batch([7, 4, 2, 5])
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Count the calls of our two searches and of transformers' searches."""
+    calls = dict.fromkeys(("beam_search", "greedy_search", "_beam_search", "_sample"), 0)
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+
+        def count(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for name in ("beam_search", "greedy_search"):
+        counted(generation_vaswani, name)
+    for name in ("_beam_search", "_sample"):
+        counted(GenerationMixin, name)
+    return calls

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -142,3 +143,20 @@ def converter_call(command, monkeypatch):
     (arguments,) = calls
     assert arguments.keys() <= known
     return {"converter": words[2], **arguments}
+
+
+DOCS = pages()
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def results_of(name):
+    """Read a file of benchmarks/results/."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def results_of_hosts():
+    """The results of the decoding benchmark; of one day, the usual settings come last."""
+    return [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((RESULTS / "generation").glob("*.json"))
+    ]

@@ -274,8 +274,8 @@ def test_results_of_earlier_weights_are_left_out_with_a_warning(run, warnings):
 
 def test_without_results_nothing_is_claimed(bare):
     text = text_of(bare)
-    assert "No results file holds a score, so none is claimed here." in text
-    assert "No file says how this model was trained." in text
+    assert "This model has no published score." in text
+    assert "The training of this model is not documented." in text
     assert set(metadata(text)) == {"library_name", "pipeline_tag", "tags"}
 
 
@@ -541,7 +541,7 @@ def test_the_package_is_cited_as_its_citation_file_says(bare):
 def test_the_licence_of_the_code_comes_with_the_card(bare):
     text = text_of(bare)
     assert (bare / "LICENSE-CODE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert "Nobody has stated a licence of the weights." in text
+    assert "The weights have no stated licence." in text
     assert "The weights are under `mit`." in text_of(bare, license="mit")
 
 
@@ -937,7 +937,7 @@ def test_weights_trained_further_take_no_old_number_with_them(pushed, name):
     *_, last = repositories[name]
     text = last["README.md"].decode()
     assert "36.82" not in text
-    assert "none is claimed here" in text
+    assert "This model has no published score." in text
     assert "LICENSE-CODE" in last
 
 
@@ -962,3 +962,10 @@ def test_the_limit_of_a_translation_is_said_in_words(bare, settings, limit):
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | settings)
     text = text_of(bare)
     assert limit in text if limit else "stops at" not in text
+
+
+def test_a_file_whose_name_is_not_utf8_has_its_bytes_in_the_card(run):
+    content = json.loads((run / "results.json").read_text())
+    content["command"] = "vaswani train --train caf\udce9.en"
+    write_json(run / "results.json", content)
+    assert r"--train caf\udce9.en" in text_of(run)

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.commands.main import main
+from vaswani.conversion import to_marian
 from vaswani.conversion.errors import ConversionError
 from vaswani.conversion.opennmt import convert, load, rules
 from vaswani.conversion.rules import to_theirs
@@ -750,3 +751,25 @@ def test_opennmts_own_model_gives_the_same_logits_and_translations(toolkits, ver
             # Our decoding leaves out <unk>.
             best = [re.sub(r" ?<unk>", "", texts[0]).strip() for texts in theirs]
             assert target_tokenizer.batch_decode(ours, skip_special_tokens=True) == best
+
+
+def test_a_line_without_tokens_has_no_links_and_no_score(save, tmp_path, capsys):
+    options = some_options()
+    convert(save(3, options, some_weights(options)), tmp_path / "out")
+    (tmp_path / "source").write_text("a b\n\nc\n")
+    (tmp_path / "target").write_text("x y\ny\nx\n")
+    given = [str(tmp_path / name) for name in ("out", "source", "target")]
+    main(["align", *given])
+    links = capsys.readouterr().out.splitlines()
+    assert [bool(line) for line in links] == [True, False, True]
+    with pytest.raises(SystemExit, match=r"Line 2 of .*source has no tokens"):
+        main(["score", *given])
+
+
+def test_a_tokenizer_that_marian_cannot_have_is_refused_by_its_setting(save, tmp_path):
+    options = some_options()
+    convert(save(3, options, some_weights(options)), tmp_path / "out")
+    with pytest.raises(
+        ConversionError, match=r"The tokenizer cannot be converted.*source_eos False"
+    ):
+        to_marian._without_package(AutoTokenizer.from_pretrained(tmp_path / "out"))

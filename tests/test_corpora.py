@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import pickle
+import signal
 import sys
 from collections import Counter
 
@@ -462,3 +464,12 @@ def test_a_named_function_may_be_in_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     assert function_of("own_rules:keep")("a", "b")
+
+
+def test_workers_leave_an_interrupt_to_the_process_that_they_work_for():
+    def interrupted():
+        in_processes._begin(len, os.getppid())
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(7)
+
+    assert in_child(interrupted) == 7

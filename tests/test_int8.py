@@ -40,6 +40,7 @@ from vaswani.generation.int8_vaswani import (
 )
 from vaswani.generation.linear_vaswani import prepare
 from vaswani.hub_cards.card import write_model_card
+from vaswani.modeling.quantization_vaswani import VaswaniInt8Quantizer
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.trainer import VaswaniTrainer
 
@@ -315,6 +316,20 @@ class TestLoading:
         assert not any(parameter.requires_grad for parameter in rounded.parameters())
         wanted, found = logits(original), logits(rounded)
         assert 0 < (wanted - found).abs().mean() < 0.03 * wanted.std()
+
+    def test_a_model_on_several_devices_is_not_rounded(self, saved):
+        model = load(saved)
+        model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+        quantizer = VaswaniInt8Quantizer(VaswaniInt8Config(), pre_quantized=False)
+        with pytest.raises(ValueError, match="device_map divides them among 0, cpu: round the mod"):
+            quantizer._process_model_after_weight_loading(model)
+
+    def test_weights_rounded_in_memory_are_no_float_weights(self, saved):
+        model = load(saved)
+        model.round_to_int8()
+        for take in (split_halves, to_marian.to_marian):
+            with pytest.raises(ValueError, match="needs float weights, but this model has int8"):
+                take(model)
 
     def test_the_weights_error_is_recorded(self, saved, rounded):
         original, change, total = load(saved), 0.0, 0.0

@@ -1,6 +1,8 @@
 """Large tensors of a search use the memory of earlier ones, which the system may take back."""
 
 import errno
+import mmap
+import sys
 import threading
 
 import pytest
@@ -87,3 +89,16 @@ def test_where_the_system_cannot_take_memory_back_none_is_kept(monkeypatch):
     monkeypatch.delattr(memory_vaswani.mmap, "MADV_FREE")
     empty((LARGE,))
     assert kept() == 0
+
+
+def test_a_block_that_the_system_cannot_take_back_is_not_kept(monkeypatch):
+    class WithoutAdvice(mmap.mmap):
+        def madvise(self, *args):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    unraised = []
+    monkeypatch.setattr(memory_vaswani.mmap, "mmap", WithoutAdvice)
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
+    empty((LARGE,))
+    assert kept() == 0
+    assert not unraised

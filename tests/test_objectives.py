@@ -3,7 +3,12 @@
 import copy
 import json
 import math
+import pickle
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -17,11 +22,13 @@ from test_batching import (
     training_data,
     weights,
 )
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 from vaswani.corpora.packed_collator import packed
 from vaswani.training.objective import ObjectiveError, Update
 from vaswani.training.objectives import make_objective
 from vaswani.training.r_drop import RDrop
-from vaswani.training.rewards import reward_of, rewarded, sentence_bleu, sentence_chrf
+from vaswani.training.rewards import bleu_of, reward_of, rewarded, sentence_bleu, sentence_chrf
 from vaswani.training.scheduled_sampling import ScheduledSampling
 from vaswani.training.sequence_objectives import Candidates, MinimumRisk, Reinforce
 
@@ -278,7 +285,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, name):
             MinimumRisk(first_letters, 2),
             {
                 **{"reward": "first_letters", "candidates": 2, "likelihood": 0.0},
-                **{"sharpness": 0.005, "reward_processes": 0},
+                **{"sharpness": 0.005, "reward_processes": 0, "target_tokenizer": None},
             },
         ),
         (
@@ -383,6 +390,22 @@ def test_a_reward_may_return_a_column_or_a_row_of_numbers(kind, values):
     assert rewarded(lambda *_: kind(values), ["a", "b"], ["c", "d"]) == [0.5, 0.25]
 
 
+def test_the_body_of_a_generator_runs_without_gradients_too():
+    def enabled(hypotheses, references):
+        for _ in hypotheses:
+            yield float(torch.is_grad_enabled())
+
+    assert rewarded(enabled, ["a", "b"], ["c", "d"]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("tokenize", "high"), [("13a", False), ("zh", True)])
+def test_bleu_has_the_tokenisation_of_its_score(tokenize, high):
+    found = bleu_of(tokenize)(["我不知道"], ["我也不知道"])
+    assert (found[0] > 0.1) == high
+    assert reward_of(bleu_of(tokenize)).__name__ == "sentence_bleu"
+    assert pickle.loads(pickle.dumps(bleu_of(tokenize)))(["a b"], ["a b"]) == pytest.approx([1.0])
+
+
 def test_the_name_of_a_function_imports_a_reward(monkeypatch, tmp_path):
     (tmp_path / "my_rewards.py").write_text("def zero(hypotheses, references):\n    return [0.0]\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -410,6 +433,64 @@ def test_worker_processes_compute_the_same_rewards_and_report_their_errors(tmp_p
         rewarded(reward_of(broken, 2), names, names)
 
 
+class Counted:
+    """A reward that counts how often it is pickled."""
+
+    pickled = 0
+
+    def __call__(self, hypotheses, references):
+        return [float(len(hypothesis)) for hypothesis in hypotheses]
+
+    def __getstate__(self):
+        type(self).pickled += 1
+        return {"needed": True}  # an empty state would not be pickled
+
+
+@pytest.mark.slow
+def test_worker_processes_receive_their_reward_once():
+    reward = reward_of(Counted(), 2)
+    assert reward(["a", "bb", "ccc"], ["x"] * 3) == [1.0, 2.0, 3.0]
+    assert reward(["a", "bb", "ccc"], ["x"] * 3) == [1.0, 2.0, 3.0]
+    started = Counted.pickled
+    assert started <= 3  # for the check and for each worker
+    reward(["a", "bb"] * 9, ["x"] * 18)
+    assert Counted.pickled == started
+
+
+KILLED = """
+import time
+from vaswani.training.rewards import RewardInProcesses, sentence_chrf
+if __name__ == "__main__":
+    reward = RewardInProcesses(sentence_chrf, 1)
+    reward(["a"], ["a"])
+    print(*reward._pool._processes, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_run_that_was_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as run:
+        worker = int(run.stdout.readline())
+        assert is_running(worker)
+        run.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(worker)
+
+
+def is_running(process):
+    """Tell whether a process has not ended. One that nobody waits for has the state Z."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_reward_for_worker_processes_must_be_importable():
     with pytest.raises(ObjectiveError, match="<lambda> cannot run in other processes"):
         MinimumRisk(lambda hypotheses, references: [0.0], reward_processes=2)
@@ -421,9 +502,14 @@ def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(t
     objective = MinimumRisk(first_letters)
     with pytest.raises(ObjectiveError, match="pass the tokenizer to the trainer"):
         make_trainer(tmp_path, objective=objective).train()
-    data = training_data(3).map(lambda row: {"labels": []})
-    with pytest.raises(ObjectiveError, match="the first row of the training data has no labels"):
-        make_trainer(tmp_path, objective=objective, processing_class=Letters(), data=data).train()
+    for empty in ([], None):
+        data = [{**row, "labels": empty} for row in training_data(3)]
+        trainer = make_trainer(
+            tmp_path, objective=objective, processing_class=Letters(), data=data,
+            max_source_tokens=None,
+        )  # fmt: skip
+        with pytest.raises(ObjectiveError, match="the first row of the training data has no label"):
+            trainer.train()
 
 
 def test_sampling_without_an_end_token_is_refused_before_the_first_update(tmp_path):
@@ -438,6 +524,48 @@ def test_sampling_from_divided_weights_is_refused_before_the_first_update(tmp_pa
     trainer.is_fsdp_enabled = True
     with pytest.raises(ObjectiveError, match="FSDP and ZeRO-3 divide them: train with DDP"):
         trainer.train()
+
+
+def test_sampling_in_a_tensor_parallel_group_is_refused(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, objective=MinimumRisk("chrf"), processing_class=Letters())
+    monkeypatch.setattr(trainer, "get_tp_size", lambda: 2)
+    with pytest.raises(ObjectiveError, match="the processes of one model would draw different"):
+        trainer.train()
+
+
+def test_the_targets_own_tokenizer_decodes_rewards(tmp_path):
+    class Capitals(Letters):
+        def batch_decode(self, *args, **kwargs):
+            return [text.upper() for text in super().batch_decode(*args, **kwargs)]
+
+    seen = []
+
+    def reward(hypotheses, references):
+        seen.extend(references)
+        return [0.0] * len(hypotheses)
+
+    objective = MinimumRisk(reward, 2, target_tokenizer=Capitals())
+    make_trainer(tmp_path, objective=objective, processing_class=Letters(), max_steps=1).train()
+    assert seen
+    assert seen == [text.upper() for text in seen] != [text.lower() for text in seen]
+    with pytest.raises(ObjectiveError, match="target_tokenizer must be a tokenizer, got 'folder'"):
+        make_objective("risk", target_tokenizer="folder")
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"likelihood": 0.3}, True),
+        ({"likelihood": 0.3, "sharpness": 1.0}, False),
+        ({"likelihood": 0.0}, False),
+    ],
+)
+def test_a_likelihood_that_hides_the_risk_is_warned_of(tmp_path, settings, warned):
+    objective = MinimumRisk(first_letters, 2, **settings)
+    trainer = make_trainer(tmp_path, objective=objective, processing_class=Letters())
+    with CaptureLogger(logging.get_logger("vaswani.training.sequence_objectives")) as captured:
+        objective.prepare(trainer)
+    assert ("hides the risk: set sharpness=1" in captured.out) == warned
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,41 @@ def test_texts_of_a_language_model_do_not_see_each_other(padded_batch, names):
     torch.testing.assert_close(model.lm_head(states)[0], alone)
 
 
+def packed_texts(padded_batch):
+    """Texts of LENGTHS tokens, flattened by transformers' collator."""
+    ids, mask = padded_batch(LENGTHS)
+    rows = [{"input_ids": row[real == 1].tolist()} for row, real in zip(ids, mask, strict=True)]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    return rows, collator(rows, return_tensors="pt")
+
+
+def test_packed_texts_have_the_gradients_of_texts_alone(padded_batch):
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    config = VaswaniDecoderConfig(vocab_size=19, d_model=16, dropout=0.0, **sizes)
+    model = VaswaniForCausalLM(config).double()
+    rows, flat = packed_texts(padded_batch)
+    predicted = sum(LENGTHS) - len(LENGTHS)
+    (predicted * model(**flat).loss).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for row in rows:
+        ids = torch.tensor([row["input_ids"]])
+        if len(row["input_ids"]) > 1:
+            ((len(row["input_ids"]) - 1) * model(ids, labels=ids).loss).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, msg=name)
+
+
+def test_attention_of_packed_texts_never_holds_pairs_of_all_tokens(padded_batch):
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    config = VaswaniDecoderConfig(vocab_size=19, d_model=16, **sizes)
+    model = VaswaniForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    _, flat = packed_texts(padded_batch)
+    (weights,) = model(**flat, output_attentions=True).attentions
+    assert weights.shape == (len(LENGTHS), 4, max(LENGTHS), max(LENGTHS))
+
+
 def test_packed_texts_refuse_sources_without_boundaries():
     sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
     config = VaswaniDecoderConfig(vocab_size=19, d_model=16, add_cross_attention=True, **sizes)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fairseq_models import OPTIONS, SOURCE, TARGET, Fairseq, checkpoint, dictionary
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
-from test_conversion_fairseq import OPTIONS, SOURCE, TARGET, Fairseq, checkpoint, dictionary
 from test_conversion_joeynmt import SPECIALS
 from test_conversion_opennmt import some_options, some_weights
 from transformers import (
@@ -326,7 +326,7 @@ def test_a_file_that_is_there_is_not_said_to_be_missing(folder, looked_up):
 # Options without effect
 
 
-@pytest.mark.parametrize("end", ["", ".gz"])
+@pytest.mark.parametrize("end", ["", ".gz", ".zst", "=2", ".gz=0.5"])
 @pytest.mark.parametrize("option", ["valid", "test"])
 def test_swapped_sides_are_warned_of_by_their_endings(folder, capsys, option, end):
     train = make_parser()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from forks import in_child
 from num2words import num2words
 from test_full_disk import files_of_at_most
@@ -287,3 +288,21 @@ def test_a_vocabulary_is_learned_once_and_from_a_sample_of_at_most_so_many_lines
     monkeypatch.setattr(Corpus, "pairs", None)
     again = train_vocabulary([corpus], settings, tmp_path / "a", 10**7, seed=1)
     assert again.get_vocab() == whole.get_vocab()
+
+
+def test_a_complete_cache_serves_those_who_may_not_write_to_it(
+    corpus, tokenizer, tmp_path, monkeypatch
+):
+    def refused(self, *args, **kwargs):
+        raise PermissionError("Permission denied")
+
+    settings = {"vocab_size": 400}
+    learned = train_vocabulary([corpus], settings, tmp_path, 10**7, seed=1)
+    prepare(corpus, tokenizer, tokenizer, Rules(), tmp_path, processes=1)
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    found = prepare(corpus, tokenizer, tokenizer, Rules(), tmp_path, processes=1)
+    assert rows_of(found) == expected(tokenizer)
+    again = train_vocabulary([corpus], settings, tmp_path, 10**7, seed=1)
+    assert again.get_vocab() == learned.get_vocab()
+    with pytest.raises(PermissionError):
+        prepare(corpus, tokenizer, tokenizer, Rules(max_length=9), tmp_path, processes=1)

@@ -3,10 +3,13 @@
 import gzip
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
 from num2words import num2words
+from vaswani.corpora import reading
+from vaswani.corpora.corpus import Corpus
 from vaswani.corpora.reading import DataError, read_lines, read_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,3 +125,26 @@ def test_lines_are_read_without_marks_and_ends(tmp_path):
     damaged.write_bytes(gzip.compress(b"one\n" * 1000)[:-20])
     with pytest.raises(DataError, match=r"in\.txt\.gz is damaged"):
         list(read_lines(str(damaged)))
+
+
+def test_small_data_sets_stay_in_files_so_that_their_content_tells_them_apart(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 10**9)
+    for name, word in (("one", "eins"), ("two", "zwei")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(f'{{"en": "x", "de": "{word}"}}\n')
+    contents = {Corpus(((str(tmp_path / name),),)).content() for name in ("one", "two")}
+    assert len(contents) == 2
+
+
+@pytest.mark.parametrize(("name", "folder"), [("opus100", "opus100"), ("user/set", "user___set")])
+def test_a_data_set_in_the_cache_is_read_without_the_hub(monkeypatch, tmp_path, name, folder):
+    cached = datasets.Dataset.from_list([{"en": "one", "de": "eins"}])
+    monkeypatch.setattr(reading, "check_path", Mock(side_effect=FileNotFoundError("no such set")))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: cached)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(DataError, match="no such set"):
+        read_pairs([name], ("en", "de"), "train")
+    (tmp_path / folder).mkdir()
+    assert read_pairs([name], ("en", "de"), "train") == [("one", "eins")]

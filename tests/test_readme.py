@@ -86,7 +86,9 @@ def test_results_come_from_results_files():
         for results in hosts
     ]
     (older,), (newer,) = speeds
-    assert speed == f"{older} with AVX2, {newer} with AMX"
+    packed = f"packed batches: {older} with AVX2, {newer} with AMX"
+    identical = [results["ratios"]["network"][0]["speed"] for results in hosts]
+    assert speed == f"{packed}; identical batches: {identical[0]:.2f} and {identical[1]:.2f} times"
 
 
 def test_decoding_speed_has_the_ranges_over_hosts():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from logging import FileHandler
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from test_processes import assert_equal_weights
 from torch.utils.data import DataLoader, IterableDataset
 from vaswani.commands.train import make_parser
 from vaswani.corpora import streaming
-from vaswani.corpora.corpus import parse_corpora
+from vaswani.corpora.corpus import Corpus, parse_corpora
 from vaswani.corpora.filtering import Rules
 from vaswani.corpora.mapped import MappedPairs
 from vaswani.corpora.mixing import Mixture
@@ -255,6 +256,14 @@ def test_each_row_of_a_stream_gets_the_tag_of_its_corpus(tmp_path):
     data = TextStream(corpora, tokenizer, tokenizer, Rules(), seed=0)
     found = {tuple(row["input_ids"]) for row in data}
     assert found == {tuple(tokenizer(line)["input_ids"]) for line in lines}
+
+
+def test_a_stream_refuses_what_can_be_read_only_once(tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "pipe.tsv")
+    for names in ([str(tmp_path / "pipe.tsv")], ["-", str(tmp_path / "b.de")]):
+        corpora = [Corpus((tuple(names),))]
+        with pytest.raises(DataError, match=f"{names[0]} can be read only once: training data"):
+            TextStream(corpora, tokenizer, tokenizer, Rules(), 1)
 
 
 def test_a_stream_refuses_to_drop_duplicates(corpora, tokenizer):

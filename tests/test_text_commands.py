@@ -1,6 +1,8 @@
 """`vaswani translate`, `score` and `align`: line by line, without losing lines."""
 
 import gzip
+import importlib.metadata
+import io
 import json
 import os
 import re
@@ -11,14 +13,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pytest
 from launches import environment
 from num2words import num2words
 from vaswani.commands import demo, prepare, text, train, translate
 from vaswani.commands.main import main
+from vaswani.configuration import __version__
 from vaswani.corpora.reading import DataError, read_lines
 from vaswani.generation import loading
+from vaswani.training.progress import in_terminal
 
 from vaswani import VaswaniTranslationPipeline
 
@@ -424,3 +430,29 @@ def test_all_text_commands_use_one_loader(name, command, sentences, monkeypatch,
     command(name, FROZEN, *(sentences[:1] if name == "translate" else sentences))
     assert len(loaded) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_a_closed_stream_is_no_terminal(stream):
+    assert not in_terminal(stream)
+
+
+def test_prepare_draws_no_progress_into_a_file(command, tmp_path, monkeypatch):
+    (tmp_path / "a.tsv").write_text("a b\tc d\n" * 20)
+    called = []
+    monkeypatch.setattr(datasets, "disable_progress_bars", lambda: called.append(True))
+    command("prepare", "--train", tmp_path / "a.tsv", "--data-cache", tmp_path / "cache",
+            "--vocab-size", 270)  # fmt: skip
+    assert called
+
+
+def test_the_version_needs_no_installed_package(command, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.metadata, "version", None)
+    command("--version")
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_the_next_commands_quote_a_folder_with_a_space(capsys):
+    args = SimpleNamespace(output="my runs/en de", score="bleu")
+    train._print_summary(args, {"valid": None, "test": None})
+    assert "vaswani translate 'my runs/en de' FILE" in capsys.readouterr().out

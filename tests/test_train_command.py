@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 from vaswani.commands.main import main
+from vaswani.commands.parser import settings
 from vaswani.commands.train import make_parser, recipe_of
 from vaswani.corpora import atomic_folder
 from vaswani.training.run import RunError, training_arguments
@@ -178,8 +179,9 @@ def test_fine_tuning_keeps_separate_vocabularies_apart(
         "--valid", *parallel_files, "--steps", 60, "--eval-steps", 60, "--batch-size", 40,
         "--warmup", 10, "--learning-rate", 0.01, "--output", tmp_path / "run",
     )  # fmt: skip
-    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "target_tokenizer")
-    assert saved.get_vocab() == german.get_vocab()
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-60"):
+        saved = AutoTokenizer.from_pretrained(folder / "target_tokenizer")
+        assert saved.get_vocab() == german.get_vocab()
     assert AutoTokenizer.from_pretrained(tmp_path / "run").get_vocab() == english.get_vocab()
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").eval()
     sources, targets = zip(*pairs, strict=True)
@@ -370,6 +372,10 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         ),
         (["--muon", "--trainer", "optim=adafactor"], "--muon is an optimizer too: leave out --mu"),
         (["--trainer", "learning_rate=1e-4"], "has its own option: pass --learning-rate"),
+        (
+            ["--trainer", "hub_token=hf_secret"],
+            "log in with `hf auth login`, or set the variable HF",
+        ),
         (["--trainer", "predict_with_generate=false"], "evaluations always translate, so leave it"),
         (["--scheduler", "lineer"], "'lineer' is unknown: did you mean 'linear'"),
         (["--scheduler", "cosine_with_min_lr"], "--scheduler cosine_with_min_lr: .*min_lr"),
@@ -496,3 +502,37 @@ def test_a_schedule_of_sampling_needs_the_length_of_the_run(words, capsys):
 )
 def test_a_schedule_of_sampling_takes_a_known_length(words):
     assert make_parser().parse_args(f"{SAMPLING} {words}".split()).objective == "scheduled_sampling"
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"), [("save_strategy=stepz", "stepz"), ("optim=adamm", "adamm")]
+)
+def test_values_that_transformers_refuses_end_a_run_before_its_data_are_read(
+    command, parallel_files, tmp_path, monkeypatch, value, complaint
+):
+    monkeypatch.setattr(RunData, "__init__", None)
+    with pytest.raises(SystemExit, match=complaint):
+        command(
+            "train", "--train", *parallel_files, "--trainer", value, "--output", tmp_path / "run"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((".5", 0.5), ("-.5e-3", -0.0005), ("5.", 5.0), ("1e-3", 0.001), ("07", "07")),
+        *((".", "."), ("a.b", "a.b"), ("1.2.3", "1.2.3"), ("true", True), ("null", None)),
+    ],
+)
+def test_values_of_settings_are_numbers_where_they_look_like_numbers(text, value):
+    found = settings([f"name={text}"])["name"]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_folder_in_the_home_folder_may_be_named_by_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    args = make_parser().parse_args(
+        ["--train", "a.tsv", "--output=~/run", "--data-cache=~/cache", "--results=~/all.json"]
+    )
+    found = [args.output, args.data_cache, args.results]
+    assert found == [f"/home/somebody/{name}" for name in ("run", "cache", "all.json")]
