@@ -1,1 +1,1 @@
-"""Decoding: `generate`, its searches, `score`, `align` and the pipeline. All files travel."""
+"""Decoding: `generate`, its searches, `score`, `align` and the pipeline. Saved with models."""

@@ -154,10 +154,19 @@ class TargetCache:
             self.past = F.pad(self.past, (0, self.room - self.past.shape[2]), value=-torch.inf)
         if self.room > self.keys.shape[3]:
             # A CPU takes memory when it is written. Room for later is free there, and copies cost.
-            capacity = self.room * (_SPARE_ROOM if self.keys.device.type == "cpu" else 1)
-            self.keys, self.values = (
-                self._grown(cache, capacity) for cache in (self.keys, self.values)
-            )
+            spare = _SPARE_ROOM if self.keys.device.type == "cpu" else 1
+            try:
+                self._grow(self.room * spare)
+            except RuntimeError:  # memory has no spare room
+                if spare == 1:
+                    raise
+                self._grow(self.room)
+
+    def _grow(self, capacity: int) -> None:
+        """Make room for that many positions of keys and values."""
+        self.keys, self.values = (
+            self._grown(cache, capacity) for cache in (self.keys, self.values)
+        )
 
     def _grown(self, cache: torch.Tensor, capacity: int) -> torch.Tensor:
         """Copy keys or values, with room for more positions."""

@@ -1,4 +1,4 @@
-"""`generate` of a language model: transformers' own, with the fast greedy and beam search."""
+"""`generate` of a language model: transformers' own, with the searches of `search_vaswani.py`."""
 
 import functools
 from typing import Any, ClassVar

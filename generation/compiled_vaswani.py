@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .int8_vaswani import Int8Embedding
 from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_stored, library
-from .linear_vaswani import compiled_product, is_changed
+from .linear_vaswani import compiled_product, is_changed, is_supported
 from .memory_vaswani import empty
 from .products_vaswani import Product, Rounded, multiply
 from .structures_vaswani import Batch, Embedding, Layer, Memory, Norm, Positions
@@ -43,10 +43,12 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
+        if not all(map(_is_supported, layers)):
+            return None  # before any weight is packed
         # Reading the weights empties the caches of a CPU, so all weights are compared at the end.
         checks: list[Callable[[], bool]] = []
         prepared = cls._filled(layers, heads, checks)
-        if all(check() for check in checks):
+        if prepared is None or all(check() for check in checks):
             return prepared
         del prepared, checks  # they keep the old copies
         return cls._filled(layers, heads, None)
@@ -165,10 +167,9 @@ class CompiledLinear:
     @classmethod
     def prepare(cls, linear: Any) -> "CompiledLinear | None":
         """Prepare a linear layer. Return None if the kernels do not support it."""
-        if not _can_compile(linear):
+        if not _can_compile(linear) or not is_supported(linear):
             return None
-        prepared = compiled_product(linear)
-        return None if prepared is None else cls(*prepared)
+        return cls(*compiled_product(linear))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Multiply states (R, in): (R, out) in float32, until the next call."""
@@ -193,6 +194,8 @@ class CompiledEmbedding:
         Return None if the kernels do not support it.
         """
         if type(embedding) not in (nn.Embedding, Int8Embedding) or not _can_compile(embedding):
+            return None
+        if getattr(embedding, "max_norm", None) is not None:
             return None
         weight, scale = embedding.weight.detach(), getattr(embedding, "weight_scale", None)
         scale = None if scale is None else scale.detach()
@@ -306,41 +309,62 @@ def _can_compile(linear: Any) -> bool:
     return on_cpu and not torch.is_autocast_enabled("cpu") and library() is not None
 
 
-def _fill(
-    structure: Layer, layer: Any, kept: list[Any], checks: list[Callable[[], bool]] | None
-) -> bool:
-    """Describe a layer for the kernels. Return False if they do not support it."""
-    past, source = layer.self_attn, getattr(layer, "encoder_attn", None)
-    if (
-        layer.training
-        or past.training
-        or (source is not None and source.training)
-        or type(layer.activation_fn) is not nn.ReLU
-        or is_changed(layer.activation_fn)
-    ):
+def _is_supported(layer: Any) -> bool:
+    """Tell whether the kernels support the parts of a layer."""
+    attentions = [part for part in (layer.self_attn, _source_attention(layer)) if part is not None]
+    if any(part.training for part in (layer, *attentions)):
         return False
-    structure.norm_first = layer.norm_first
-    structure.past.scaling = past.scaling
+    if type(layer.activation_fn) is not nn.ReLU or is_changed(layer.activation_fn):
+        return False
+    return all(map(_is_supported_norm, _norms_of(layer).values())) and all(
+        is_supported(*linears) for linears in _products_of(layer).values()
+    )
+
+
+def _is_supported_norm(norm: Any) -> bool:
+    if type(norm) is not nn.LayerNorm or is_changed(norm):
+        return False
+    return all(
+        part is not None and part.shape == norm.normalized_shape and part.dtype in COMPUTED
+        for part in (norm.weight, norm.bias)
+    )
+
+
+def _source_attention(layer: Any) -> Any:
+    return getattr(layer, "encoder_attn", None)
+
+
+def _norms_of(layer: Any) -> dict[str, Any]:
+    """Return the LayerNorms of a layer by their names in `Layer`."""
+    norms = {"past_norm": layer.self_attn_layer_norm, "final_norm": layer.final_layer_norm}
+    if _source_attention(layer) is not None:
+        norms["source_norm"] = layer.encoder_attn_layer_norm
+    return norms
+
+
+def _products_of(layer: Any) -> dict[str, tuple]:
+    """Return the linear layers of each product by its name in `Layer`."""
+    past, source = layer.self_attn, _source_attention(layer)
     products: dict[str, tuple] = {
         "past_qkv": (past.q_proj, past.k_proj, past.v_proj),
         "past_output": (past.out_proj,),
         "fc1": (layer.fc1,),
         "fc2": (layer.fc2,),
     }
-    norms = {"past_norm": layer.self_attn_layer_norm, "final_norm": layer.final_layer_norm}
     if source is not None:
-        structure.source.scaling = source.scaling
         products |= {"source_query": (source.q_proj,), "source_output": (source.out_proj,)}
-        norms["source_norm"] = layer.encoder_attn_layer_norm
-    for name, norm in norms.items():
-        if type(norm) is not nn.LayerNorm or is_changed(norm):
-            return False
-        if any(
-            part is None or part.shape != norm.normalized_shape for part in (norm.weight, norm.bias)
-        ):
-            return False
-        if norm.weight.dtype not in COMPUTED or norm.bias.dtype not in COMPUTED:
-            return False
+    return products
+
+
+def _fill(
+    structure: Layer, layer: Any, kept: list[Any], checks: list[Callable[[], bool]] | None
+) -> bool:
+    """Describe a supported layer for the kernels. Return False if its norms are not on a CPU."""
+    structure.norm_first = layer.norm_first
+    structure.past.scaling = layer.self_attn.scaling
+    if (source := _source_attention(layer)) is not None:
+        structure.source.scaling = source.scaling
+    for name, norm in _norms_of(layer).items():
         # Copies, because another thread may write to the model during the call.
         weight, bias = (
             part.detach().to(torch.float32, copy=True) for part in (norm.weight, norm.bias)
@@ -349,11 +373,8 @@ def _fill(
             return False
         kept.append((weight, bias))
         setattr(structure, name, Norm(weight.data_ptr(), bias.data_ptr(), norm.eps))
-    for name, linears in products.items():
-        prepared = compiled_product(*linears, relu=name == "fc1", checks=checks)
-        if prepared is None:
-            return False
-        product, parts = prepared
+    for name, linears in _products_of(layer).items():
+        product, parts = compiled_product(*linears, relu=name == "fc1", checks=checks)
         setattr(structure, name, product)
         kept.append(parts)
     return True
@@ -369,7 +390,7 @@ def _fits(structure: Layer, layer: Any, first: Any, heads: int) -> bool:
         "fc2": (layer.fc1.out_features, width),
     }
     norms = [layer.self_attn_layer_norm, layer.final_layer_norm]
-    if getattr(layer, "encoder_attn", None) is not None:
+    if _source_attention(layer) is not None:
         expected |= {"source_query": (width, heads * d_k), "source_output": (heads * d_v, width)}
         norms.append(layer.encoder_attn_layer_norm)
     products = {name: getattr(structure, name) for name in expected}

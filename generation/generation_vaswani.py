@@ -1,7 +1,7 @@
 """`generate` as the paper decodes (section 6.1): length penalty, output limit, stopping rule.
 
-Beam search and greedy search are those of `search_vaswani.py`, if they cover the settings of the
-call. Everything else in `generate` comes from transformers.
+Beam search, greedy search and sampling are those of `search_vaswani.py`, if they cover the settings
+of the call. All other searches come from transformers.
 """
 
 import copy

@@ -215,8 +215,8 @@ def multiply(
     rounding = _8_BITS if _rounds_to_8_bits() else _7_BITS
     compiling = torch.compiler.is_compiling()
     kernel = _float_product
-    if _has_int8_product() and (rounding is _8_BITS or compiling):
-        kernel = _int8_product  # without VNNI, it is slower than packing
+    if _has_int8_product() and rounding is _8_BITS:  # without VNNI, it is slow
+        kernel = _int8_product
     elif not compiling and compiled_rounding(values.shape[1]):
         kernel = _compiled_product
     return _multiply_rows(kernel(values, scale, rounding), states, bias)

@@ -294,11 +294,11 @@ def _pack(
 
 def compiled_product(
     *linears: nn.Linear, relu: bool = False, checks: list[Callable[[], bool]] | None = None
-) -> tuple[Product, Any] | None:
-    """Prepare layers for the compiled kernels. Return None if they do not support the layers.
+) -> tuple[Product, Any]:
+    """Prepare layers for the compiled kernels.
 
     Args:
-        linears: layers that read the same states.
+        linears: layers that read the same states, and that the kernels support (`is_supported`).
         relu: whether ReLU is applied to their outputs.
         checks: gets a function that tells whether the packed weights still have the values of the
             layers. None means that they are compared now, and packed again if they have not.
@@ -307,23 +307,28 @@ def compiled_product(
         The product, and what must be kept for as long as it is used.
     """
     layers: tuple[Any, ...] = _originals(linears)
-    weights = [layer.weight for layer in layers if is_plain(layer)]
-    if len(weights) < len(layers) or len(set(map(type, layers))) > 1:
-        return None
-    if len({weight.shape[1] for weight in weights}) > 1:
-        return None  # the states fit one of them only
     bias = _joined_bias(layers)
     bias = None if bias is None else as_stored(bias.detach().to(torch.float32, copy=True))
     if isinstance(layers[0], Int8Linear):
-        largest = compiled_rounding(weights[0].shape[1])
-        if largest is None:
-            return None
+        largest = compiled_rounding(layers[0].weight.shape[1])
+        assert largest is not None
         panels = _pack(Panels.pack, layers, _joined_scale(layers), largest, checks=checks)
         return panels.product(bias, largest, relu), (panels, bias)
-    if not all(can_pack(weight) for weight in weights) or len({w.dtype for w in weights}) > 1:
-        return None
     panels = _pack(Panels.pack, layers, checks=checks)
     return panels.product(bias, relu=relu), (panels, bias)
+
+
+def is_supported(*linears: nn.Linear) -> bool:
+    """Tell whether the compiled kernels can multiply by layers that read the same states."""
+    layers: tuple[Any, ...] = _originals(linears)
+    if not all(map(is_plain, layers)) or len(set(map(type, layers))) > 1:
+        return False
+    weights = [layer.weight for layer in layers]
+    if len({weight.shape[1] for weight in weights}) > 1:
+        return False  # the states fit one of them only
+    if isinstance(layers[0], Int8Linear):
+        return compiled_rounding(weights[0].shape[1]) is not None
+    return all(map(can_pack, weights)) and len({weight.dtype for weight in weights}) == 1
 
 
 def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor:
@@ -402,4 +407,11 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
     return (*dtypes, torch.bfloat16) if bfloat16 else dtypes
 
 
-__all__ = ["PreparedLinear", "compiled_product", "is_changed", "prepare", "prepared_copy"]
+__all__ = [
+    "PreparedLinear",
+    "compiled_product",
+    "is_changed",
+    "is_supported",
+    "prepare",
+    "prepared_copy",
+]

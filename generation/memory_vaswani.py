@@ -46,7 +46,10 @@ def _keep(block: mmap.mmap) -> None:
     """Keep a block for later, or return it to the system if many are kept."""
     kept = sum(size * len(blocks) for size, blocks in list(_unused.items()))
     if kept + len(block) <= _MOST:
-        block.madvise(mmap.MADV_FREE)
+        try:
+            block.madvise(mmap.MADV_FREE)
+        except OSError:  # a system without this advice; the block is returned to it
+            return
         _unused[len(block)].append(block)
 
 

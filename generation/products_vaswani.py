@@ -163,11 +163,22 @@ def multiply(
     """Multiply states (R, in) by a weight, and add a bias: (R, out), in `output` if it is given.
 
     Memory for R rounded rows is made if it is not given.
+
+    Raises:
+        RuntimeError: the states are not on the CPU, or have another width than the weight.
     """
+    if not states.is_cpu:
+        raise RuntimeError(
+            f"The states are on {states.device}, but the model is on the CPU: move one of them."
+        )
     states = as_stored(states)
     rows, inputs = states.shape
+    if inputs != product.inputs:
+        raise RuntimeError(
+            f"The states have {inputs} values, but the layer takes {product.inputs}: their "
+            f"shapes are {tuple(states.shape)} and {(product.outputs, product.inputs)}."
+        )
     assert states.dtype == torch.float32
-    assert inputs == product.inputs
     if output is None:
         output = states.new_empty(rows, product.outputs)
     if memory is None:

@@ -477,7 +477,7 @@ class VaswaniScoringMixin:
             if not texts:  # tokenizers add no padding here
                 ids = self._without_padding(ids)
             if not ids:
-                raise ValueError(f"{place} has no tokens: even an empty sentence has </s>.")
+                raise ValueError(f"{place} has no tokens: leave it out.")
             if (wrong := min(ids)) < 0 or (wrong := max(ids)) >= vocab_size:
                 raise ValueError(
                     f"{place} has the token id {wrong}, outside the {vocab_size} entries of the "

@@ -244,7 +244,8 @@ def refuse_int8(model: Any, action: str) -> None:
     Raises:
         ValueError: the model has int8 weights. The error names the ways out.
     """
-    if getattr(model, "quantization_method", None) == _METHOD:
+    rounded = isinstance(model, nn.Module) and any(map(has_int8, model.modules()))
+    if rounded or getattr(model, "quantization_method", None) == _METHOD:
         raise ValueError(
             f"{action} needs float weights, but this model has int8 weights: use the model that "
             "they were rounded from, or what model.dequantize() returns."
@@ -252,13 +253,20 @@ def refuse_int8(model: Any, action: str) -> None:
 
 
 def _refuse_offloaded(model: nn.Module) -> None:
-    """Refuse to round a model some of whose weights are not in memory."""
+    """Refuse to round a model whose weights are not all in memory, or on several devices."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(
                 f"Rounding needs all weights in memory, but device_map offloads {name}: round the "
                 "model without device_map and save it, because an int8 folder can be offloaded."
             )
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise ValueError(
+            f"Rounding needs all weights on one device, but device_map divides them among "
+            f"{', '.join(sorted(map(str, devices)))}: round the model without device_map and save "
+            "it, because an int8 folder can be divided."
+        )
 
 
 def has_int8(module: nn.Module) -> TypeGuard[Int8Linear | Int8Embedding]:
