@@ -341,7 +341,8 @@ class Ingredients:
         penalties = [name for name in names if name in PENALTIES]
         no_penalty = self.decoded(**NO_PENALTY) if penalties else {}
         if averaging(self.recipe) in names:
-            self.add(averaging(self.recipe), whole, self.decoded(last_checkpoint=True))
+            # Both sides are decoded on this machine. The runs may come from another one.
+            self.add(averaging(self.recipe), self.decoded(), self.decoded(last_checkpoint=True))
         for name in penalties:
             self.add(name, self.decoded(**PENALTIES[name]), no_penalty)
         for name, (side, _) in variants(self.recipe).items():

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import DataCollatorForSeq2Seq
 
+from ..configuration.errors import InputError
+
 
 class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     """DataCollatorForSeq2Seq without padding: every tensor of tokens is (1, N).
@@ -89,13 +91,13 @@ def _real_source(batch: Mapping[str, Any]) -> torch.Tensor:
     real = torch.ones_like(batch["input_ids"]) if given is None else given
     real = real.bool()
     if real.numel() == 0:
-        raise ValueError(
+        raise InputError(
             "No source of the batch has tokens, because input_ids have the shape "
             f"{tuple(real.shape)}: give each source at least its end token."
         )
     if not real[:, 0].all():
         row = int((~real[:, 0]).nonzero()[0])
-        raise ValueError(
+        raise InputError(
             f"Sentence {row} of the batch begins with padding: pad on the right "
             "(tokenizer.padding_side), and give each sentence at least its end token."
         )

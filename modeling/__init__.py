@@ -1,1 +1,1 @@
-"""The network: its layers, loss, dropout, embeddings and strict loading. All files travel."""
+"""The network: its layers, loss, dropout, embeddings and strict loading. Saved with models."""

@@ -22,7 +22,7 @@ from ..generation.causal_vaswani import VaswaniCausalGenerationMixin, check_pref
 from .attention_vaswani import VaswaniAttention
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import VaswaniDecoder, VaswaniDecoderLayer, VaswaniPreTrainedModel
-from .packing_vaswani import Packing, refuse_beside_boundaries
+from .packing_vaswani import pop_packing, refuse_beside_boundaries
 
 
 def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
@@ -93,9 +93,13 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if boundaries is not None and inputs is not None:
             given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             refuse_beside_boundaries(given)
-            packing = Packing(boundaries, kwargs.get("max_length_q"), position_ids)
-            position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
-            use_cache = False
+            others = {**kwargs, "position_ids": position_ids}
+            packing = pop_packing(others)
+            kwargs, use_cache = others, False
+            if prefix_mask is None:
+                attention_mask, position_ids = packing, None
+            else:  # positions tell the sentences apart in a mask of all tokens
+                position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
         # The mask tells the sentences of a packed batch apart by their positions, but only without
         # a cache.
         if (

@@ -241,8 +241,11 @@ def position_encodings(
     return encode(start, length, device)
 
 
-def _pop_packing(kwargs: dict[str, Any], prefix: str) -> Packing | None:
-    """Remove the boundaries of one side from a call's arguments. Return None for a padded side."""
+def pop_packing(kwargs: dict[str, Any], prefix: str = "") -> Any:
+    """Remove the boundaries of one side from a call's arguments, and return them as a `Packing`.
+
+    Returns None for a padded side.
+    """
     if kwargs.get(f"{prefix}cu_seq_lens_q") is None:
         return None
     given = {name: kwargs.pop(prefix + name, None) for name in _KEYS}
@@ -261,7 +264,7 @@ def takes_packed_batches(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
-        source, target = _pop_packing(kwargs, ""), _pop_packing(kwargs, "decoder_")
+        source, target = pop_packing(kwargs), pop_packing(kwargs, "decoder_")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if decodes:
             _refuse_prefix(arguments)
@@ -430,6 +433,7 @@ __all__ = [
     "both_in_prefix",
     "causal_mask",
     "decoder_inputs",
+    "pop_packing",
     "position_encodings",
     "refuse_beside_boundaries",
     "takes_packed_batches",

@@ -25,8 +25,12 @@ def device_settings() -> dict[str, Any]:
     """
     if torch.accelerator.is_available():
         return {}
-    deepspeed = str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
-    return {"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}
+    return {"ddp_backend": "gloo"} if uses_deepspeed() else {"use_cpu": True}
+
+
+def uses_deepspeed() -> bool:
+    """Tell whether the launcher has chosen DeepSpeed."""
+    return bool(str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
 
 
 def join_processes() -> PartialState:

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from transformers import (
@@ -15,6 +15,11 @@ from transformers import (
 )
 
 _SECONDS_BETWEEN_LINES = 1.0
+
+
+def in_terminal(stream: TextIO | None) -> bool:
+    """Tell whether a standard stream is a terminal. A closed stream is None."""
+    return stream is not None and stream.isatty()
 
 
 class ProgressLine(TrainerCallback):
@@ -55,7 +60,7 @@ class ProgressLine(TrainerCallback):
     ) -> None:
         """Overwrite the progress line, at most once a second."""
         now = time.monotonic()
-        if not state.is_world_process_zero or not sys.stdout.isatty():
+        if not state.is_world_process_zero or not in_terminal(sys.stdout):
             return
         if now - self.shown >= _SECONDS_BETWEEN_LINES:
             self.shown = now
@@ -65,7 +70,7 @@ class ProgressLine(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write a line per checkpoint into the log file of a run without evaluation."""
-        in_file = not sys.stdout.isatty()
+        in_file = not in_terminal(sys.stdout)
         if state.is_world_process_zero and in_file and args.eval_strategy == "no":
             _write(f"{self._line(state)}\n")
 
@@ -85,7 +90,7 @@ class ProgressLine(TrainerCallback):
             figures.append(f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 99)):.2f}")
         if (score := (metrics or {}).get(f"eval_{self.score}")) is not None:
             figures.append(f"{self.score} {score:.2f}")
-        start = "\r\033[K" if sys.stdout.isatty() else ""
+        start = "\r\033[K" if in_terminal(sys.stdout) else ""
         _write(f"{start}{', '.join(figures)}, {self._left(state)} left\n")
 
     def _line(self, state: TrainerState) -> str:
@@ -165,4 +170,4 @@ class StopAfter(TrainerCallback):
             control.should_save = args.save_strategy != "no"
 
 
-__all__ = ["EvaluateAtEnd", "ProgressLine", "StopAfter", "StopWithoutProgress"]
+__all__ = ["EvaluateAtEnd", "ProgressLine", "StopAfter", "StopWithoutProgress", "in_terminal"]

@@ -3,9 +3,12 @@
 import functools
 import math
 import multiprocessing
+import os
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -18,15 +21,23 @@ from .objective import ObjectiveError, is_whole, name_of
 Reward = Callable[[list[str], list[str]], list[float]]
 
 
-def sentence_bleu(hypotheses: list[str], references: list[str]) -> list[float]:
-    """Return the BLEU of each sentence, from 0 to 1.
+def sentence_bleu(
+    hypotheses: list[str], references: list[str], tokenize: str = "13a"
+) -> list[float]:
+    """Return the BLEU of each sentence, from 0 to 1, with one of sacreBLEU's tokenisations.
 
     n-grams that are longer than a hypothesis are ignored. Zero counts are smoothed (sacreBLEU's
     "exp").
     """
     with needs("vaswani[train]"):
         from sacrebleu.metrics.bleu import BLEU
-    return _scores(BLEU(effective_order=True), hypotheses, references)
+    return _scores(BLEU(effective_order=True, tokenize=tokenize), hypotheses, references)
+
+
+def bleu_of(tokenize: str) -> Reward:
+    """Return `sentence_bleu` with one of sacreBLEU's tokenisations."""
+    chosen = functools.partial(sentence_bleu, tokenize=tokenize)
+    return functools.update_wrapper(chosen, sentence_bleu)
 
 
 def sentence_chrf(hypotheses: list[str], references: list[str]) -> list[float]:
@@ -49,8 +60,8 @@ REWARDS: dict[str, Reward] = {"bleu": sentence_bleu, "chrf": sentence_chrf}
 class RewardInProcesses:
     """A reward that worker processes compute, each for an equal part of the translations.
 
-    Workers start with the first call and import the reward's module. They end with the main
-    process.
+    Workers start with the first call, and each receives the reward once. They end with the main
+    process, even if that is killed.
 
     Args:
         reward: a function at the top level of a module.
@@ -74,15 +85,19 @@ class RewardInProcesses:
     @functools.cached_property
     def _pool(self) -> ProcessPoolExecutor:
         # A fork of a process with torch's threads could hang.
-        return ProcessPoolExecutor(self.processes, multiprocessing.get_context("spawn"))
+        return ProcessPoolExecutor(
+            self.processes,
+            multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(self.reward,),
+        )
 
     def __call__(self, hypotheses: list[str], references: list[str]) -> list[float]:
         """Return the reward of each hypothesis, in order."""
         size = -(-len(hypotheses) // self.processes) or 1
         parts = [slice(start, start + size) for start in range(0, len(hypotheses), size)]
         found = self._pool.map(
-            rewarded,
-            [self.reward] * len(parts),
+            _rewarded_by_worker,
             [hypotheses[part] for part in parts],
             [references[part] for part in parts],
         )
@@ -91,6 +106,27 @@ class RewardInProcesses:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the workers. A copy starts its own."""
         return {name: value for name, value in vars(self).items() if name != "_pool"}
+
+
+_reward_of_worker: Reward  # in a worker process
+
+
+def _start_worker(reward: Reward) -> None:
+    """Keep the reward of this process, and end the process as soon as its parent has ended."""
+    global _reward_of_worker
+    _reward_of_worker = reward
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _rewarded_by_worker(hypotheses: list[str], references: list[str]) -> list[float]:
+    return rewarded(_reward_of_worker, hypotheses, references)
 
 
 def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
@@ -134,8 +170,8 @@ def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> li
     try:
         with torch.no_grad():  # the reward may be a network, and may change the lists
             found = reward(list(hypotheses), list(references))
-        # `item` reads arrays and tensors of shape (N,) and (N, 1) alike.
-        values = [float(value.item() if hasattr(value, "item") else value) for value in found]
+            # `item` reads arrays and tensors of shape (N,) and (N, 1) alike. A generator runs here.
+            values = [float(value.item() if hasattr(value, "item") else value) for value in found]
     except ObjectiveError:  # from a worker process, which names the reward
         raise
     except Exception as error:
@@ -160,6 +196,7 @@ __all__ = [
     "REWARDS",
     "Reward",
     "RewardInProcesses",
+    "bleu_of",
     "reward_of",
     "rewarded",
     "sentence_bleu",

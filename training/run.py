@@ -55,8 +55,10 @@ from .processes import (
     join_processes,
     of_main_process,
     patient_barrier,
+    uses_deepspeed,
 )
-from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress
+from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress, in_terminal
+from .rewards import bleu_of
 from .run_data import RunData, TrainingPairs
 from .run_trainer import RunTrainer
 
@@ -84,7 +86,7 @@ class TrainingRun:
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        if not sys.stderr.isatty():
+        if not in_terminal(sys.stderr):
             datasets.disable_progress_bars()
         self.options, self.output = options, Path(options.output)
         self.processes = join_processes()
@@ -94,6 +96,8 @@ class TrainingRun:
             self.metric = TranslationMetric(options.bleu_tokenize)
         except (ImportError, RuntimeError, ValueError) as error:
             raise RunError(f"--bleu-tokenize {options.bleu_tokenize}: {error}") from error
+        if not uses_deepspeed():  # its arguments would decide how models are made from here on
+            training_arguments(options, d_model=512)  # refuses wrong values before data are read
         self.circumstances = circumstances()
         set_seed(options.seed)
         self.data = RunData(options, self._say_of_machine)
@@ -252,6 +256,8 @@ class TrainingRun:
             r_drop=options.r_drop,
             **noam,
         )
+        if self.target_tokenizer is not self.tokenizer:
+            trainer.target_tokenizer = self.target_tokenizer
         trainer.remove_callback(PrinterCallback)  # ProgressLine prints
         return trainer
 
@@ -259,7 +265,10 @@ class TrainingRun:
         options = self.options
         if options.objective is None:
             return None
-        return make_objective(options.objective, **options.objective_settings)
+        settings = dict(options.objective_settings)
+        if options.objective in ("risk", "reinforce") and settings.get("reward", "bleu") == "bleu":
+            settings["reward"] = bleu_of(options.bleu_tokenize)
+        return make_objective(options.objective, **settings)
 
     def _callbacks(self) -> list[TrainerCallback]:
         options = self.options
@@ -315,9 +324,6 @@ class TrainingRun:
             "arguments": trainer.settings(),
         }
         trainer.save_model()
-        if self.target_tokenizer is not self.tokenizer and self.processes.is_main_process:
-            with replaced_files(self.output / "target_tokenizer") as folder:
-                self.target_tokenizer.save_pretrained(folder)
         return results
 
     def finish(self, results: dict[str, Any]) -> None:

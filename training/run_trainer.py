@@ -1,12 +1,14 @@
 """The trainer of `vaswani train`: batches of similar lengths, and an evaluation in file order."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
+from ..corpora.atomic_folder import replaced_files
 from .trainer import VaswaniTrainer
 
 
@@ -19,6 +21,17 @@ class RunTrainer(VaswaniTrainer):
     """
 
     _sampler: "EpochSampler | None" = None
+    # The tokenizer of a separate target vocabulary. Each saved folder gets it.
+    target_tokenizer: Any = None
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        super()._save(output_dir, state_dict)
+        folder = Path(output_dir or self.args.output_dir)
+        if self.target_tokenizer is not None and self.args.should_save:
+            with replaced_files(folder / "target_tokenizer") as partial:
+                self.target_tokenizer.save_pretrained(partial)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> SequentialSampler:
         return SequentialSampler(eval_dataset)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import logging
 
 from ..corpora.packed_collator import packed
 from ..corpora.token_counts import counts_fast, first_empty, token_counts
@@ -18,6 +19,10 @@ from ..generation.limits_vaswani import length_limits, length_rule
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .objective import Objective, ObjectiveError, Update, is_whole, mean_of
 from .rewards import Reward, reward_of, rewarded
+
+logger = logging.get_logger(__name__)
+
+_LEAST_SHARPNESS_OF_A_MIXTURE = 0.1
 
 
 @dataclasses.dataclass
@@ -29,13 +34,14 @@ class Candidates:
         rewards: (B, 1 + k) rewards.
         present: (B, 1 + k) mask of the translations. A row has gaps if repeated samples were
             removed.
-        likelihood: the label-smoothed loss of the references, summed over their tokens.
+        likelihood: the label-smoothed loss of the references, summed over their tokens. None if its
+            weight is 0.
     """
 
     log_probs: torch.Tensor
     rewards: torch.Tensor
     present: torch.Tensor
-    likelihood: torch.Tensor
+    likelihood: torch.Tensor | None
 
 
 class SequenceObjective(Objective):
@@ -52,11 +58,14 @@ class SequenceObjective(Objective):
     Args:
         reward: "bleu", "chrf", or a function (hypotheses, references) -> list of floats, also by
             its name as "module:function". The function gets all translations of a batch at once,
-            including the references.
+            including the references. Both lists are decoded from tokens, so unknown words are
+            missing. `train` also calls it once before the first update.
         candidates: k, the number of samples per sentence.
         likelihood: weight of the likelihood, from 0 to 1.
         reward_processes: number of worker processes that compute the reward, each for an equal part
             of the translations of a batch; 0 computes it in the process that trains.
+        target_tokenizer: decodes the target. None takes the trainer's `processing_class`, or the
+            folder `target_tokenizer` beside its files.
 
     Raises:
         ObjectiveError: a number is out of range, or the reward is unknown.
@@ -72,6 +81,7 @@ class SequenceObjective(Objective):
         candidates: int = 5,
         likelihood: float = 0.3,
         reward_processes: int = 0,
+        target_tokenizer: Any = None,
     ) -> None:
         self.reward = reward_of(reward, reward_processes)
         if not is_whole(candidates, self.min_candidates):
@@ -83,6 +93,9 @@ class SequenceObjective(Objective):
             raise ObjectiveError(f"likelihood must be from 0 to 1, got {likelihood}.")
         self.candidates, self.likelihood = int(candidates), likelihood
         self.reward_processes = reward_processes
+        if target_tokenizer is not None and not hasattr(target_tokenizer, "batch_decode"):
+            raise ObjectiveError(f"target_tokenizer must be a tokenizer, got {target_tokenizer!r}.")
+        self.target_tokenizer = target_tokenizer
 
     def prepare(self, trainer: Any) -> None:
         """Get the tokenizer of a trainer, and test the reward on a reference of its data.
@@ -98,21 +111,27 @@ class SequenceObjective(Objective):
                 "Sampling needs the whole weights in each process, but FSDP and ZeRO-3 divide "
                 "them: train with DDP or ZeRO-2."
             )
-        if trainer.processing_class is None:
+        if trainer.get_tp_size() > 1:
+            raise ObjectiveError(
+                "With tensor parallelism, the processes of one model would draw different samples: "
+                "train with DDP or ZeRO-2."
+            )
+        if trainer.processing_class is None and self.target_tokenizer is None:
             raise ObjectiveError(
                 "Rewards compare texts: pass the tokenizer to the trainer as processing_class."
             )
         own = self.unwrap(trainer.model)
         if own.config.eos_token_id is None:
             raise ObjectiveError("Samples need an end token: set model.config.eos_token_id.")
-        self.tokenizer = own.target_tokenizer(trainer.processing_class)
+        self.tokenizer = self.target_tokenizer or own.target_tokenizer(trainer.processing_class)
         first: dict[str, Any] = next(iter(trainer.train_dataset), {})
-        if not len(first.get("labels", ())):
+        labels = first.get("labels")
+        if labels is None or not len(labels):
             raise ObjectiveError(
                 "Rewards compare translations with references, but the first row of the training "
                 "data has no labels."
             )
-        reference = self._texts([[token for token in first["labels"] if token >= 0]])[0]
+        reference = self._texts([[token for token in labels if token >= 0]])[0]
         rewarded(self.reward, [reference, ""], [reference, reference])
         if trainer.max_source_tokens is None:
             # Otherwise the sampler of token batches checks the lengths, which it counts anyway.
@@ -144,6 +163,8 @@ class SequenceObjective(Objective):
         """Compute the share of a batch in the mean loss of its update."""
         candidates = self._candidates(model, *_sentences(inputs))
         loss = mean_of(self.sentence_losses(candidates).sum(), update.sentences)
+        if candidates.likelihood is None:
+            return loss
         likelihood = mean_of(candidates.likelihood, update.tokens)
         return self.likelihood * likelihood + (1 - self.likelihood) * loss
 
@@ -165,7 +186,11 @@ class SequenceObjective(Objective):
             self._texts([references[row].tolist() for row in sentence]),
         )
         log_probs, likelihood = _log_probs(
-            model, own, [sources[row] for row in sentence], targets, column == 0
+            model,
+            own,
+            [sources[row] for row in sentence],
+            targets,
+            is_reference=column == 0 if self.likelihood else None,
         )
         place = (sentence.to(log_probs.device), column.to(log_probs.device))
         empty = log_probs.new_zeros(len(rows), 1 + self.candidates)
@@ -191,18 +216,21 @@ class SequenceObjective(Objective):
         count.
         """
         ids = nn.utils.rnn.pad_sequence(sources, batch_first=True)
-        lengths = torch.tensor([len(source) for source in sources], device=ids.device)
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        lengths = torch.tensor([len(source) for source in sources])
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
         settings = self._sampling(own)
         with own.evaluating(), _generation_settings(own, settings):
-            sequences = own.generate(input_ids=ids, attention_mask=mask.long())[:, 1:]
-        ends = torch.isin(sequences, torch.tensor(own.config.eos_token_id, device=ids.device))
+            sequences = own.generate(
+                input_ids=ids.to(own.device), attention_mask=mask.long().to(own.device)
+            )
+        sequences = sequences[:, 1:].cpu()  # what follows reads single tokens
+        ends = torch.isin(sequences, torch.tensor(own.config.eos_token_id))
         # Keep the end token. Padding follows it, or the limit of a sample without an end token.
         real = ends.cumsum(dim=1) - ends.long() == 0
         rule = length_rule(settings.max_length_factor, settings.max_length_offset)
         if rule is not None:
             limits = length_limits(lengths, *rule).repeat_interleave(self.candidates)
-            real &= torch.arange(sequences.shape[1], device=ids.device) < limits[:, None]
+            real &= torch.arange(sequences.shape[1]) < limits[:, None]
         samples = [row[kept] for row, kept in zip(sequences, real, strict=True)]
         return [
             samples[first : first + self.candidates]
@@ -236,7 +264,8 @@ class MinimumRisk(SequenceObjective):
     to the sharpness. To mix in the likelihood as Edunov et al. (2018) do, raise the sharpness to 1.
 
     Args:
-        reward, candidates, likelihood, reward_processes: as for SequenceObjective.
+        reward, candidates, likelihood, reward_processes, target_tokenizer: as for
+            SequenceObjective.
         sharpness: the exponent, called alpha by Shen et al.
 
     Raises:
@@ -250,11 +279,22 @@ class MinimumRisk(SequenceObjective):
         likelihood: float = 0.0,
         sharpness: float = 0.005,
         reward_processes: int = 0,
+        target_tokenizer: Any = None,
     ) -> None:
-        super().__init__(reward, candidates, likelihood, reward_processes)
+        super().__init__(reward, candidates, likelihood, reward_processes, target_tokenizer)
         if not 0 < sharpness < math.inf:
             raise ObjectiveError(f"sharpness must be a positive number, got {sharpness}.")
         self.sharpness = sharpness
+
+    def prepare(self, trainer: Any) -> None:
+        """Do the same as SequenceObjective, and warn if the likelihood hides the risk."""
+        super().prepare(trainer)
+        if self.likelihood and self.sharpness < _LEAST_SHARPNESS_OF_A_MIXTURE:
+            logger.warning(
+                f"The gradient of the risk is proportional to the sharpness, {self.sharpness}, so "
+                f"the likelihood with its share of {self.likelihood} hides the risk: set "
+                "sharpness=1, or likelihood=0."
+            )
 
     def sentence_losses(self, candidates: Candidates) -> torch.Tensor:
         """Compute the expected risk of each sentence: (B,)."""
@@ -305,10 +345,15 @@ def _generation_settings(own: Any, settings: VaswaniGenerationConfig) -> Iterato
 def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split a padded or packed batch into the source and reference tokens of each sentence.
 
+    The tokens are moved to the CPU at once: on a GPU, reading each sentence would wait for it.
+
     Raises:
         ObjectiveError: a reference is empty, or labels of -100 hide a part of it.
     """
-    flat = packed(inputs)
+    tensors = {
+        name: value.cpu() if torch.is_tensor(value) else value for name, value in inputs.items()
+    }
+    flat = packed(tensors)
     sides = (("input_ids", "cu_seq_lens_q"), ("labels", "decoder_cu_seq_lens_q"))
     sources, targets = (
         flat[name][0].split(flat[boundaries].diff().tolist()) for name, boundaries in sides
@@ -329,9 +374,12 @@ def _log_probs(
     own: Any,
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
-    is_reference: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute log P of each target, and the loss (5.4) of the references, in one forward pass."""
+    is_reference: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute log P of each target, and the loss (5.4) of the references, in one forward pass.
+
+    Without `is_reference`, there is no loss of references.
+    """
     pad = nn.utils.rnn.pad_sequence
     source = pad(sources, batch_first=True, padding_value=-100)
     batch = packed(
@@ -342,6 +390,10 @@ def _log_probs(
             "decoder_input_ids": own.prepare_decoder_input_ids_from_labels(labels),
         }
     )
+    batch = {
+        name: value.to(own.device) if torch.is_tensor(value) else value
+        for name, value in batch.items()
+    }
     gold = batch.pop("labels")[0]
     logits = model(**batch, use_cache=False, pad_outputs=False).logits[0]  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -349,6 +401,8 @@ def _log_probs(
     lengths = torch.tensor([len(target) for target in targets], device=gold.device)
     row = torch.arange(len(targets), device=gold.device).repeat_interleave(lengths)
     log_probs = at_target.new_zeros(len(targets)).index_add(0, row, at_target)
+    if is_reference is None:
+        return log_probs, None
     of_references = is_reference.to(gold.device)[row]
     likelihood = F.cross_entropy(
         logits[of_references],
