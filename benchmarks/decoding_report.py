@@ -41,8 +41,8 @@ _HEAD = """\
 Engines:
 
 - "ours" follows the paper's search.
-- "ours, the peer's rule" follows CTranslate2's rule. It ranks by score / length and stops when as
-  many hypotheses are finished as there are beams. MarianMT follows this rule too.
+- "ours, the peer's rule" follows CTranslate2's rule. It ranks by score / length and stops when
+  the number of finished hypotheses equals the number of beams. MarianMT follows this rule too.
 - A row has the number of threads of every engine. With "best" threads, each engine has the number
   with which it is faster.
 
@@ -72,7 +72,7 @@ kernels, and from another EPYC with AVX-512. The file with two threads is from t
 """
 _EARLIER = """\
 The files of these ratios are in [earlier-kernels](earlier-kernels), and are older than several
-kernels. The EPYC with AVX-512 could not be had again, so it has no profile. MarianMT searched
+kernels. The EPYC with AVX-512 was not available again, so it has no profile. MarianMT searched
 longer there than the peer's rule. Ranges with glibc, native instructions and short sentences:
 """
 _ALLOCATORS = """\

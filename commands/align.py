@@ -42,21 +42,24 @@ def run(args: argparse.Namespace) -> None:
     """Write the links of every line."""
     from ..corpora.reading import read_parallel
     from ..generation.loading import load
-    from .text import check_text, write_lines
+    from .text import check_text, lines_without_tokens, write_lines
 
     check_text([args.source, args.target], args.output)
     try:
         translator = load(args.model)
         sources, targets = read_parallel(args.source, args.target)
-        links = translator.model.align(
-            sources,
-            targets,
+        empty = lines_without_tokens(translator.tokenizer, sources)
+        kept = [index for index in range(len(sources)) if index not in empty]
+        found = translator.model.align(
+            [sources[index] for index in kept],
+            [targets[index] for index in kept],
             translator.tokenizer,
             level=args.level,
             layer=args.layer,
             heads=args.heads,
             max_tokens=args.batch_tokens,
         )
-        write_lines(links, args.output)
+        links = dict(zip(kept, found, strict=True))
+        write_lines((links.get(index, "") for index in range(len(sources))), args.output)
     except (OSError, TypeError, ValueError) as error:
         raise CommandError(error) from error

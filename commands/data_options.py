@@ -1,6 +1,7 @@
 """Options about data."""
 
 import argparse
+import os
 
 from .parser import positive, positive_number
 
@@ -13,8 +14,8 @@ FORMS = """Pairs of a source and a target line come in any of these forms:
     --train "part-*.en" "part-*.de"        many files of one corpus, in the order of their names
     --train a.tsv=2 b.en b.de=1            several corpora, with the share of each in an epoch
 
-Files may end in .gz or .zst. For JSONL, Parquet and data sets, --columns names the two columns, for
-example --columns en de."""
+Text, TSV and JSONL files may end in .gz or .zst. For JSONL, Parquet and data sets, --columns names
+the two columns, for example --columns en de."""
 
 
 def add_data_options(parser: argparse.ArgumentParser, training: bool = True) -> None:
@@ -117,6 +118,7 @@ def add_mixing_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
     )
     add(
         "--data-cache",
+        type=os.path.expanduser,
         metavar="FOLDER",
         help="folder of prepared corpora (default: vaswani, in the cache of Hugging Face datasets)",
     )

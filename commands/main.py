@@ -1,11 +1,11 @@
 """`vaswani COMMAND ...`: choose the command, check its arguments, and run it."""
 
 import difflib
-import importlib.metadata
 import signal
 import sys
 from collections.abc import Sequence
 
+from ..configuration import __version__
 from . import align, average, card, convert, demo, prepare, score, train, translate
 from .parser import CommandError
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(_manual())
         return
     if argv[0] == "--version":
-        print(importlib.metadata.version("vaswani"))
+        print(__version__)
         return
     name, *rest = argv
     if name not in COMMANDS:

@@ -39,7 +39,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         const=1.0,
         metavar="FACTOR",
         help="train the matrices of layers with Muon, at FACTOR times the learning rate (1 without "
-        "a number), and everything else with Adam",
+        "a number), and everything else with AdamW",
     )
     add("--seed", type=seed, default=42, help="default: 42")
     add(

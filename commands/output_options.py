@@ -1,6 +1,7 @@
 """Options about scores and the output folder."""
 
 import argparse
+import os
 
 from .parser import positive
 
@@ -42,8 +43,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="sacreBLEU's tokenizer; none for tokenised text (default: 13a)",
     )
-    add("--output", required=True, metavar="FOLDER", help="folder of the model and its results")
-    add("--results", metavar="FILE", help="write results.json here too")
+    add(
+        "--output",
+        type=os.path.expanduser,
+        required=True,
+        metavar="FOLDER",
+        help="folder of the model and its results",
+    )
+    add("--results", type=os.path.expanduser, metavar="FILE", help="write results.json here too")
     add(
         "--languages",
         nargs="+",

@@ -7,6 +7,7 @@ import argparse
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,8 @@ def positive_number(text: str) -> float:
 
 positive_number.__name__ = "number"
 
+_DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?")
+
 
 def settings(assignments: Sequence[str]) -> dict[str, Any]:
     """Parse NAME=VALUE arguments. Values other than literals (0.1, true, null) are strings.
@@ -117,8 +120,8 @@ def settings(assignments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"expected NAME=VALUE, got {assignment!r}")
         try:
             values[name] = json.loads({"True": "true", "False": "false"}.get(value, value))
-        except json.JSONDecodeError:
-            values[name] = value
+        except json.JSONDecodeError:  # JSON has no .5 and 5.
+            values[name] = float(value) if _DECIMAL.fullmatch(value) else value
     return values
 
 

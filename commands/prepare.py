@@ -9,6 +9,7 @@ the options, so a changed file or option is prepared again.
 """
 
 import argparse
+import sys
 from typing import Any
 
 from .data_options import FORMS, add_data_options
@@ -29,9 +30,14 @@ def make_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     """Prepare the data, and print their folder and the pairs that were left out."""
+    import datasets
     from transformers import AutoTokenizer
 
+    from ..training.progress import in_terminal
     from ..training.run_data import RunData
+
+    if not in_terminal(sys.stderr):
+        datasets.disable_progress_bars()
 
     try:
         data = RunData(args, print)

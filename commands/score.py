@@ -39,12 +39,17 @@ def run(args: argparse.Namespace) -> None:
 
     from ..corpora.reading import read_parallel
     from ..generation.loading import load
-    from .text import check_text, write_lines
+    from .text import check_text, lines_without_tokens, write_lines
 
     check_text([args.source, args.target], args.output)
     try:
         translator = load(args.model)
         sources, targets = read_parallel(args.source, args.target)
+        for index in lines_without_tokens(translator.tokenizer, sources):
+            raise ValueError(
+                f"Line {index + 1} of {args.source} has no tokens, so its translation has no "
+                "score: leave the line out of both files."
+            )
         scores = translator.model.score(
             sources, targets, translator.tokenizer, max_tokens=args.batch_tokens
         )

@@ -55,6 +55,11 @@ def check_settings(args: argparse.Namespace) -> None:
         if wrong := complaints(getattr(args, option), names):
             raise SettingsError(f"--{option}: {wrong}")
     for name in args.trainer:
+        if name.endswith("_token"):
+            raise SettingsError(
+                f"--trainer {name} would be written into results.json, recipe.yaml and the card: "
+                "log in with `hf auth login`, or set the variable HF_TOKEN"
+            )
         if name in _OWN_OPTIONS:
             raise SettingsError(f"--trainer {name} has its own option: pass {_OWN_OPTIONS[name]}")
     if not args.trainer.get("predict_with_generate", True):

@@ -16,6 +16,12 @@ _STANDARD_INPUT = ("-", "/dev/stdin")
 _BROKEN_PIPE = 141  # exit status of programs that a closed pipe ends: 128 + SIGPIPE
 
 
+def lines_without_tokens(tokenizer: Any, sources: Sequence[str]) -> list[int]:
+    """Return the numbers of the empty sources for which a tokenizer has not even an end token."""
+    blank = [number for number, source in enumerate(sources) if not source.strip()]
+    return [number for number in blank if not tokenizer(sources[number])["input_ids"]]
+
+
 def check_text(sources: Sequence[str], output: str) -> None:
     """Check, before a model is loaded, that the paths can be read and written.
 

@@ -22,6 +22,7 @@ recipe.yaml to repeat the run, and README.md, the model card.
 """
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -102,4 +103,5 @@ def _print_summary(args: argparse.Namespace, results: dict[str, Any]) -> None:
                 line += f", exactly right {scores['exact_match']}%"
             print(f"{line}  ({scores['signature']})")
     print(f"The model is in {args.output}. Next:")
-    print(f"  vaswani translate {args.output} FILE\n  vaswani demo {args.output}")
+    folder = shlex.quote(str(args.output))
+    print(f"  vaswani translate {folder} FILE\n  vaswani demo {folder}")

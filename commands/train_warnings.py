@@ -1,8 +1,12 @@
 """Warnings of `vaswani train` about options that are probably mistakes."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+_WEIGHT = re.compile(r"=[0-9.]+$")
+_COMPRESSED = (".gz", ".zst")
 
 _VOCABULARY = (
     *("--vocab-size", "--vocabulary-lines", "--tokenizer-kind", "--pattern"),
@@ -14,7 +18,10 @@ def swapped_sides(args: argparse.Namespace) -> list[str]:
     """Return a warning for data whose two files are in the other order than those of --train."""
 
     def endings(files: list[str]) -> list[str]:
-        return [Path(file.removesuffix(".gz")).suffix for file in files]
+        plain = [_WEIGHT.sub("", file) for file in files]
+        return [
+            Path(Path(file).stem if file.endswith(_COMPRESSED) else file).suffix for file in plain
+        ]
 
     source, *target = endings(args.train)
     if len(target) != 1 or source == target[0]:

@@ -1,4 +1,4 @@
-"""Code that travels with a model: the files, and the references to code in a config.json.
+"""Code that is saved with a model: the files, and the references to code in a config.json.
 
 A saved folder holds flat copies of the package's files, so that it loads without the package. Its
 config.json names classes in them under `auto_map` and `custom_pipelines`.
@@ -77,7 +77,7 @@ class _FromFile(str):
 
 
 def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
-    """Write flat copies of the files that travel, so that `folder` loads without the package.
+    """Write flat copies of the files of a model, so that `folder` loads without the package.
 
     In the copies, `from ..subpackage.file import` becomes `from .file import`.
 

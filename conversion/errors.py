@@ -1,4 +1,4 @@
-"""The error that all converters raise, and what raises it."""
+"""The error of all converters, and functions that raise it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -3,7 +3,7 @@
     vaswani convert to-marian runs/en-de out/
 
 INPUT is the folder of a model of this package, or its id on the Hub. AutoTokenizer reads the
-tokenizers of the output, which go along as tokenizer.json.
+tokenizers of the output, which are saved as tokenizer.json.
 
 Missing biases become zeros. The paper alternates sines and cosines; a permutation of d_model turns
 them into MarianMTModel's order, all sines and then all cosines. MarianMTModel has no place for the
@@ -50,6 +50,9 @@ logger = logging.get_logger(__name__)
 
 add_arguments = add_model_arguments
 
+# Settings of VaswaniTokenizer that change ids or text, with the values of PreTrainedTokenizerFast.
+_OF_OUR_TOKENIZER = {"source_eos": True, "unknown_from": None, "unknown_ends_word": False}
+
 
 def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
     """Write a folder of MarianMTModel.
@@ -65,11 +68,10 @@ def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
     """
     theirs = to_marian(open_model(model))
     source, target = open_tokenizers(model)
+    source, target = source and _without_package(source), target and _without_package(target)
     with new_folder(Path(output)) as folder:
         theirs.save_pretrained(folder)
-        save_tokenizers(
-            folder, source and _without_package(source), target and _without_package(target)
-        )
+        save_tokenizers(folder, source, target)
 
 
 convert = save
@@ -168,6 +170,16 @@ def _problems(config: VaswaniConfig) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _problems_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """List the settings of a tokenizer that PreTrainedTokenizerFast has no place for."""
+    given = getattr(tokenizer, "init_kwargs", {})
+    return [
+        f"{name} {given[name]!r}"
+        for name, default in _OF_OUR_TOKENIZER.items()
+        if given.get(name, default) != default
+    ]
+
+
 def _generation_config(given: GenerationConfig) -> GenerationConfig:
     """Keep the settings that transformers' search knows, and warn about the others."""
     values = {name: value for name, value in given.to_dict().items() if value is not None}
@@ -199,7 +211,12 @@ def _generation_config(given: GenerationConfig) -> GenerationConfig:
 
 
 def _without_package(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """Put a tokenizer into transformers' own class, which loads without this package."""
+    """Put a tokenizer into transformers' own class, which loads without this package.
+
+    Raises:
+        ConversionError: the tokenizer has a setting that the class has not.
+    """
+    refuse(_problems_of_tokenizer(tokenizer), "The tokenizer")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         pad_token=tokenizer.pad_token,

@@ -185,12 +185,22 @@ def _expanded(name: str) -> list[str]:
     raise DataError(f"No file matches {name}.")
 
 
-def _content_of(name: str, is_file: bool, default_split: str) -> bytes:
+def refuse_pipe(name: str) -> None:
+    """Refuse standard input and pipes as training data.
+
+    Raises:
+        DataError: the name is "-", or that of something that is neither a file nor a folder.
+    """
     path = Path(name)
     if name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
         raise DataError(
             f"{name} can be read only once: training data must be files. Save it as a file first."
         )
+
+
+def _content_of(name: str, is_file: bool, default_split: str) -> bytes:
+    path = Path(name)
+    refuse_pipe(name)
     if path.is_file():
         return content_of_file(path)
     if is_file:
@@ -215,4 +225,4 @@ def content_of_file(path: Path) -> bytes:
     return digest.digest()
 
 
-__all__ = ["Corpus", "content_of_file", "parse_corpora", "tag_token", "tagged"]
+__all__ = ["Corpus", "content_of_file", "parse_corpora", "refuse_pipe", "tag_token", "tagged"]

@@ -1,6 +1,7 @@
 """Apply a function to batches in several processes, in order and with bounded memory."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -66,6 +67,7 @@ _function: Callable[[Any], Any] | None = None
 def _begin(function: Callable[[Any], Any], parent: int) -> None:
     global _function
     _function = function
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 

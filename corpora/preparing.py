@@ -93,6 +93,8 @@ def prepare(
     parts = (_VERSION, corpus.content(), rules.key(), keep_texts, *vocabularies)
     key = xxhash.xxh3_128_hexdigest(repr(parts).encode())
     folder = cache / key
+    if folder.exists() and _flaw_of(folder) is None:
+        return _opened(folder)  # also if nobody may write to the cache
     cache.mkdir(parents=True, exist_ok=True)
     with OnlyOne(cache / f"{key}.lock", say):
         if folder.exists():

@@ -198,14 +198,19 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
     """
     data_set, _, split = name.partition(":")
     place, _, configuration = data_set.partition("@")
-    try:
-        check_path(place)
-    except FileNotFoundError as error:
-        raise DataError(str(error)) from error
     with needs("vaswani[train]"):  # imported here because translating text does not need it
-        from datasets import load_dataset
+        from datasets import config, load_dataset
         from datasets.exceptions import DatasetsError
+    # The cache of data sets is read without the Hub.
+    if not (place and Path(config.HF_DATASETS_CACHE, place.replace("/", "___")).is_dir()):
+        try:
+            check_path(place)
+        except FileNotFoundError as error:
+            raise DataError(str(error)) from error
     try:
+        if not options.get("streaming"):
+            # Data in memory would have no files, whose checksums tell data sets apart.
+            options["keep_in_memory"] = False
         return load_dataset(place, configuration or None, split=split or default_split, **options)
     except (ConnectionError, OSError, RuntimeError, ValueError, DatasetsError) as error:
         kind = "a folder here, but no" if Path(place).is_dir() else "neither a file here nor a"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .corpus import Corpus, tagged
+from .corpus import Corpus, refuse_pipe, tagged
 from .encoding import TextEncoder
 from .filtering import Rules
 from .preparing import Tokenise
@@ -35,7 +35,8 @@ class TextStream(IterableDataset):
         seed: seed of the sampling.
 
     Raises:
-        DataError: the rules drop duplicates, or a script or the function is unknown.
+        DataError: the rules drop duplicates, a script or the function is unknown, or a corpus is a
+            pipe, which could be read only once.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class TextStream(IterableDataset):
                 "drop_duplicates needs prepared data, because a stream does not remember earlier "
                 "pairs: leave drop_duplicates out, or prepare the corpora."
             )
+        for name in {name for corpus in corpora for shard in corpus.shards for name in shard}:
+            refuse_pipe(name)
         encoders = TextEncoder(tokenizer), TextEncoder(target_tokenizer, target=True)
         self._tokenise = Tokenise(encoders, rules, tag=None)
         self._skip = rules.skip_unreadable

@@ -1,4 +1,4 @@
-"""Numbers of tokens of all pairs, which token batches are planned from."""
+"""Token counts of all pairs, for the planning of token batches."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Learn a vocabulary once, from a sample of the corpora, and cache it."""
 
+import contextlib
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,9 @@ def train_vocabulary(
         repr((_VERSION, contents, sorted(settings.items()), lines, seed)).encode()
     )
     folder = cache / f"vocabulary-{key}"
+    if folder.exists():
+        with contextlib.suppress(OSError, ValueError):
+            return VaswaniTokenizer.from_pretrained(folder)  # also if nobody may write to the cache
     cache.mkdir(parents=True, exist_ok=True)
     with OnlyOne(cache / f"vocabulary-{key}.lock", say):
         if folder.exists():

@@ -4,8 +4,9 @@
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py train.en train.de \
         --output runs/loop
 
-Several processes train the same model as one process. An update has the same sentences, and every
-target token has the same weight. `vaswani train` also evaluates, averages and resumes.
+Keep processes x `--accumulate` constant. Several processes then train the same model as one
+process: an update has the same sentences, and every target token has the same weight.
+`vaswani train` also evaluates, averages and resumes.
 """
 
 import argparse
@@ -89,14 +90,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", help="text file, a sentence a line, plain or .gz")
+    add("source", help="text file, one sentence per line, plain or .gz")
     add("target", help="its translation, line by line")
     add("--output", required=True, help="folder of the model")
     add("--preset", default="base", help="row of Table 3 (default: base)")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that differ from it")
     add("--vocab-size", type=int, default=37000, help="byte pairs (default: 37000, 5.1)")
     add("--tokens", type=int, default=25000, help="tokens per batch and side (default: 25000, 5.1)")
-    add("--accumulate", type=int, default=1, help="batches an update, in each process (default: 1)")
+    add("--accumulate", type=int, default=1, help="batches per update and process (default: 1)")
     add("--steps", type=int, default=100_000, help="updates (default: 100000, 5.2)")
     add("--warmup", type=int, default=4000, help="updates of warm-up (default: 4000, 5.3)")
     add("--bf16", action="store_true", help="compute in bfloat16 where it is safe")

@@ -270,7 +270,8 @@ def _render(model: SavedModel, metadata: dict[str, Any], target: Path, repo_id: 
 def _marked(card: str) -> str:
     """Append the card's checksum, which shows later edits."""
     # As transformers writes it when it adds a tag: the mark has to survive that.
-    text = card.rstrip() + "\n\n"
+    # Names of files may have bytes that are not UTF-8.
+    text = card.encode("utf-8", "backslashreplace").decode().rstrip() + "\n\n"
     return text + _MARK.format(_sha256(text))
 
 
