@@ -30,11 +30,14 @@ def make_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     """Prepare the data, and print their folder and the pairs that were left out."""
-    import datasets
     from transformers import AutoTokenizer
 
+    from ..configuration.extras import needs
     from ..training.progress import in_terminal
     from ..training.run_data import RunData
+
+    with needs("vaswani[train]"):
+        import datasets
 
     if not in_terminal(sys.stderr):
         datasets.disable_progress_bars()

@@ -66,6 +66,13 @@ def check_settings(args: argparse.Namespace) -> None:
         raise SettingsError(
             "--trainer predict_with_generate=false: evaluations always translate, so leave it out"
         )
+    if args.trainer.get("batch_eval_metrics") or not args.trainer.get(
+        "eval_do_concat_batches", True
+    ):
+        raise SettingsError(
+            "--trainer batch_eval_metrics and eval_do_concat_batches=false divide an evaluation, "
+            "but scores are those of whole sets: leave them out"
+        )
     _check_scheduler(args)
     for code in args.languages or ():
         if not is_language(code):

@@ -202,6 +202,9 @@ class _CountedRows:
                 yield row
         self._read = 0
 
+    def __deepcopy__(self, memo: Any) -> "_CountedRows":
+        return copy.copy(self)  # the rows may hold an open file
+
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)

@@ -32,7 +32,9 @@ def token_counts(dataset: Any) -> np.ndarray:
         ]
         return np.concatenate([np.empty((0, 2), dtype=np.int64), *counts])
     try:
-        return np.array([[len(row[name]) for name in columns] for row in dataset])
+        # By number, because a data set of PyTorch need not end an iteration.
+        rows = (dataset[number] for number in range(len(dataset)))
+        return np.array([[len(row[name]) for name in columns] for row in rows])
     except KeyError as error:
         raise ValueError(
             f"A row of the training data has no {error.args[0]!r}: tokenize them, or pass lengths."

@@ -218,7 +218,8 @@ class VaswaniGenerationMixin(GenerationMixin):
                 f"The source must be a batch of sentences (B, S), got the shape "
                 f"{tuple(source.shape)}: put a single sentence into a batch of one."
             )
-        if (attention_mask := kwargs.get("attention_mask")) is not None:
+        attention_mask = kwargs.get("attention_mask")
+        if attention_mask is not None and attention_mask.dim() == 2:
             return attention_mask.sum(dim=-1)
         return torch.full((source.shape[0],), source.shape[1], device=source.device)
 
@@ -374,6 +375,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         return (
             prepare is type(self)._prepare_as_written
             and type(self).forward is self._network_classes[-1].forward
+            and type(self).predict is self._network_classes[-1].predict
+            and "predict" not in vars(self)
             and not forward_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
             and self.config._attn_implementation in _ATTENTION

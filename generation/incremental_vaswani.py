@@ -156,8 +156,8 @@ class IncrementalDecoder:
         if self.padding is not None and end > len(self.positions):
             end -= int(self.padding.sum(dim=1).min())  # padding has no position
         if end > len(self.positions):
-            limit = self.decoder.config.position_limit or 2 * end
-            end = max(end, min(2 * end, limit))  # compute some in advance
+            if not isinstance(self.decoder.embed_positions, nn.Embedding):
+                end *= 2  # sinusoids have no last position, so compute some in advance
             self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)
         position: Any = self.position
         if self.embedding is not None:

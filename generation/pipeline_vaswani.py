@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import upload_folder
 from transformers import Pipeline
 from transformers.generation import GenerateBeamEncoderDecoderOutput
 from transformers.utils import logging
@@ -98,8 +99,18 @@ class VaswaniTranslationPipeline(Pipeline):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Save the model and its tokenizers, as transformers' pipelines do."""
         super().save_pretrained(save_directory, **kwargs)
-        if self.target_tokenizer is not self.tokenizer:
-            self.target_tokenizer.save_pretrained(Path(save_directory) / "target_tokenizer")
+        if self.target_tokenizer is self.tokenizer:
+            return
+        folder = Path(save_directory) / "target_tokenizer"
+        self.target_tokenizer.save_pretrained(folder)
+        if kwargs.get("push_to_hub"):
+            upload_folder(
+                repo_id=kwargs.get("repo_id") or Path(save_directory).name,
+                folder_path=folder,
+                path_in_repo=folder.name,
+                commit_message="Upload the tokenizer of the target",
+                **{name: kwargs[name] for name in ("token", "revision") if name in kwargs},
+            )
 
     def _sanitize_parameters(
         self, **settings: Any
@@ -116,8 +127,9 @@ class VaswaniTranslationPipeline(Pipeline):
 
     def __call__(self, inputs: Any, **settings: Any) -> Any:
         """Translate `inputs`; the class describes arguments and results."""
+        settings = {"batch_size": self._batch_size, **settings}
         batching, generating, _ = self._sanitize_parameters(**settings)
-        batching = {"batch_size": self._batch_size, **self._preprocess_params, **batching}
+        batching = {**self._preprocess_params, **batching}
         generating = {**self._forward_params, **generating}
         if isinstance(inputs, str):
             return next(self._translated([inputs], generating, **{**batching, "progress": False}))

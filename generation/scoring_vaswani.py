@@ -190,9 +190,15 @@ class VaswaniScoringMixin:
                 values = self._token_log_probs(states[real], labels[real]).cpu()
                 for row, value in zip(rows, values.split(real.sum(1).tolist()), strict=True):
                     log_probs[row] = value
-        sums = torch.stack([values.sum() for values in log_probs]) if pairs else torch.zeros(0)
+        sums = (
+            torch.stack([values.sum() for values in log_probs])
+            if pairs
+            else torch.zeros(0, device="cpu")
+        )
         call = {"length_penalty": length_penalty, "length_penalty_type": length_penalty_type}
-        lengths = torch.tensor([len(values) for values in log_probs], dtype=sums.dtype)
+        lengths = torch.tensor(
+            [len(values) for values in log_probs], dtype=sums.dtype, device=sums.device
+        )
         return VaswaniScores(log_probs, sums, sums / self._penalties(lengths, call))
 
     def align(
@@ -516,9 +522,8 @@ class VaswaniScoringMixin:
 
 def _padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """Pad rows with -100 on the right: (B, T)."""
-    tensors = [torch.tensor(row) for row in rows]
-    padded = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-100)
-    return padded.to(device)
+    tensors = [torch.tensor(row, device=device) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-100)
 
 
 def _are_strings(sentences: Sentences) -> bool:

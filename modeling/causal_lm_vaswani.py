@@ -85,6 +85,11 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if position_ids is None and inputs is not None and _is_plain(attention_mask):
             position_ids = _positions(attention_mask, inputs.shape[1])
         boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is not None and prefix_mask is not None:
+            raise ValueError(
+                "prefix_mask needs one text in each row, but cu_seq_lens_q packs several: pad the "
+                "texts instead of packing them, or leave prefix_mask out."
+            )
         if boundaries is not None and encoder_hidden_states is not None:
             raise ValueError(
                 "cu_seq_lens_q packs texts, but encoder_hidden_states have no boundaries, so each "
@@ -94,12 +99,8 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
             given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             refuse_beside_boundaries(given)
             others = {**kwargs, "position_ids": position_ids}
-            packing = pop_packing(others)
+            attention_mask, position_ids = pop_packing(others), None
             kwargs, use_cache = others, False
-            if prefix_mask is None:
-                attention_mask, position_ids = packing, None
-            else:  # positions tell the sentences apart in a mask of all tokens
-                position_ids = packing.position_ids(packing.number_of_tokens(inputs))[None]
         # The mask tells the sentences of a packed batch apart by their positions, but only without
         # a cache.
         if (

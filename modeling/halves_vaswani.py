@@ -49,7 +49,7 @@ def split_halves(
 
     Raises:
         TypeError: the model is no VaswaniForConditionalGeneration.
-        ValueError: the model has int8 weights.
+        ValueError: the model has int8 weights, an adapter or a parametrization.
     """
     if not isinstance(model, VaswaniForConditionalGeneration):
         raise TypeError(
@@ -61,9 +61,17 @@ def split_halves(
     for half in (encoder, decoder):
         nn.Module.to(half, device=model.device, dtype=model.dtype)
         half.train(model.training)
-    _copy_weights(model.model.encoder, encoder.encoder)
-    _copy_weights(model.model.decoder, decoder.model.decoder)
-    _copy_weights(model.lm_head, decoder.lm_head)
+    for source, target in (
+        (model.model.encoder, encoder.encoder),
+        (model.model.decoder, decoder.model.decoder),
+        (model.lm_head, decoder.lm_head),
+    ):
+        copied = _copy_weights(source, target)
+        if left_over := sorted({name for name, _ in target.named_parameters()} - copied):
+            raise ValueError(
+                f"split_halves finds no weight {left_over[0]} in the model, which an adapter or a "
+                "parametrization may have replaced: merge or remove it first."
+            )
     return encoder, decoder
 
 

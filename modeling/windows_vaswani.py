@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .dropout_vaswani import in_torch_func
+
 # Tokens of a window on either side. In wider windows, the scores between sentences, which the mask
 # hides, take more time than the joined products save.
 _WINDOW = 32
@@ -43,6 +45,16 @@ class _SelectRows(torch.autograd.Function):
         if ctx.ignored is not None:
             selected = selected.masked_fill(ctx.ignored, 0.0)
         return selected, None, None, None
+
+
+def _select(
+    states: torch.Tensor, there: torch.Tensor, back: torch.Tensor, ignored: torch.Tensor | None
+) -> torch.Tensor:
+    """Select rows, by an operator of torch in torch.func. Rows of padding have no gradient."""
+    if in_torch_func():
+        return states.index_select(0, there)
+    selected: torch.Tensor = _SelectRows.apply(states, there, back, ignored)
+    return selected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +115,7 @@ class Side:
         """Divide (N, H, d) into windows: (G * H, Q, d) for each group."""
         heads = states.shape[1]
         there, back, _ = self.indices(heads)
-        rows = _SelectRows.apply(states.reshape(-1, states.shape[2]), there, back, None)
+        rows = _select(states.reshape(-1, states.shape[2]), there, back, None)
         parts = rows.split([number * heads * size for number, size in self.sizes])
         return [
             part.view(number * heads, size, -1)
@@ -115,7 +127,7 @@ class Side:
         there, back, padding = self.indices(heads)
         rows = [part.flatten(0, 1) for part in parts]
         states = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return _SelectRows.apply(states, back, there, padding).unflatten(0, (-1, heads))
+        return _select(states, back, there, padding).unflatten(0, (-1, heads))
 
 
 class Windows:

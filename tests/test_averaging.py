@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_batching import make_trainer
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -497,7 +499,9 @@ def test_the_callback_averages_all_checkpoints_of_a_short_run_and_warns(
 
 
 def test_the_callback_refuses_before_training_what_would_fail_after_it(trainer, tmp_path):
-    with pytest.raises(ValueError, match=r"save_total_limit \(2\) keeps fewer .* the 3"):
+    with pytest.raises(
+        ValueError, match=r"save_total_limit=2 keeps too few .* the last 3: set it to 3"
+    ):
         trainer(AverageCheckpoints(last=3), save_total_limit=2).train()
     with pytest.raises(ValueError, match="save_strategy='no'"):
         trainer(AverageCheckpoints(last=3), save_strategy="no").train()
@@ -515,3 +519,22 @@ def test_the_callback_leaves_out_later_checkpoints_of_an_earlier_run(trainer, tm
     result, last = averaged(tmp_path / "run-averaged"), averaged(tmp_path / "run" / "checkpoint-2")
     assert all(torch.equal(result[key], last[key]) for key in last)
     assert not all(torch.equal(result[key], earlier[key]) for key in earlier)
+
+
+def test_the_best_checkpoint_needs_a_place_of_its_own(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "loss"}
+    trainer = make_trainer(tmp_path, **settings, save_total_limit=3)
+    trainer.add_callback(AverageCheckpoints(last=3))
+    with pytest.raises(ValueError, match=r"the last 3: set it to 4, or leave it out"):
+        trainer.train()
+
+
+def test_checkpoints_of_adapters_are_refused_before_training(tmp_path, tiny_model):
+    model = peft.get_peft_model(
+        tiny_model(dtype=torch.float32), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    trainer = make_trainer(tmp_path, model=model, save_strategy="steps", save_steps=1)
+    trainer.add_callback(AverageCheckpoints(last=2))
+    with pytest.raises(ValueError, match="Checkpoints of an adapter cannot be averaged"):
+        trainer.train()
+    assert trainer.state.global_step == 0

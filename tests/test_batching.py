@@ -26,6 +26,7 @@ from transformers.testing_utils import CaptureLogger
 from vaswani.corpora import token_batches
 from vaswani.corpora.mixing import Mixture
 from vaswani.corpora.token_batches import TokenBatchSampler
+from vaswani.training.r_drop import RDrop
 from vaswani.training.sequence_objectives import MinimumRisk
 from vaswani.training.trainer import VaswaniTrainer
 
@@ -595,3 +596,61 @@ def test_two_processes_train_like_one_that_accumulates_two_batches(tmp_path, bat
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Rows by number, for any number: as random or generated data."""
+
+    def __init__(self):
+        self.rows = training_data().to_list()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows[number % len(self.rows)]
+
+
+def test_a_data_set_that_ends_no_iteration_is_counted_by_its_length(tmp_path):
+    trainer = make_trainer(tmp_path, data=Numbered(), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+class Measured(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        yield from training_data(8)
+
+
+def test_an_iterable_with_a_length_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Measured is an IterableDataset with a length"):
+        make_trainer(tmp_path, data=Measured())
+
+
+def test_numbers_of_numpy_are_recorded_as_numbers(tmp_path):
+    trainer = make_trainer(
+        tmp_path, max_source_tokens=np.int64(40), objective=RDrop(np.float32(2)), max_steps=1
+    )
+    settings = json.loads(json.dumps(trainer.settings()))
+    assert (settings["max_source_tokens"], settings["objective_settings"]["alpha"]) == (40, 2.0)
+
+
+def test_the_targets_special_tokens_stay_those_of_the_model(tmp_path, tiny_model):
+    class OfSource(Letters):
+        pad_token_id, eos_token_id = 17, 16
+
+    separate = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 19}
+    model = tiny_model(dtype=torch.float32, **separate)
+    names = ("pad_token_id", "eos_token_id")
+    before = [getattr(part, name) for part in (model.config, model.generation_config)
+              for name in names]  # fmt: skip
+    trainer = make_trainer(tmp_path, model=model, max_steps=1, processing_class=OfSource())
+    trainer.train()
+    after = [getattr(part, name) for part in (model.config, model.generation_config)
+             for name in names]  # fmt: skip
+    assert after == before
+    padded = trainer._pad_tensors_to_max_len(torch.ones(1, 2, dtype=torch.long), 4)
+    assert padded.tolist() == [[1, 1, model.config.pad_token_id, model.config.pad_token_id]]

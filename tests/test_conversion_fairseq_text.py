@@ -390,3 +390,12 @@ def test_text_is_cut_by_sentencepiece_and_looked_up(tmp_path, kind):
         assert tokenizer(line)["input_ids"] == expected
     for ids in tokenizer(["<s>", "a<pad>", "</s> b"])["input_ids"]:
         assert not {0, PAD, EOS} & set(ids[:-1])
+
+
+def test_tokens_beyond_the_dictionary_have_the_id_of_the_unknown_word(tmp_path):
+    codes = learned_codes(["low lower lowest newer wider"] * 9, 12)
+    tokenizer = pair_tokenizer(tmp_path, codes, keep=lambda entry: len(entry) < 5)
+    text = "lower lowest newer wider"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == ids
+    assert tokenizer.unk_token_id in ids

@@ -462,3 +462,46 @@ def test_of_two_processes_one_killed_before_its_part_of_a_save_costs_nothing(tmp
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def checkpoints_of(run):
+    return sorted(folder.name for folder in run.glob("checkpoint-*"))
+
+
+def test_a_limit_of_minus_1_keeps_every_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3,
+                           save_total_limit=-1)  # fmt: skip
+    trainer.train()
+    assert checkpoints_of(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def test_the_limit_of_a_run_stands_in_its_saved_arguments(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=2,
+                           save_total_limit=1)  # fmt: skip
+    trainer.train()
+    (folder,) = tmp_path.glob("checkpoint-*")
+    saved = torch.load(folder / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == trainer.args.save_total_limit == 1
+
+
+def test_a_second_save_of_an_update_leaves_the_first(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    trainer._save_checkpoint(trainer.model, None)
+    (folder,) = tmp_path.glob("checkpoint-1")
+    (folder / "mark").touch()
+    trainer._save_checkpoint(trainer.model, None)
+    assert (folder / "mark").exists()
+    (folder / "model.safetensors").unlink()
+    trainer._save_checkpoint(trainer.model, None)
+    assert (folder / "model.safetensors").exists()
+
+
+def test_a_best_checkpoint_of_another_run_takes_no_place(tmp_path):
+    folders = [tmp_path / f"checkpoint-{update}" for update in (1, 2, 3)]
+    for folder in folders:
+        checkpoints.begin_checkpoint(folder)
+        (folder / "trainer_state.json").write_text("{}")
+        checkpoints.finish_checkpoint(folder)
+    checkpoints.limit_checkpoints(folders[-1], 3, best="elsewhere/checkpoint-9")
+    assert checkpoints_of(tmp_path) == [folder.name for folder in folders]

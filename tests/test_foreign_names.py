@@ -94,6 +94,7 @@ METHODS = {
         "_convert_encoding": "self encoding return_token_type_ids return_attention_mask "
         "return_overflowing_tokens return_special_tokens_mask return_offsets_mapping "
         "return_length verbose",
+        "_convert_token_to_id_with_added_voc": "self token",
         "_decode": "self token_ids skip_special_tokens clean_up_tokenization_spaces kwargs",
         "_from_pretrained": (
             "cls resolved_vocab_files pretrained_model_name_or_path init_configuration "
@@ -112,7 +113,9 @@ METHODS = {
         "_get_grad_norm": "self model grad_norm",
         "_get_output_dir": "self trial",
         "_get_train_sampler": "self train_dataset",
+        "_hp_search_setup": "self trial",
         "_load_optimizer_and_scheduler": "self checkpoint",
+        "_pad_tensors_to_max_len": "self tensor max_length",
         "_push_from_checkpoint": "self checkpoint_folder",
         "_remove_unused_columns": "self dataset description",
         "_run_epoch": "self model epoch train_dataloader steps_in_epoch "

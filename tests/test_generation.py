@@ -453,3 +453,12 @@ def test_prompt_lookup_equals_greedy_search(two_vocabularies, source, banned):
             **one, max_new_tokens=12, prompt_lookup_num_tokens=3, **banned
         )
         assert torch.equal(found, expected)
+
+
+def test_a_mask_of_four_dimensions_is_refused_with_ids_and_taken_with_embeddings(
+    tiny_model, source
+):
+    model = tiny_model()
+    mask = source["attention_mask"][:, None, None].expand(-1, 1, source["input_ids"].shape[1], -1)
+    with pytest.raises(ValueError, match="must be 2D"):
+        model.generate(source["input_ids"], attention_mask=mask)

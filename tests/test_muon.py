@@ -207,3 +207,15 @@ def test_an_update_is_about_as_large_as_one_of_adam():
     muon.step()
     size = math.sqrt(float((weight**2).mean()))
     assert size == pytest.approx(0.2, rel=0.2)
+
+
+def test_another_factor_is_refused_when_a_run_is_resumed(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, muon=1.0, max_steps=1, **saving).train()
+    with pytest.raises(ValueError, match=r"was trained with muon=1.0, but this run has muon=0.5"):
+        make_trainer(tmp_path, muon=0.5, max_steps=2, **saving).train(resume_from_checkpoint=True)
+
+
+def test_optimizers_of_8_bits_are_not_taken_for_adamw(tmp_path):
+    with pytest.raises(ValueError, match="Muon is an optimizer too"):
+        make_trainer(tmp_path, muon=1.0, optim="adamw_torch_8bit")

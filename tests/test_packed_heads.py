@@ -149,6 +149,22 @@ def test_packed_texts_have_the_gradients_of_texts_alone(padded_batch):
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
 
 
+def test_torch_func_takes_packed_texts(padded_batch):
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    config = VaswaniDecoderConfig(vocab_size=19, d_model=16, dropout=0.0, **sizes)
+    model = VaswaniForCausalLM(config).double()
+    _, flat = packed_texts(padded_batch)
+    model(**flat).loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (), dict(flat)).loss
+
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
 def test_attention_of_packed_texts_never_holds_pairs_of_all_tokens(padded_batch):
     sizes = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
     config = VaswaniDecoderConfig(vocab_size=19, d_model=16, **sizes)
@@ -172,6 +188,7 @@ def test_packed_texts_refuse_sources_without_boundaries():
     [
         ({"cu_seq_lens_q": torch.tensor([0, 3, 5])}, "end at 5, but the packed batch has 7 tokens"),
         ({"attention_mask": torch.ones(1, 7)}, "attention_mask is given with cu_seq_lens_q"),
+        ({"prefix_mask": torch.ones(1, 7)}, "needs one text in each row, but cu_seq_lens_q packs"),
     ],
 )
 def test_wrong_boundaries_of_texts_are_refused(changes, complaint):

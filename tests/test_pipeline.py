@@ -509,3 +509,10 @@ def test_a_progress_bar_is_drawn_for_long_work_or_on_request(translator, capfd, 
     monkeypatch.setattr(pipeline_vaswani, "_PROGRESS_AFTER", 0)
     assert "3/3" in drawn(lines)
     assert drawn(lines, progress=False) == drawn("one") == ""
+
+
+@pytest.mark.parametrize("size", [-1, 0, "8", 2.5])
+def test_a_wrong_batch_size_of_the_pipeline_is_refused(parts, size):
+    translator = VaswaniTranslationPipeline(*parts, batch_size=size)
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got"):
+        translator("a")

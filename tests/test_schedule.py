@@ -114,3 +114,11 @@ def test_without_it_the_schedule_is_that_of_the_settings(tmp_path):
         tmp_path, learning_rate=0.5, lr_scheduler_type="constant", callbacks=[rates], max_steps=3
     ).train()
     assert set(rates.seen.values()) == {0.5}
+
+
+def test_a_given_scheduler_beside_the_papers_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path / "other")
+    adam = torch.optim.Adam(trainer.model.parameters())
+    constant = torch.optim.lr_scheduler.ConstantLR(adam)
+    with pytest.raises(ValueError, match="noam_warmup_steps is a schedule too"):
+        make_trainer(tmp_path, noam_warmup_steps=9, optimizers=(adam, constant))

@@ -536,3 +536,14 @@ def test_scores_print_as_a_table_with_a_line_for_each_pair(tiny_model):
         figures = [f"{figure:.3f}" for figure in (total, ranked, total / tokens)]
         assert row.split() == [str(number), str(tokens), *figures]
     assert len(rows) == 2
+
+
+def test_scores_do_not_depend_on_the_default_device(tiny_model):
+    model, pairs = tiny_model(), ([[4, 5, 2], [6, 2]], [[7, 2], [8, 9, 2]])
+    expected = model.score(*pairs)
+    torch.set_default_device("meta")
+    try:
+        found = model.score(*pairs)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found.sequences_scores, expected.sequences_scores)

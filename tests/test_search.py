@@ -597,18 +597,3 @@ def test_a_cache_without_memory_for_spare_room_makes_the_room_that_it_needs(
     room = 0
     with pytest.raises(RuntimeError, match="not enough memory"):
         model.generate(**source, num_beams=2)
-
-
-def test_learned_positions_are_read_in_portions(tiny_model, source, monkeypatch):
-    model, reads = tiny_model(position_encoding="learned", max_position_embeddings=40), []
-    model.generation_config.max_new_tokens = 30
-    embed = type(model.model.decoder.embed_positions).forward
-
-    def counted(self, start, length, device):
-        reads.append(length)
-        return embed(self, start, length, device)
-
-    monkeypatch.setattr(type(model.model.decoder.embed_positions), "forward", counted)
-    model.generate(**source, eos_token_id=None)
-    assert len(reads) < 12
-    assert max(reads) <= 40

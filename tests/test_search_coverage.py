@@ -320,3 +320,15 @@ def test_a_subclass_of_a_layers_part_is_run(tiny_model, source, searches):
     model.model.decoder.layers[0].self_attn.__class__ = Reversed
     assert not torch.equal(model.generate(**source, num_beams=3), expected)
     assert searches["_beam_search"] == 1
+
+
+def test_a_subclass_with_a_predict_of_its_own_is_run(tiny_model, source, searches):
+    class Biased(VaswaniForConditionalGeneration):
+        def predict(self, *args, **kwargs):
+            logits, loss = super().predict(*args, **kwargs)
+            logits[..., 7] += 100
+            return logits, loss
+
+    model = Biased(tiny_model().config).double().eval()
+    assert (model.generate(**source, max_new_tokens=3)[:, 1:] == 7).all()
+    assert searches["greedy_search"] == 0

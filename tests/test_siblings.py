@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.testing import assert_close
@@ -33,6 +34,7 @@ from vaswani import (
     VaswaniForSequenceClassification,
     VaswaniForTokenClassification,
     VaswaniModel,
+    split_halves,
 )
 
 ENCODER = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 24}
@@ -601,3 +603,23 @@ def test_only_positions_that_restart_switch_the_cache_off(build):
 def test_continuous_batching_is_refused_by_name(build):
     with pytest.raises(NotImplementedError, match=r"continuous batching \(generate_batch\)"):
         build(VaswaniForCausalLM).generate_batch([[3, 4]])
+
+
+@pytest.mark.parametrize("adapted", ["adapter", "parametrization"])
+def test_a_model_whose_weights_have_other_names_is_not_split(tiny_model, adapted):
+    model = tiny_model()
+    if adapted == "adapter":
+        model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    else:
+        nn.utils.parametrizations.weight_norm(model.model.decoder.layers[0].fc1)
+    with pytest.raises(ValueError, match=r"split_halves finds no weight .*\.weight in the model"):
+        split_halves(model)
+
+
+def test_a_text_can_be_continued_from_a_returned_cache(build, prompts):
+    model = build(VaswaniForCausalLM)
+    ids = torch.randint(4, 19, (2, 5))
+    found = model.generate(ids, max_new_tokens=4, eos_token_id=None, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, model.generate(ids, max_new_tokens=4, eos_token_id=None))
+    continued = model(found.sequences[:, -1:], past_key_values=found.past_key_values).logits
+    torch.testing.assert_close(continued, model(found.sequences).logits[:, -1:])

@@ -412,3 +412,25 @@ def test_a_buffer_without_a_stream_is_refused(capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["--train", "a.tsv", "--output", "x", "--stream-buffer", "9"])
     assert "--stream-buffer needs --stream" in capsys.readouterr().err
+
+
+def test_a_stream_refuses_a_resume_with_other_accumulation(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_source_tokens": 60}
+    run = make_trainer(tmp_path, data=Rows(), max_steps=2, **saving)
+    run.train()
+    changed = make_trainer(
+        tmp_path, data=Rows(), max_steps=4, gradient_accumulation_steps=2, **saving
+    )
+    with pytest.raises(ValueError, match=r"2 updates and 2 batches .* would be 4: resume with 1"):
+        changed.train(resume_from_checkpoint=True)
+
+
+def test_rows_with_an_open_file_can_be_streamed(tmp_path):
+    class FromFile(Rows):
+        def __init__(self):
+            self.file = open(__file__)  # noqa: SIM115
+
+    run = make_trainer(tmp_path, data=FromFile(), max_steps=1, max_source_tokens=60)
+    run.train()
+    run.train_dataset.file.close()
+    assert run.state.global_step == 1

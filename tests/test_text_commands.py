@@ -24,6 +24,7 @@ from vaswani.commands.main import main
 from vaswani.configuration import __version__
 from vaswani.corpora.reading import DataError, read_lines
 from vaswani.generation import loading
+from vaswani.training import progress
 from vaswani.training.progress import in_terminal
 
 from vaswani import VaswaniTranslationPipeline
@@ -456,3 +457,8 @@ def test_the_next_commands_quote_a_folder_with_a_space(capsys):
     args = SimpleNamespace(output="my runs/en de", score="bleu")
     train._print_summary(args, {"valid": None, "test": None})
     assert "vaswani translate 'my runs/en de' FILE" in capsys.readouterr().out
+
+
+def test_a_closed_standard_output_takes_no_progress(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    progress._write("update 1 of 2")

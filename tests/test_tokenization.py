@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import pickle
 import re
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from vaswani.corpora.encoding import TextEncoder
 from vaswani.tokenization.kinds_vaswani import KINDS, SMILES_PATTERN, SUBWORD_KINDS
 from vaswani.tokenization.tokenization_vaswani import VaswaniTokenizer
 
@@ -580,3 +583,11 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_place(call, place):
 def test_what_is_no_text_at_all_raises_as_in_transformers():
     with pytest.raises((TypeError, ValueError), match="must be"):
         train("char", ["ab"])(["a", 5])
+
+
+def test_a_pickled_tokenizer_reads_special_tokens_in_a_text_as_text():
+    tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    encoder = pickle.loads(pickle.dumps(TextEncoder(tokenizer)))
+    text = ["a </s> b"]
+    assert encoder(text) == TextEncoder(tokenizer)(text)
+    assert np.frombuffer(encoder(text)[0], np.uint16).tolist() == tokenizer(text[0])["input_ids"]

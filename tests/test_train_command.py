@@ -377,6 +377,8 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
             "log in with `hf auth login`, or set the variable HF",
         ),
         (["--trainer", "predict_with_generate=false"], "evaluations always translate, so leave it"),
+        (["--trainer", "batch_eval_metrics=true"], "scores are those of whole sets: leave them"),
+        (["--trainer", "eval_do_concat_batches=false"], "scores are those of whole sets"),
         (["--scheduler", "lineer"], "'lineer' is unknown: did you mean 'linear'"),
         (["--scheduler", "cosine_with_min_lr"], "--scheduler cosine_with_min_lr: .*min_lr"),
         (["--seed", -1], "a seed lies between 0 and 4294967295, got -1"),

@@ -198,6 +198,11 @@ class VaswaniTokenizer(TokenizersBackend):
             clean_up_tokenization_spaces=False,
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # The backend's pickle lacks this setting, so the text "</s>" would become the end token.
+        self._tokenizer.encode_special_tokens = self.split_special_tokens
+
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._encode_plus(text, text_pair, *args, **kwargs)
@@ -227,6 +232,10 @@ class VaswaniTokenizer(TokenizersBackend):
         end = self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
         unknown = self.unk_token_id
         return [unknown if first <= token < end else token for token in ids]
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int:
+        number: int = super()._convert_token_to_id_with_added_voc(token)
+        return number if token == self.unk_token else self.known_ids([number])[0]
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
         decode = functools.partial(super()._decode, **kwargs)

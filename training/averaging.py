@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..corpora.atomic_folder import new_folder, refuse_existing
 from ..modeling.loading_vaswani import is_finite
-from .checkpoints import TRAINER_STATE, run_checkpoints, update_of
+from .checkpoints import TRAINER_STATE, flaw_of, run_checkpoints, update_of
 
 logger = logging.get_logger(__name__)
 
@@ -330,10 +330,16 @@ class AverageCheckpoints(TrainerCallback):
             raise ValueError(
                 "save_strategy='no' saves no checkpoints to average: set it to 'steps' or 'epoch'."
             )
-        if args.save_total_limit is not None and args.save_total_limit < self.last:
+        # The best checkpoint may be older than those to average, and counts too.
+        needed = self.last + (args.metric_for_best_model is not None)
+        if 0 < (args.save_total_limit or 0) < needed:
             raise ValueError(
-                f"save_total_limit ({args.save_total_limit}) keeps fewer checkpoints than the "
-                f"{self.last} to average: raise save_total_limit, or leave it out."
+                f"save_total_limit={args.save_total_limit} keeps too few checkpoints to average "
+                f"the last {self.last}: set it to {needed}, or leave it out."
+            )
+        if hasattr(kwargs.get("model"), "peft_config"):
+            raise ValueError(
+                "Checkpoints of an adapter cannot be averaged: leave AverageCheckpoints out."
             )
         if state.is_world_process_zero:
             refuse_existing(self._output(args))
@@ -347,12 +353,13 @@ class AverageCheckpoints(TrainerCallback):
         run = _run_folder(args)
         # An earlier run may have left checkpoints of later updates in the same folder.
         folders = [
-            folder for folder in run_checkpoints(run) if update_of(folder) <= state.global_step
+            folder
+            for folder in run_checkpoints(run)
+            if update_of(folder) <= state.global_step and flaw_of(folder) is None
         ]
         if len(folders) < self.last:
             logger.warning(f"{run} holds {len(folders)} checkpoints, not {self.last}.")
         if folders:
-            _refuse_incomplete(folders[-self.last :])
             average_checkpoints(folders[-self.last :], self._output(args))
 
 

@@ -155,7 +155,7 @@ def limit_checkpoints(newest: Path, limit: int, best: str | None = None) -> None
     before = run_checkpoints(newest.parent)
     before = before[: before.index(newest)]
     room = max(limit - 1, 0)
-    if best is not None and Path(best).resolve() != newest.resolve():
+    if best is not None and Path(best).resolve() in [folder.resolve() for folder in before]:
         room -= 1
     for folder in reversed(before):
         if best is not None and folder.resolve() == Path(best).resolve():

@@ -111,6 +111,8 @@ class ProgressLine(TrainerCallback):
 
 
 def _write(text: str) -> None:
+    if sys.stdout is None:  # it was closed
+        return
     sys.stdout.write(text)
     sys.stdout.flush()
 

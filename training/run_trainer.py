@@ -28,8 +28,11 @@ class RunTrainer(VaswaniTrainer):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        if self.target_tokenizer is not None and self.args.should_save:
+        run = Path(self.args.output_dir or "trainer_output")
+        if self.target_tokenizer is None or not self.args.should_save:
+            return
+        # A push during training takes this folder from the run's own folder.
+        for folder in {Path(output_dir or run), run}:
             with replaced_files(folder / "target_tokenizer") as partial:
                 self.target_tokenizer.save_pretrained(partial)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
     finish_checkpoint,
+    flaw_of,
     is_being_saved,
     last_complete_checkpoint,
     limit_checkpoints,
@@ -37,6 +39,9 @@ class SafeSaving(Seq2SeqTrainer):
             names it and the last complete checkpoint.
     """
 
+    _limit_of_run: int | None = None
+    _last_save: tuple[Path, int] | None = None  # the folder, and the entries of the log then
+
     def _last_saved(self) -> str:
         last = last_complete_checkpoint(self._get_output_dir(trial=None))
         if last is None:
@@ -46,8 +51,12 @@ class SafeSaving(Seq2SeqTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = Path(self._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{self.state.global_step}"
+        saved = (folder, len(self.state.log_history))
+        if saved == self._last_save and flaw_of(folder) is None:
+            return  # two callbacks asked for a checkpoint of this update
         # transformers would remove old checkpoints before the new one is complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._limit_of_run = limit
         try:
             if self.args.should_save:
                 begin_checkpoint(folder)
@@ -69,7 +78,8 @@ class SafeSaving(Seq2SeqTrainer):
             ) from error
         finally:
             self.args.save_total_limit = limit
-        if self.args.should_save and limit:
+        self._last_save = saved
+        if self.args.should_save and (limit or 0) > 0:
             limit_checkpoints(folder, limit, self.state.best_model_checkpoint)
         if self.args.push_to_hub:
             self._report_failed_pushes()
@@ -92,17 +102,29 @@ class SafeSaving(Seq2SeqTrainer):
     ) -> None:
         folder = Path(output_dir or self.args.output_dir or "trainer_output")
         if not self.args.should_save or is_being_saved(folder):
-            super()._save(output_dir, state_dict)
+            with self._limit_as_given():
+                super()._save(output_dir, state_dict)
             return
         try:
             with replaced_files(folder) as partial:
                 if (folder / _CARD).exists():
                     shutil.copyfile(folder / _CARD, partial / _CARD)  # PEFT extends the card
-                super()._save(str(partial), state_dict)
+                with self._limit_as_given():
+                    super()._save(str(partial), state_dict)
         except OSError as error:
             raise OSError(
                 f"{error} Earlier files in the folder are unchanged. {self._last_saved()}"
             ) from error
+
+    @contextlib.contextmanager
+    def _limit_as_given(self) -> Iterator[None]:
+        """Give the arguments, which transformers saves too, the user's limit of checkpoints."""
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = limit if limit is not None else self._limit_of_run
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model in float32, even if its weights are sharded over processes."""

@@ -39,12 +39,17 @@ class StreamStates:
             text = json.dumps({"workers": _workers(args), "states": self.states})
             _file(checkpoint, args.process_index).write_text(text, encoding="utf-8")
 
-    def load(self, checkpoint: str, args: TrainingArguments) -> None:
+    def load(self, checkpoint: str, args: TrainingArguments, update: int) -> None:
         """Read the states of a process, and start its streams there.
 
+        Args:
+            checkpoint: folder of the checkpoint.
+            args: arguments of the run.
+            update: number of updates of the checkpoint.
+
         Raises:
-            InputError: the checkpoint has no streams, or another number of processes or loader
-                workers.
+            InputError: the checkpoint has no streams, or another number of processes, loader
+                workers or accumulated batches.
         """
         processes = stream_processes(checkpoint)
         if not processes:
@@ -63,6 +68,14 @@ class StreamStates:
                 f"{checkpoint} has the streams of {saved['workers']} loader workers, but this run "
                 f"has {args.dataloader_num_workers}: resume with "
                 f"dataloader_num_workers={saved['workers']}."
+            )
+        batches = sum(state["total"] for state in saved["states"].values())
+        expected = update * args.gradient_accumulation_steps
+        if batches != expected:
+            raise InputError(
+                f"{checkpoint} has {update} updates and {batches} batches of this process, but "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps} would be "
+                f"{expected}: resume with {batches // max(update, 1)}."
             )
         self.start = {int(worker): state for worker, state in saved["states"].items()}
         self.states = dict(self.start)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import has_length, seed_worker
 
@@ -46,6 +46,12 @@ class TokenBatchLoading(Seq2SeqTrainer):
 
     def _refuse_options_of_other_data(self) -> None:
         """Refuse options of data with a length if there is a stream, and the reverse."""
+        is_iterable = isinstance(self.train_dataset, IterableDataset)
+        if self.max_source_tokens and is_iterable and not self._has_stream:
+            raise InputError(
+                f"{type(self.train_dataset).__name__} is an IterableDataset with a length, so its "
+                "rows have no numbers: leave out its __len__ and pass max_steps, or use a Dataset."
+            )
         if not self._has_stream:
             if self.stream_buffer != BUFFER:
                 raise InputError(

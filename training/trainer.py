@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.trainer_utils import TrainOutput
@@ -21,7 +22,7 @@ from ..corpora.mixing import Mixture
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.streaming import BUFFER
 from ..modeling.quantization_vaswani import refuse_int8
-from .checkpoints import flaw_of, has_optimizer, last_complete_checkpoint
+from .checkpoints import flaw_of, has_optimizer, last_complete_checkpoint, update_of
 from .muon import muon_of
 from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
 from .objectives import objective_of
@@ -131,6 +132,11 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self.objective: Loss | None = RDrop(r_drop) if r_drop else objective_of(objective)
         refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
         super().__init__(*args, **kwargs)
+        if noam_warmup_steps is not None and self.lr_scheduler is not None:
+            raise InputError(
+                "noam_warmup_steps is a schedule too: leave out `noam_warmup_steps`, or the "
+                "scheduler in `optimizers`."
+            )
         if self.objective is not None:
             setting = "r_drop" if r_drop else "objective"
             self._require_own_loss(setting, getattr(self.objective, "translates", False))
@@ -143,19 +149,20 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "auto_find_batch_size would try the same batches again, because max_source_tokens "
                 "sets their size: leave one of them out."
             )
-        self.max_source_tokens = max_source_tokens
-        self.max_target_tokens = max_target_tokens
+        self.max_source_tokens = _python_number(max_source_tokens)
+        self.max_target_tokens = _python_number(max_target_tokens)
         self.lengths = lengths
         self.drop_oversize = drop_oversize
         self.batching = batching
         self.noam_warmup_steps = noam_warmup_steps
         self.noam_factor = noam_factor
         self.muon = float(muon)
-        self.r_drop = self.objective.alpha if isinstance(self.objective, RDrop) else 0.0
+        self.r_drop = float(self.objective.alpha) if isinstance(self.objective, RDrop) else 0.0
         self.mixture = mixture
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = stream_buffer
         self._streams = StreamStates()
+        self._own_special_tokens = _special_tokens(self.model)
         self._refuse_options_of_other_data()
 
     def _require_own_loss(self, setting: str, translates: bool) -> None:
@@ -182,7 +189,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
     def _require_whole_matrices(self) -> None:
         """Refuse Muon together with another optimizer, or with divided weights."""
         optimizer: Any = self.args.optim
-        if self.optimizer is not None or "adamw_torch" not in optimizer.value:
+        adam = ("adamw_torch", "adamw_torch_fused")
+        if self.optimizer is not None or optimizer.value not in adam:
             raise InputError(
                 "Muon is an optimizer too: leave out `muon`, or `optimizers` and `optim` (here "
                 f"{optimizer.value})."
@@ -236,11 +244,26 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "finds the last complete one."
             )
         self._streams.reset()
+        self._own_special_tokens = _special_tokens(self.model)
         if resume_from_checkpoint:
             self._check_checkpoint(Path(resume_from_checkpoint))
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        # Before, transformers gives the model the special tokens of `processing_class`. If source
+        # and target have separate vocabularies, these would be tokens of the source.
+        for holder, tokens in self._own_special_tokens:
+            vars(holder).update(tokens)
+        super()._hp_search_setup(trial)
+
+    def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
+        model: Any = self.model
+        if not self._own_special_tokens:
+            return super()._pad_tensors_to_max_len(tensor, max_length)
+        missing = max_length - tensor.shape[-1]
+        return F.pad(tensor, (0, missing), value=model.config.pad_token_id)
 
     def _check_checkpoint(self, checkpoint: Path) -> None:
         """Refuse a checkpoint that cannot continue this run, and read the position of a stream."""
@@ -251,7 +274,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             )
         self._warn_of_other_processes(checkpoint)
         if self.max_source_tokens and self._has_stream:
-            self._streams.load(str(checkpoint), self.args)
+            self._streams.load(str(checkpoint), self.args, update_of(checkpoint))
         elif stream_processes(checkpoint):
             raise InputError(
                 f"{checkpoint} was saved by a run on a stream: resume with that stream and "
@@ -280,6 +303,13 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 f"parameters (muon={self.muon} here). Resume with the settings of the checkpoint, "
                 "or start a new run with its weights."
             ) from error
+        optimizer: Any = self.optimizer
+        factor = optimizer.param_groups[0].get("factor", 0.0) if checkpoint else self.muon
+        if factor != self.muon:
+            raise InputError(
+                f"{checkpoint} was trained with muon={factor}, but this run has muon={self.muon}. "
+                "Resume with the settings of the checkpoint, or start a new run with its weights."
+            )
         saved = getattr(self.lr_scheduler, "base_lrs", None)
         if given != saved:
             # One schedule times the base rate of another would diverge.
@@ -452,16 +482,34 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         }
 
 
+def _special_tokens(model: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the configurations of a model with two vocabularies, each with its special tokens."""
+    config = getattr(model, "config", None)
+    if getattr(config, "share_encoder_decoder_embeddings", True):
+        return []
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return [
+        (holder, {name: getattr(holder, name) for name in names})
+        for holder in (config, model.generation_config)
+    ]
+
+
 def _settings_of(objective: Loss | None) -> dict[str, Any]:
     """Return the settings of an objective in JSON types. Functions are given by their names."""
     if not isinstance(objective, Objective):
         return {}
     names = inspect.signature(type(objective)).parameters
     values = {name: getattr(objective, name) for name in names if hasattr(objective, name)}
+    values = {name: _python_number(value) for name, value in values.items()}
     return {
         name: value if isinstance(value, str | int | float | None) else name_of(value)
         for name, value in values.items()
     }
+
+
+def _python_number(value: Any) -> Any:
+    """Turn a number of NumPy or PyTorch into one of Python, which JSON takes."""
+    return value.item() if isinstance(value, np.generic | torch.Tensor) else value
 
 
 __all__ = ["VaswaniTrainer"]
