@@ -17,15 +17,7 @@ from typing import Any
 
 from engines import OURS, PEERS_RULE
 from host import ALLOCATORS, host_name
-from ratios import (
-    AIM_WITH_FEWER_INSTRUCTIONS,
-    AIM_WITH_GLIBC,
-    AIMS,
-    SETTING,
-    Row,
-    compare,
-    search_name,
-)
+from ratios import AIM_WITH_FEWER_INSTRUCTIONS, AIM_WITH_GLIBC, AIMS, SETTING, search_name
 
 FOLDER = Path(__file__).resolve().parent / "results" / "generation"
 _USUAL = ("glibc", "native", "short")  # the first three of a setting
@@ -43,8 +35,7 @@ Engines:
 - "ours" follows the paper's search.
 - "ours, the peer's rule" follows CTranslate2's rule. It ranks by score / length and stops when
   the number of finished hypotheses equals the number of beams. MarianMT follows this rule too.
-- A row has the number of threads of every engine. With "best" threads, each engine has the number
-  with which it is faster.
+- A row has the number of threads of every engine.
 
 Settings:
 
@@ -54,8 +45,7 @@ Settings:
   are short if the benchmark's model learned little: the next table has the lengths.
 
 A ratio is the peer's time divided by ours in the same round. Tables have medians over rounds,
-rounded down. With "best" threads, a ratio divides the least medians of each engine, among the files
-of a host whose models have the same weights."""
+rounded down."""
 _HOSTS = """\
 The memory rate is that of a copy. Products multiply 512 rows by a matrix of 512 x 2048 with torch.
 Until 2026-11-26, two threads measured the cost of a page fault. Since then, one thread measures it,
@@ -287,15 +277,13 @@ def commands(folder: Path) -> list[str]:
 def ranges(folder: Path, usual: bool = True) -> list[str]:
     """Return the lines of a table: the range over all files of each median ratio.
 
-    "best" threads are those with which an engine takes the least time.
-
     Args:
         folder: of the results files.
         usual: whether the table has short sentences, native instructions and glibc, or all other
             settings by name.
     """
     found: dict[tuple, dict[int, list[float]]] = {}
-    for _, threads, results in (*_files(folder), *(_with_best_threads(folder) if usual else ())):
+    for _, threads, results in _files(folder):
         for row in results["ratios"]:
             setting = tuple(map(row.get, SETTING[:3]))
             if (setting == _USUAL) == usual:
@@ -390,32 +378,6 @@ def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]
         yield host, str(results.get("threads", _EARLIER_THREADS)), results
 
 
-def _with_best_threads(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
-    """Compare engines on each host, each with the number of threads that is best for it.
-
-    An engine counts if it was measured with all numbers of threads of its host. If it has several
-    files, its fastest one counts. Models with other weights have translations of other lengths, so
-    they are not compared.
-    """
-    rows: dict[tuple, dict[tuple, list[tuple[str, Row]]]] = {}
-    for host, threads, results in _files(folder):
-        for row in results["speed"]:
-            if tuple(map(row.get, SETTING[:3])) == _USUAL:
-                key = (row["engine"], row["precision"], row["beams"], row["batch"])
-                of_model = rows.setdefault((host, results.get("weights_sha256")), {})
-                medians = row | {"seconds": [statistics.median(row["seconds"])]}
-                of_model.setdefault(key, []).append((threads, medians))
-    for (host, _), found in rows.items():
-        numbers = {threads for of_engine in found.values() for threads, _ in of_engine}
-        if len(numbers) > 1:
-            best = [
-                min((row for _, row in of_engine), key=lambda row: row["seconds"])
-                for of_engine in found.values()
-                if {threads for threads, _ in of_engine} == numbers
-            ]
-            yield host, "best", {"ratios": compare(best)}
-
-
 def _words(setting: tuple[str, ...]) -> str:
     """Name what is not usual in a setting."""
     return ", ".join(part for part, usual in zip(setting, _USUAL, strict=True) if part != usual)
@@ -424,7 +386,7 @@ def _words(setting: tuple[str, ...]) -> str:
 def missed(folder: Path) -> list[str]:
     """Return the lines of a table: the median ratios below their aims, in all files of a folder."""
     medians: dict[tuple, dict[int, list[float]]] = {}
-    for host, threads, results in (*_files(folder), *_with_best_threads(folder)):
+    for host, threads, results in _files(folder):
         for row in results["ratios"]:
             if row["aim"] and row["median"] < row["aim"]:
                 setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"

@@ -395,25 +395,6 @@ def test_numbers_of_threads_are_not_mixed(tmp_path):
     ]
 
 
-def test_each_engine_has_the_best_of_its_files_of_a_model(tmp_path):
-    files = [("a", 1, [4.0], [6.0]), ("a", 2, [2.0, 2.0], [8.0, 9.0])]
-    files += [("a", 1, [9.0], [9.0, 5.0, 1.0]), ("b", 1, [9.0], [1.0])]
-    for number, (weights, threads, ours, theirs) in enumerate(files):
-        speed = [
-            speed_row(engines.PEERS_RULE, "int8", ours),
-            speed_row("CTranslate2", "int8", theirs),
-        ]
-        if threads == 2:
-            speed.append(speed_row("CTranslate2", "float32", [1.0]))
-        results = {"hardware": {"cpu": "Xeon", "cores": 2, "flags": []}, "host": {"caches": {}}}
-        results |= {"threads": threads, "speed": speed, "ratios": ratios.compare(speed)}
-        results["weights_sha256"] = weights
-        (tmp_path / f"Xeon-{number}.json").write_text(json.dumps(results))
-    assert f"| {engines.PEERS_RULE} | CTranslate2 int8 | beam 4 | best | 2.50 |" in (
-        decoding_report.ranges(tmp_path)
-    )
-
-
 def test_long_sources_have_40_to_60_tokens(corpus):
     tokenizer = VaswaniTokenizer.train_from_iterator(ENGLISH, vocab_size=330, show_progress=False)
     sources = base_model.Text(tokenizer, 330).long(3)
