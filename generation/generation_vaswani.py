@@ -375,8 +375,9 @@ class VaswaniGenerationMixin(GenerationMixin):
         return (
             prepare is type(self)._prepare_as_written
             and type(self).forward is self._network_classes[-1].forward
-            and type(self).predict is self._network_classes[-1].predict
             and "predict" not in vars(self)
+            and getattr(type(self), "predict", None)
+            is getattr(self._network_classes[-1], "predict", None)
             and not forward_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
             and self.config._attn_implementation in _ATTENTION

@@ -966,6 +966,6 @@ def test_the_limit_of_a_translation_is_said_in_words(bare, settings, limit):
 
 def test_a_file_whose_name_is_not_utf8_has_its_bytes_in_the_card(run):
     content = json.loads((run / "results.json").read_text())
-    content["command"] = "vaswani train --train caf\udce9.en"
+    content["command"] = "vaswani train --train \udce9.en"
     write_json(run / "results.json", content)
-    assert r"--train caf\udce9.en" in text_of(run)
+    assert r"--train \udce9.en" in text_of(run)

@@ -201,7 +201,7 @@ class VaswaniTokenizer(TokenizersBackend):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # The backend's pickle lacks this setting, so the text "</s>" would become the end token.
-        self._tokenizer.encode_special_tokens = self.split_special_tokens
+        self.backend_tokenizer.encode_special_tokens = self.split_special_tokens
 
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -79,7 +79,7 @@ class SafeSaving(Seq2SeqTrainer):
         finally:
             self.args.save_total_limit = limit
         self._last_save = saved
-        if self.args.should_save and (limit or 0) > 0:
+        if self.args.should_save and limit is not None and limit > 0:
             limit_checkpoints(folder, limit, self.state.best_model_checkpoint)
         if self.args.push_to_hub:
             self._report_failed_pushes()
