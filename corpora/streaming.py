@@ -203,7 +203,11 @@ class _CountedRows:
         self._read = 0
 
     def __deepcopy__(self, memo: Any) -> "_CountedRows":
-        return copy.copy(self)  # the rows may hold an open file
+        copied = copy.copy(self)  # rows of a user may hold an open file
+        if isinstance(self._rows, datasets.IterableDataset):
+            # All workers would share the memory of its epoch.
+            copied._rows = copy.deepcopy(self._rows, memo)
+        return copied
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._rows, "set_epoch"):
