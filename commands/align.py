@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         translator = load(args.model)
         sources, targets = read_parallel(args.source, args.target)
-        empty = lines_without_tokens(translator.tokenizer, sources)
+        empty = set(lines_without_tokens(translator.tokenizer, sources))
         kept = [index for index in range(len(sources)) if index not in empty]
         found = translator.model.align(
             [sources[index] for index in kept],

@@ -86,7 +86,7 @@ def check_settings(args: argparse.Namespace) -> None:
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
     optimizer = str(args.trainer.get("optim", "adamw_torch"))
-    if args.muon and "adamw_torch" not in optimizer:
+    if args.muon and optimizer not in ("adamw_torch", "adamw_torch_fused"):
         raise SettingsError(
             f"--muon is an optimizer too: leave out --muon or --trainer optim={optimizer}"
         )

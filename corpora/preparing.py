@@ -94,7 +94,7 @@ def prepare(
     key = xxhash.xxh3_128_hexdigest(repr(parts).encode())
     folder = cache / key
     if folder.exists() and _flaw_of(folder) is None:
-        return _opened(folder)  # also if nobody may write to the cache
+        return _opened(folder)  # nobody needs to write to the cache
     cache.mkdir(parents=True, exist_ok=True)
     with OnlyOne(cache / f"{key}.lock", say):
         if folder.exists():

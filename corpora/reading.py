@@ -201,8 +201,11 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
     with needs("vaswani[train]"):  # imported here because translating text does not need it
         from datasets import config, load_dataset
         from datasets.exceptions import DatasetsError
+        from datasets.naming import camelcase_to_snakecase
     # The cache of data sets is read without the Hub.
-    if not (place and Path(config.HF_DATASETS_CACHE, place.replace("/", "___")).is_dir()):
+    *user, own_name = place.split("/")
+    cached = "___".join([*user, camelcase_to_snakecase(own_name)])
+    if not (place and Path(config.HF_DATASETS_CACHE, cached).is_dir()):
         try:
             check_path(place)
         except FileNotFoundError as error:

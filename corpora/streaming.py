@@ -104,6 +104,11 @@ class TokenBatchStream(IterableDataset):
                             "total": state["total"] + 1,
                         }
                         yield self.collate(batch), (worker, state)
+            if not read and passes:
+                raise DataError(
+                    "The training data have no rows in a second pass: pass an iterable that starts "
+                    "again from its beginning, or fewer updates (max_steps)."
+                )
             if not read:
                 return  # this worker has no shard
             if state is before and before["rows"] is None and not before["given"]:

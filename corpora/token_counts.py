@@ -32,7 +32,7 @@ def token_counts(dataset: Any) -> np.ndarray:
         ]
         return np.concatenate([np.empty((0, 2), dtype=np.int64), *counts])
     try:
-        # By number, because a data set of PyTorch need not end an iteration.
+        # Rows are read by number, because a data set of PyTorch need not end an iteration.
         rows = (dataset[number] for number in range(len(dataset)))
         return np.array([[len(row[name]) for name in columns] for row in rows])
     except KeyError as error:

@@ -54,7 +54,7 @@ def train_vocabulary(
     folder = cache / f"vocabulary-{key}"
     if folder.exists():
         with contextlib.suppress(OSError, ValueError):
-            return VaswaniTokenizer.from_pretrained(folder)  # also if nobody may write to the cache
+            return VaswaniTokenizer.from_pretrained(folder)  # nobody needs to write
     cache.mkdir(parents=True, exist_ok=True)
     with OnlyOne(cache / f"vocabulary-{key}.lock", say):
         if folder.exists():

@@ -1,1 +1,1 @@
-"""Decoding: `generate`, its searches, `score`, `align` and the pipeline. Saved with models."""
+"""Decoding: `generate`, its searches, `score`, `align` and the pipeline, saved with each model."""

@@ -6,12 +6,13 @@ the package, transformers finds the class through `custom_pipelines` in config.j
 
 import itertools
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import upload_folder
+from huggingface_hub import create_repo, upload_folder
 from transformers import Pipeline
 from transformers.generation import GenerateBeamEncoderDecoderOutput
 from transformers.utils import logging
@@ -104,12 +105,16 @@ class VaswaniTranslationPipeline(Pipeline):
         folder = Path(save_directory) / "target_tokenizer"
         self.target_tokenizer.save_pretrained(folder)
         if kwargs.get("push_to_hub"):
+            name = kwargs.get("repo_id") or Path(save_directory).name
+            repository = create_repo(name, exist_ok=True, token=kwargs.get("token"))
             upload_folder(
-                repo_id=kwargs.get("repo_id") or Path(save_directory).name,
+                repo_id=repository.repo_id,
                 folder_path=folder,
                 path_in_repo=folder.name,
                 commit_message="Upload the tokenizer of the target",
-                **{name: kwargs[name] for name in ("token", "revision") if name in kwargs},
+                token=kwargs.get("token"),
+                revision=kwargs.get("revision"),
+                create_pr=kwargs.get("create_pr", False),
             )
 
     def _sanitize_parameters(
@@ -166,7 +171,7 @@ class VaswaniTranslationPipeline(Pipeline):
             total=count,
             unit=" lines",
             delay=0 if progress else _PROGRESS_AFTER,
-            disable=progress is False,
+            disable=progress is False or sys.stderr is None,
         )
         with bar:
             while chunk := list(itertools.islice(lines, window)):

@@ -522,8 +522,9 @@ class VaswaniScoringMixin:
 
 def _padded(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """Pad rows with -100 on the right: (B, T)."""
-    tensors = [torch.tensor(row, device=device) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-100)
+    tensors = [torch.tensor(row, device="cpu") for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-100)
+    return padded.to(device)
 
 
 def _are_strings(sentences: Sentences) -> bool:

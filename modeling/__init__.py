@@ -1,1 +1,1 @@
-"""The network: its layers, loss, dropout, embeddings and strict loading. Saved with models."""
+"""The network: its layers, loss, dropout, embeddings and strict loading, saved with each model."""

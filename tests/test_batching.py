@@ -639,15 +639,16 @@ def test_numbers_of_numpy_are_recorded_as_numbers(tmp_path):
 
 
 def test_the_targets_special_tokens_stay_those_of_the_model(tmp_path, tiny_model):
-    class OfSource(Letters):
+    class OfSource(VaswaniTokenizer):
         pad_token_id, eos_token_id = 17, 16
 
     separate = {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 19}
     model = tiny_model(dtype=torch.float32, **separate)
+    of_source = OfSource.train_from_iterator(["a"], vocab_size=270, show_progress=False)
     names = ("pad_token_id", "eos_token_id")
     before = [getattr(part, name) for part in (model.config, model.generation_config)
               for name in names]  # fmt: skip
-    trainer = make_trainer(tmp_path, model=model, max_steps=1, processing_class=OfSource())
+    trainer = make_trainer(tmp_path, model=model, max_steps=1, processing_class=of_source)
     trainer.train()
     after = [getattr(part, name) for part in (model.config, model.generation_config)
              for name in names]  # fmt: skip

@@ -484,19 +484,6 @@ def test_the_limit_of_a_run_stands_in_its_saved_arguments(tmp_path):
     assert saved.save_total_limit == trainer.args.save_total_limit == 1
 
 
-def test_a_second_save_of_an_update_leaves_the_first(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=1)
-    trainer.train()
-    trainer._save_checkpoint(trainer.model, None)
-    (folder,) = tmp_path.glob("checkpoint-1")
-    (folder / "mark").touch()
-    trainer._save_checkpoint(trainer.model, None)
-    assert (folder / "mark").exists()
-    (folder / "model.safetensors").unlink()
-    trainer._save_checkpoint(trainer.model, None)
-    assert (folder / "model.safetensors").exists()
-
-
 def test_a_best_checkpoint_of_another_run_takes_no_place(tmp_path):
     folders = [tmp_path / f"checkpoint-{update}" for update in (1, 2, 3)]
     for folder in folders:

@@ -455,9 +455,7 @@ def test_prompt_lookup_equals_greedy_search(two_vocabularies, source, banned):
         assert torch.equal(found, expected)
 
 
-def test_a_mask_of_four_dimensions_is_refused_with_ids_and_taken_with_embeddings(
-    tiny_model, source
-):
+def test_a_mask_of_four_dimensions_is_refused_as_by_transformers(tiny_model, source):
     model = tiny_model()
     mask = source["attention_mask"][:, None, None].expand(-1, 1, source["input_ids"].shape[1], -1)
     with pytest.raises(ValueError, match="must be 2D"):

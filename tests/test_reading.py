@@ -138,7 +138,9 @@ def test_small_data_sets_stay_in_files_so_that_their_content_tells_them_apart(
     assert len(contents) == 2
 
 
-@pytest.mark.parametrize(("name", "folder"), [("opus100", "opus100"), ("user/set", "user___set")])
+@pytest.mark.parametrize(
+    ("name", "folder"), [("opus100", "opus100"), ("user/MySet", "user___my_set")]
+)
 def test_a_data_set_in_the_cache_is_read_without_the_hub(monkeypatch, tmp_path, name, folder):
     cached = datasets.Dataset.from_list([{"en": "one", "de": "eins"}])
     monkeypatch.setattr(reading, "check_path", Mock(side_effect=FileNotFoundError("no such set")))

@@ -442,6 +442,7 @@ def test_prepare_draws_no_progress_into_a_file(command, tmp_path, monkeypatch):
     (tmp_path / "a.tsv").write_text("a b\tc d\n" * 20)
     called = []
     monkeypatch.setattr(datasets, "disable_progress_bars", lambda: called.append(True))
+    monkeypatch.setattr(progress, "in_terminal", lambda stream: False)
     command("prepare", "--train", tmp_path / "a.tsv", "--data-cache", tmp_path / "cache",
             "--vocab-size", 270)  # fmt: skip
     assert called

@@ -29,9 +29,14 @@ def sentence_bleu(
     n-grams that are longer than a hypothesis are ignored. Zero counts are smoothed (sacreBLEU's
     "exp").
     """
+    return _scores(_bleu(tokenize), hypotheses, references)
+
+
+@functools.cache  # some tokenisations load a model
+def _bleu(tokenize: str) -> Any:
     with needs("vaswani[train]"):
         from sacrebleu.metrics.bleu import BLEU
-    return _scores(BLEU(effective_order=True, tokenize=tokenize), hypotheses, references)
+    return BLEU(effective_order=True, tokenize=tokenize)
 
 
 def bleu_of(tokenize: str) -> Reward:

@@ -18,7 +18,6 @@ from .checkpoints import (
     begin_checkpoint,
     discard_checkpoint,
     finish_checkpoint,
-    flaw_of,
     is_being_saved,
     last_complete_checkpoint,
     limit_checkpoints,
@@ -40,7 +39,6 @@ class SafeSaving(Seq2SeqTrainer):
     """
 
     _limit_of_run: int | None = None
-    _last_save: tuple[Path, int] | None = None  # the folder, and the entries of the log then
 
     def _last_saved(self) -> str:
         last = last_complete_checkpoint(self._get_output_dir(trial=None))
@@ -51,9 +49,6 @@ class SafeSaving(Seq2SeqTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = Path(self._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{self.state.global_step}"
-        saved = (folder, len(self.state.log_history))
-        if saved == self._last_save and flaw_of(folder) is None:
-            return  # two callbacks asked for a checkpoint of this update
         # transformers would remove old checkpoints before the new one is complete.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._limit_of_run = limit
@@ -77,8 +72,7 @@ class SafeSaving(Seq2SeqTrainer):
                 "cause is fixed."
             ) from error
         finally:
-            self.args.save_total_limit = limit
-        self._last_save = saved
+            self.args.save_total_limit, self._limit_of_run = limit, None
         if self.args.should_save and limit is not None and limit > 0:
             limit_checkpoints(folder, limit, self.state.best_model_checkpoint)
         if self.args.push_to_hub:

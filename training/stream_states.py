@@ -69,13 +69,13 @@ class StreamStates:
                 f"has {args.dataloader_num_workers}: resume with "
                 f"dataloader_num_workers={saved['workers']}."
             )
-        batches = sum(state["total"] for state in saved["states"].values())
-        expected = update * args.gradient_accumulation_steps
-        if batches != expected:
+        # A checkpoint inside an update has read batches of the next one.
+        accumulated = sum(state["total"] for state in saved["states"].values()) // max(update, 1)
+        if update and accumulated != args.gradient_accumulation_steps:
             raise InputError(
-                f"{checkpoint} has {update} updates and {batches} batches of this process, but "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps} would be "
-                f"{expected}: resume with {batches // max(update, 1)}."
+                f"{checkpoint} was saved with gradient_accumulation_steps={accumulated}, but this "
+                f"run has {args.gradient_accumulation_steps}: a stream would lose or repeat "
+                "batches. Resume with the number of the checkpoint."
             )
         self.start = {int(worker): state for worker, state in saved["states"].items()}
         self.states = dict(self.start)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
@@ -22,7 +23,7 @@ from ..corpora.mixing import Mixture
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.streaming import BUFFER
 from ..modeling.quantization_vaswani import refuse_int8
-from .checkpoints import flaw_of, has_optimizer, last_complete_checkpoint, update_of
+from .checkpoints import TRAINER_STATE, flaw_of, has_optimizer, last_complete_checkpoint
 from .muon import muon_of
 from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
 from .objectives import objective_of
@@ -251,6 +252,12 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             self.objective.prepare(self)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make a model by `model_init`, and note its special tokens."""
+        model = super().call_model_init(trial)
+        self._own_special_tokens = _special_tokens(model)
+        return model
+
     def _hp_search_setup(self, trial: Any) -> None:
         # Before, transformers gives the model the special tokens of `processing_class`. If source
         # and target have separate vocabularies, these would be tokens of the source.
@@ -274,7 +281,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             )
         self._warn_of_other_processes(checkpoint)
         if self.max_source_tokens and self._has_stream:
-            self._streams.load(str(checkpoint), self.args, update_of(checkpoint))
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+            self._streams.load(str(checkpoint), self.args, state.global_step)
         elif stream_processes(checkpoint):
             raise InputError(
                 f"{checkpoint} was saved by a run on a stream: resume with that stream and "
@@ -304,7 +312,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "or start a new run with its weights."
             ) from error
         optimizer: Any = self.optimizer
-        factor = optimizer.param_groups[0].get("factor", 0.0) if checkpoint else self.muon
+        factor = optimizer.param_groups[0].get("factor") if self.muon else 0.0
         if factor != self.muon:
             raise InputError(
                 f"{checkpoint} was trained with muon={factor}, but this run has muon={self.muon}. "
@@ -490,7 +498,8 @@ def _special_tokens(model: Any) -> list[tuple[Any, dict[str, Any]]]:
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return [
         (holder, {name: getattr(holder, name) for name in names})
-        for holder in (config, model.generation_config)
+        for holder in (config, getattr(model, "generation_config", None))
+        if holder is not None
     ]
 
 
