@@ -214,3 +214,5 @@ def test_the_readmes_command_trains_averages_and_scores_as_one_process(
 
 if __name__ == "__main__":
     train(*sys.argv[1:])
+    # A process that exits with open groups may abort in their threads.
+    torch.distributed.destroy_process_group()
