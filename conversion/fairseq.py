@@ -36,8 +36,8 @@ The tokenizers:
 * Without options they take tokens between spaces, as fairseq does. When decoding, --remove-bpe
   joins tokens at "@@ ".
 * With --bpe-codes, of subword-nmt or fastBPE, they take words between spaces, such as the output of
-  Moses' tokenizer. They split words, and join them when decoding. Any white space separates words.
-  Those two tools treat some white space as letters.
+  Moses' tokenizer. They split words, and join them when decoding. Any white space separates words,
+  but subword-nmt and fastBPE read some of it as letters.
 * With --sentencepiece-model they take plain text.
 * Tokens that the dictionary lacks become <unk>. So do "<s>", "<pad>" and "</s>" in a text. Decoding
   with skip_special_tokens leaves out <unk>, which fairseq prints, and joins nothing across it.

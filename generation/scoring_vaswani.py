@@ -190,15 +190,10 @@ class VaswaniScoringMixin:
                 values = self._token_log_probs(states[real], labels[real]).cpu()
                 for row, value in zip(rows, values.split(real.sum(1).tolist()), strict=True):
                     log_probs[row] = value
-        sums = (
-            torch.stack([values.sum() for values in log_probs])
-            if pairs
-            else torch.zeros(0, device="cpu")
-        )
+        found = [values.sum() for values in log_probs]
+        sums = torch.stack(found) if found else torch.zeros(0, device="cpu")
         call = {"length_penalty": length_penalty, "length_penalty_type": length_penalty_type}
-        lengths = torch.tensor(
-            [len(values) for values in log_probs], dtype=sums.dtype, device=sums.device
-        )
+        lengths = sums.new_tensor([len(values) for values in log_probs])
         return VaswaniScores(log_probs, sums, sums / self._penalties(lengths, call))
 
     def align(

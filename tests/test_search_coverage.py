@@ -1,4 +1,4 @@
-"""What the fast search covers, and what runs transformers' search instead."""
+"""Calls that the fast search covers, and calls that run transformers' search."""
 
 import pytest
 import torch
