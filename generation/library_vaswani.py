@@ -1,9 +1,9 @@
-"""Compiled kernels of decoding on CPUs: compilation, loading, and when they can compute.
+"""Compiled kernels of decoding and of the loss on CPUs: compilation, loading, and when they compute.
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
 The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles
-them for this CPU the first time that a model decodes, in some seconds, and the Hugging Face
-cache keeps the result. Where that is impossible, `library()` is None, and torch's operators compute
+them for this CPU the first time that a model decodes or trains, in some seconds, and the Hugging
+Face cache keeps the result. Where that is impossible, `library()` is None, and torch's operators compute
 the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
 """
 
@@ -66,6 +66,7 @@ KERNELS = {
     "best_candidates": "pnnppppnnnfpppi",
     "end_sentences": "ppnnpnpp",
     "advance_beam": "pppp",
+    "smooth_loss": "pnnpfppi",
 }
 
 logger = logging.get_logger(__name__)
@@ -90,9 +91,9 @@ def library() -> Any:
         return kernels
     if not shutil.which("gcc"):
         logger.warning_once(
-            "Decoding is slower without the compiled kernels, because gcc was not found: install "
-            "it (on Debian, apt-get install gcc libc6-dev), or hide this warning with "
-            "VASWANI_KERNELS=0."
+            "Decoding and training are slower without the compiled kernels, because gcc was not "
+            "found: install it (on Debian, apt-get install gcc libc6-dev), or hide this warning "
+            "with VASWANI_KERNELS=0."
         )
         return None
     try:
@@ -106,7 +107,9 @@ def library() -> Any:
             return _load_kept(cached) or _load(compiled)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # such as no thread
         reason = getattr(error, "stderr", None) or error
-        logger.warning_once(f"Decoding is slower without the compiled kernels: {reason}")
+        logger.warning_once(
+            f"Decoding and training are slower without the compiled kernels: {reason}"
+        )
         return None
 
 

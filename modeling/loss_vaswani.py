@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..generation.library_vaswani import COMPUTED, FLOATS, address, library
+
 # Most bytes of a chunk's logits.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Smaller chunks stay in a CPU's cache. Each chunk also adds to the gradient of the whole vocabulary
@@ -228,6 +230,9 @@ def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, epsilon: float, exact: torch.dtype
 ) -> torch.Tensor:
     """Sum the loss of `targets` (C, 1), and replace `logits` (C, V) by its gradient, in place."""
+    losses = _compiled_losses(logits, targets, epsilon)
+    if losses is not None:
+        return losses.sum().to(exact)
     total = torch.zeros((), dtype=exact, device=logits.device)
     tokens, vocab_size = logits.shape
     # Parts have copies in `exact`: they fit a CPU's cache, or spare memory elsewhere.
@@ -241,6 +246,26 @@ def _loss_and_gradient(
         chances.scatter_add_(1, gold, chances.new_full(gold.shape, epsilon - 1))
         logits[part] = chances
     return total
+
+
+def _compiled_losses(
+    logits: torch.Tensor, targets: torch.Tensor, epsilon: float
+) -> torch.Tensor | None:
+    """Compute the losses (C,) by a kernel, and replace `logits` (C, V) by their gradients.
+
+    Return None if the kernel cannot compute them, such as on a GPU.
+    """
+    plain = logits.is_cpu and type(logits) is torch.Tensor and targets.dtype == torch.int64
+    if not plain or logits.dtype not in COMPUTED or (kernels := library()) is None:
+        return None
+    (tokens, vocab_size), threads = logits.shape, torch.get_num_threads()
+    losses = torch.empty(tokens, dtype=torch.float64, device="cpu")
+    room = None if logits.dtype == torch.float32 else torch.empty(threads, vocab_size, **FLOATS)
+    could = kernels.smooth_loss(
+        *(address(logits), tokens, vocab_size, address(targets), epsilon),
+        *(None if room is None else address(room), address(losses), threads),
+    )
+    return losses if could else None
 
 
 def _loss_and_gradient_of_two(

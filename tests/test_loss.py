@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
+from vaswani.generation.library_vaswani import library
 from vaswani.modeling import loss_vaswani
 from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
 
@@ -38,7 +39,15 @@ def _chunks(request, monkeypatch):
     monkeypatch.setattr(loss_vaswani, "_IN_CACHE", in_cache)
 
 
-@pytest.mark.usefixtures("_chunks")
+@pytest.fixture(params=["kernel", "torch"])
+def _kernel_or_torch(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(loss_vaswani, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("this machine compiles no kernels")
+
+
+@pytest.mark.usefixtures("_chunks", "_kernel_or_torch")
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_loss_and_gradients_equal_the_plain_ones(epsilon, dtype, tolerance):
@@ -75,6 +84,7 @@ def test_a_bias_of_the_head_is_part_of_loss_and_gradients():
     torch.testing.assert_close(total, expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("_kernel_or_torch")
 def test_bfloat16_is_summed_in_float32():
     hidden_states, weight, targets = inputs(300, 8, 50, torch.bfloat16)
     total = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
@@ -262,6 +272,7 @@ def test_a_batch_without_real_targets_costs_nothing_and_has_zero_gradients(tiny_
     )
 
 
+@pytest.mark.usefixtures("_kernel_or_torch")
 def test_loss_of_many_tokens_equals_torchs_cross_entropy():
     hidden_states, weight, targets = inputs(3000, 16, 4000, torch.float32)
     with torch.no_grad():
@@ -269,3 +280,40 @@ def test_loss_of_many_tokens_equals_torchs_cross_entropy():
         logits = hidden_states @ weight.t()
         expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.skipif(library() is None, reason="this machine compiles no kernels")
+class TestKernel:
+    """The compiled loss of rows of logits."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("vocab_size", [1, 15, 33, 1024, 5003])
+    def test_losses_and_gradients_are_those_of_autograd(self, vocab_size, dtype, with_threads):
+        torch.manual_seed(0)
+        logits = (10 * torch.randn(9, vocab_size)).to(dtype)
+        targets = torch.randint(0, vocab_size, (9, 1))
+        exact = logits.double().requires_grad_()
+        expected = F.cross_entropy(exact, targets[:, 0], reduction="none", label_smoothing=0.1)
+        expected.sum().backward()
+        for threads in (1, 2):
+            found = logits.clone()
+            losses = with_threads(
+                threads, lambda rows=found: loss_vaswani._compiled_losses(rows, targets, 0.1)
+            )
+            torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
+            rounding = 1e-6 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(found.double(), exact.grad, rtol=rounding, atol=1e-6)
+
+    def test_a_row_with_nan_has_a_loss_of_nan_and_others_have_not(self):
+        logits = torch.randn(3, 41)
+        logits[1, 40] = torch.nan
+        losses = loss_vaswani._compiled_losses(logits, torch.zeros(3, 1, dtype=torch.long), 0.1)
+        assert losses.isnan().tolist() == [False, True, False]
+        assert logits.isnan().any(dim=1).tolist() == [False, True, False]
+
+    @pytest.mark.parametrize("target", [-1, 41])
+    def test_a_target_outside_the_vocabulary_changes_nothing(self, target):
+        logits = torch.randn(2, 41)
+        before, targets = logits.clone(), torch.tensor([[3], [target]])
+        assert loss_vaswani._compiled_losses(logits, targets, 0.1) is None
+        assert torch.equal(logits, before)

@@ -126,3 +126,23 @@ INLINE float maximum(const float *values, int64_t count)
         highest = values[i] > highest ? values[i] : highest;
     return highest;
 }
+
+// Round a row of floats to bfloat16, ties to even.
+INLINE void halve_row(const float *values, int64_t count, uint16_t *halves)
+{
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, 4);
+        const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        halves[i] = (uint16_t)(values[i] == values[i] ? nearest : 0x7fc0); // else NaN
+    }
+}
+
+// Convert a row of bfloat16 to floats.
+INLINE void widen_row(const uint16_t *halves, int64_t count, float *values)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = (uint32_t)halves[i] << 16;
+        memcpy(values + i, &bits, 4);
+    }
+}

@@ -100,17 +100,6 @@ static float round_row(const float *states, int64_t in, float largest, int zero,
     return size;
 }
 
-// Round a row of states to bfloat16, ties to even.
-static void halve_row(const float *states, int64_t in, uint16_t *halves)
-{
-    for (int64_t i = 0; i < in; i++) {
-        uint32_t bits;
-        memcpy(&bits, states + i, 4);
-        const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        halves[i] = (uint16_t)(states[i] == states[i] ? nearest : 0x7fc0); // else NaN
-    }
-}
-
 // Multiply rows of states (R, in): output (R, out).
 void multiply(const struct product *by, const float *states, int64_t rows,
               const struct rounded *memory, float *output)
