@@ -334,7 +334,9 @@ def slow_with_glibc(folder: Path) -> list[str]:
         return []
     above = sum(ratio > AIM_WITH_GLIBC for ratio in ratios)
     aim = f"Our aim is at most {AIM_WITH_GLIBC:g} for our engines."
-    return ["", f"{aim} Of {len(ratios)} ratios, {above} are higher, up to {max(ratios):.2f}."]
+    higher = f"Of {len(ratios)} ratios, {above} are higher, up to {max(ratios):.2f}."
+    mean = f"Their geometric mean is {statistics.geometric_mean(ratios):.2f}."
+    return ["", f"{aim} {higher} {mean}"]
 
 
 def _glibc_over_tcmalloc(folder: Path) -> dict[tuple, dict[int, list[float]]]:

@@ -1,10 +1,10 @@
-"""Compiled kernels of decoding and of the loss on CPUs: compilation, loading, and when they compute.
+"""Compiled kernels of decoding and of the loss on CPUs: compilation, loading, and their inputs.
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
 The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles
 them for this CPU the first time that a model decodes or trains, in some seconds, and the Hugging
-Face cache keeps the result. Where that is impossible, `library()` is None, and torch's operators compute
-the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
+Face cache keeps the result. Where that is impossible, `library()` is None, and torch's operators
+compute the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
 """
 
 import contextlib
