@@ -258,7 +258,8 @@ def _compiled_losses(
     plain = logits.is_cpu and type(logits) is torch.Tensor and targets.dtype == torch.int64
     if not plain or logits.dtype not in COMPUTED or (kernels := library()) is None:
         return None
-    (tokens, vocab_size), threads = logits.shape, torch.get_num_threads()
+    targets, threads = targets.contiguous(), torch.get_num_threads()
+    tokens, vocab_size = logits.shape
     losses = torch.empty(tokens, dtype=torch.float64, device="cpu")
     room = None if logits.dtype == torch.float32 else torch.empty(threads, vocab_size, **FLOATS)
     could = kernels.smooth_loss(

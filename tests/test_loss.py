@@ -311,6 +311,13 @@ class TestKernel:
         assert losses.isnan().tolist() == [False, True, False]
         assert logits.isnan().any(dim=1).tolist() == [False, True, False]
 
+    def test_targets_may_lie_apart_in_memory(self):
+        states, weight, targets = inputs(6, 4, 9, torch.float32)
+        apart = torch.stack([targets, targets + 1], dim=1)[:, 0]
+        assert not apart.is_contiguous()
+        totals = [ChunkedCrossEntropy.apply(states, weight, ids, 0.1) for ids in (targets, apart)]
+        assert torch.equal(*totals)
+
     @pytest.mark.parametrize("target", [-1, 41])
     def test_a_target_outside_the_vocabulary_changes_nothing(self, target):
         logits = torch.randn(2, 41)
