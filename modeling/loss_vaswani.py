@@ -253,13 +253,17 @@ def _compiled_losses(
 ) -> torch.Tensor | None:
     """Compute the losses (C,) by a kernel, and replace `logits` (C, V) by their gradients.
 
-    Return None if the kernel cannot compute them, such as on a GPU.
+    Return None if the kernel cannot compute them, such as on a GPU, or if a program records
+    torch's operators, as `make_fx` does.
     """
-    plain = logits.is_cpu and type(logits) is torch.Tensor and targets.dtype == torch.int64
-    if not plain or logits.dtype not in COMPUTED or (kernels := library()) is None:
+    plain = all(each.is_cpu and type(each) is torch.Tensor for each in (logits, targets))
+    known = logits.dtype in COMPUTED and targets.dtype == torch.int64
+    if not (plain and known and len(logits)) or torch._C._len_torch_dispatch_stack():
         return None
-    targets, threads = targets.contiguous(), torch.get_num_threads()
+    if (kernels := library()) is None:
+        return None
     tokens, vocab_size = logits.shape
+    targets, threads = targets.contiguous(), min(torch.get_num_threads(), tokens)
     losses = torch.empty(tokens, dtype=torch.float64, device="cpu")
     room = None if logits.dtype == torch.float32 else torch.empty(threads, vocab_size, **FLOATS)
     could = kernels.smooth_loss(

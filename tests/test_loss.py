@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -310,6 +311,35 @@ class TestKernel:
         losses = loss_vaswani._compiled_losses(logits, torch.zeros(3, 1, dtype=torch.long), 0.1)
         assert losses.isnan().tolist() == [False, True, False]
         assert logits.isnan().any(dim=1).tolist() == [False, True, False]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_logits_far_below_the_highest_have_gradients_of_zero(self, dtype):
+        logits = torch.full((2, 5003), -200.0, dtype=dtype)
+        logits[:, [7, 9]] = 0
+        logits[1, 40] = -torch.inf
+        losses = loss_vaswani._compiled_losses(logits, torch.tensor([[7], [9]]), 0.0)
+        assert losses[0].item() == pytest.approx(math.log(2))
+        others = torch.ones(5003, dtype=torch.bool).index_fill_(0, torch.tensor([7, 9]), False)
+        assert (logits[:, others] == 0).all()
+        assert logits[0, [7, 9]].tolist() == [-0.5, 0.5]
+
+    def test_a_row_of_minus_infinity_has_a_loss_and_gradients_of_nan(self):
+        logits = torch.full((2, 41), -torch.inf)
+        logits[1] = 0
+        losses = loss_vaswani._compiled_losses(logits, torch.zeros(2, 1, dtype=torch.long), 0.1)
+        assert losses.isnan().tolist() == [True, False]
+        assert logits.isnan().all(dim=1).tolist() == [True, False]
+
+    def test_a_recorded_graph_holds_the_loss(self):
+        states, weight, targets = (each.detach() for each in inputs(6, 4, 9, torch.float32))
+
+        def loss(states):
+            return loss_vaswani._loss_and_gradient(
+                states @ weight.t(), targets[:, None], 0.1, torch.float32
+            )
+
+        graph = make_fx(loss)(states)
+        torch.testing.assert_close(graph(states + 1), loss(states + 1))
 
     def test_targets_may_lie_apart_in_memory(self):
         states, weight, targets = inputs(6, 4, 9, torch.float32)

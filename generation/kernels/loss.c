@@ -4,15 +4,22 @@
 
 #include "instructions.h"
 
+#include <math.h>
 #include <omp.h>
 
 enum { BLOCK = 1024 }; // values that are added in float
+#define LEAST (-60.f)   // logits further below the highest have no chance: e^-60 is 1e-26
 
 // Replace a row of logits (V,) by the gradient of its loss, and return the loss:
 // (1 - epsilon) * nll(target) + epsilon * mean over the vocabulary of nll.
 static double smooth_row(float *values, int64_t count, int64_t target, float epsilon)
 {
     const float highest = maximum(values, count), at_target = values[target] - highest;
+    if (highest <= LOWEST) { // no logit is finite; `maximum` overlooks NaN
+        for (int64_t i = 0; i < count; i++)
+            values[i] = NAN;
+        return NAN;
+    }
     double total = 0, chances = 0; // of logits minus the highest, and of their exponentials
     for (int64_t first = 0; first < count; first += BLOCK) {
         const int64_t end = count - first < BLOCK ? count : first + BLOCK;
@@ -20,7 +27,8 @@ static double smooth_row(float *values, int64_t count, int64_t target, float eps
         for (int64_t i = first; i < end; i++) {
             const float logit = values[i] - highest;
             total_of_block += logit;
-            values[i] = exponential(logit);
+            // Without the limit, chances would be so small that products with them are slow.
+            values[i] = logit < LEAST ? 0 : exponential(logit);
             chances_of_block += values[i];
         }
         total += total_of_block;
