@@ -78,9 +78,9 @@ Ratios below their aims:
 """
 _RATES = """\
 With glibc, native instructions and short sentences. If a host has several files with a setting, the
-rates are those of the last. A host has other rates at other hours, so rates of two settings may not
-compare. The model trains for 15 minutes, so BLEU shows no more than that the engines translate
-alike.
+rates are those of the file whose name comes last. A host has other rates at other hours, so rates
+of two settings may not compare. The model trains for 15 minutes, so BLEU shows no more than that
+the engines translate alike.
 """
 _PROFILES = """\
 Shares of the time of our search with the peer's rule, in compiled kernels: the layers of encoder
@@ -88,6 +88,7 @@ and decoder (`run_layers`), the output layer (`multiply_states`), the choice of 
 (`log_sums_and_maxima`, `best_candidates`, `best_tokens` and `advance_beam`), and checks that no
 weight has changed since it was packed (`has_fingerprint` and `same_bytes`). Our aims are 600 calls
 of operators a step in batches of 1, and 900 in batches of 32. A call of a kernel counts as one.
+The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread.
 """
 _WITHOUT_KERNELS = """
 Without the kernels (`VASWANI_KERNELS=0`), these operators of torch are the slowest. The numbers of
@@ -194,7 +195,7 @@ def aims() -> list[str]:
 def rates(folder: Path) -> list[str]:
     """Return the lines of a table: sentences per second on each host, and BLEU.
 
-    Later files of a host replace the rows of earlier ones.
+    Files of a host replace the rows of those before them, in the order of their names.
     """
     latest: dict[tuple, dict[int, list[float]]] = {}
     bleu = {}
@@ -322,7 +323,7 @@ def allocators(folder: Path) -> list[str]:
 
 
 def slow_with_glibc(folder: Path) -> list[str]:
-    """Return a line that counts the ratios of our engines above their aim."""
+    """Return a line with the mean of our engines' ratios, and how many are above their aim."""
     ratios = [
         ratio
         for (engine, *_), cells in _glibc_over_tcmalloc(folder).items()

@@ -258,7 +258,7 @@ def _compiled_losses(
     """
     plain = all(each.is_cpu and type(each) is torch.Tensor for each in (logits, targets))
     known = logits.dtype in COMPUTED and targets.dtype == torch.int64
-    if not (plain and known and len(logits)) or torch._C._len_torch_dispatch_stack():
+    if not (plain and known) or torch._C._len_torch_dispatch_stack():
         return None
     if (kernels := library()) is None:
         return None

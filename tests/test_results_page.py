@@ -293,16 +293,16 @@ def test_the_lowest_ratios_in_other_settings_come_from_the_report_of_all_hosts()
         if row[1].startswith("MarianMT") and row[2:5] == ["beam 4", "2", "tcmalloc"]
     }
     words = (
-        "ratios to MarianMT in float32 are {0} to {1} with 4 beams, two threads and batches of 8 "
+        "Ratios to MarianMT with tcmalloc are {} to {} in float32, with 4 beams and batches of 8 "
     )
-    words += "and more. In bfloat16 on the Xeon, they are {2} to {3}."
+    words += "and more. In bfloat16 on the Xeon, they are {} to {}."
     ends = (marian[f"MarianMT {precision}"] for precision in ("float32", "bfloat16"))
     assert words.format(*(found[end] for found in ends for end in (0, -1))) in DOCS["results"].words
     number, above, most, mean = re.search(
         r"Of (\d+) ratios, (\d+) are higher, up to ([\d.]+)\. Their geometric mean is ([\d.]+)\.",
         Page(RESULTS / "generation" / "README.md").words,
     ).groups()
-    words = f"takes {mean} times as long with glibc as with tcmalloc, in the geometric mean of "
+    words = f"take {mean} times as long with glibc as with tcmalloc. This is the geometric mean of "
     words += f"{number} ratios. Of these, {above} miss our aim of 1.05, by up to {most}."
     assert words in DOCS["results"].words
     lowest_of_rounds = re.findall(
@@ -331,6 +331,16 @@ def test_the_gain_of_a_second_thread_for_ctranslate2_comes_from_the_files_of_the
     }
     assert max(gains["int8"]) < 1
     words = f"float32 gains at most {max(gains['float32']):.1f} times from the second thread"
+    assert words in DOCS["results"].words
+
+
+def test_the_aims_of_decoding_are_those_of_the_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    aims = importlib.import_module("ratios").AIMS
+    same_rule, papers, float32, marian, in_bfloat16 = (aim for *_, aim in aims)
+    assert marian == in_bfloat16
+    words = f"Our aims are {same_rule} for the first row, {papers} for the second, {float32} in "
+    words += f"float32, and {marian} for MarianMT in batches of {aims[3][3]} and more."
     assert words in DOCS["results"].words
 
 
