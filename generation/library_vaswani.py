@@ -67,6 +67,10 @@ KERNELS = {
     "end_sentences": "ppnnpnpp",
     "advance_beam": "pppp",
     "smooth_loss": "pnnpfppi",
+    "attend_packed": "pppppppni",
+    "attend_packed_backward": "ppppppppppni",
+    "add_and_normalize": "ppppppi",
+    "add_and_normalize_backward": "pppppppi",
 }
 
 logger = logging.get_logger(__name__)
@@ -306,6 +310,25 @@ def compute(*tensors: torch.Tensor) -> bool:
     )
 
 
+def trains(*tensors: torch.Tensor) -> bool:
+    """Tell whether the kernels can train with these tensors: plain ones of one dtype on a CPU.
+
+    They cannot if a program records or transforms torch's operators, as `make_fx` and torch.func
+    do.
+    """
+    if torch.compiler.is_compiling():  # first, because the compiler cannot trace the others
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    plain = all(
+        tensor.is_cpu
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.dtype == tensors[0].dtype
+        for tensor in tensors
+    )
+    return plain and tensors[0].dtype in COMPUTED and library() is not None
+
+
 def address(values: torch.Tensor) -> int:
     """Return the address of a contiguous tensor."""
     assert values.is_contiguous()
@@ -326,4 +349,5 @@ __all__ = [
     "compute",
     "is_as_stored",
     "library",
+    "trains",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..generation.library_vaswani import COMPUTED, FLOATS, address, library
+from ..generation.library_vaswani import FLOATS, address, library, trains
 
 # Most bytes of a chunk's logits.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
@@ -256,17 +256,13 @@ def _compiled_losses(
     Return None if the kernel cannot compute them, such as on a GPU, or if a program records
     torch's operators, as `make_fx` does.
     """
-    plain = all(each.is_cpu and type(each) is torch.Tensor for each in (logits, targets))
-    known = logits.dtype in COMPUTED and targets.dtype == torch.int64
-    if not (plain and known) or torch._C._len_torch_dispatch_stack():
-        return None
-    if (kernels := library()) is None:
+    if not (trains(logits) and targets.is_cpu and targets.dtype == torch.int64):
         return None
     tokens, vocab_size = logits.shape
     targets, threads = targets.contiguous(), min(torch.get_num_threads(), tokens)
     losses = torch.empty(tokens, dtype=torch.float64, device="cpu")
     room = None if logits.dtype == torch.float32 else torch.empty(threads, vocab_size, **FLOATS)
-    could = kernels.smooth_loss(
+    could = library().smooth_loss(
         *(address(logits), tokens, vocab_size, address(targets), epsilon),
         *(None if room is None else address(room), address(losses), threads),
     )

@@ -48,6 +48,7 @@ from .packing_vaswani import (
 from .pickling_vaswani import PicklableModule
 from .positions_vaswani import LearnedPositions, SinusoidalPositions
 from .quantization_vaswani import AdaptableModule, RoundableModel, has_int8, init_int8
+from .training_kernels_vaswani import add_and_normalize
 
 if TYPE_CHECKING:
     # transformers copies the files that remote code imports. This line makes transformers copy the
@@ -83,6 +84,10 @@ class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer)
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))) (3.1, 5.4); pre-norm for imported checkpoints."""
         output = sublayer(norm(hidden_states) if self.norm_first else hidden_states)
+        if self.training and not self.norm_first:
+            computed = add_and_normalize(hidden_states, output, self.dropout, norm)
+            if computed is not None:
+                return computed
         output = hidden_states + drop_out(output, self.dropout, self.training)
         return output if self.norm_first else norm(output)
 

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .backends_vaswani import attend_in_float32, is_slow_on_cpu
 from .dropout_vaswani import drop_out
 from .packing_vaswani import PackedMask
+from .training_kernels_vaswani import attend_in_sentences
 from .windows_vaswani import LONG
 
 
@@ -51,16 +52,20 @@ def packed_attention(
     """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
 
     GPUs run torch's flash attention by cumulative lengths, without a mask, if it supports the
-    states. Otherwise, attention is computed in windows of sentences, and scores have the dtype of
-    the states. Only "eager" returns weights, of shape (B, H, Q, K).
+    states, and CPUs run a compiled kernel. Otherwise, attention is computed in windows of
+    sentences, and scores have the dtype of the states. Only "eager" returns weights, of shape
+    (B, H, Q, K).
     """
     mask = attention_mask
     # (1, H, N, d) to (N, H, d), the layout of the projections.
-    states = [side[0].transpose(0, 1) for side in (query, key, value)]
+    states = [side.squeeze(0).transpose(0, 1) for side in (query, key, value)]
     if implementation == "eager":
         return _by_sentence(eager_attention, module, states, mask, scaling, dropout)
     if not dropout and _varlen_supports(*states):
         return _by_cumulative_lengths(states, mask, module.is_causal, scaling)[None], None
+    output = attend_in_sentences(states, mask, module.is_causal, scaling, dropout)
+    if output is not None:
+        return output[None], None
     with torch.autocast(query.device.type, enabled=False):  # the states have their dtype already
         return _in_windows(states, mask, module.is_causal, scaling, dropout)[None], None
 

@@ -185,7 +185,9 @@ IN_SOURCE = {
     "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
     "datasets.IterableDataset.__init__": "_ex_iterable",
     "torch.distributed.fsdp.fully_shard": "_is_fsdp_managed_module",
-    "torch.nn.Module._call_impl": "_forward_hooks _forward_pre_hooks",
+    "torch.nn.Module._call_impl": """
+        _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks
+    """,
     "torch.nn.Module.__getattr__": "_modules",
     "accelerate.hooks.add_hook_to_module": "_hf_hook",
     "accelerate.Accelerator.prepare_model": "_original_forward",

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
+from vaswani.generation import library_vaswani
 from vaswani.generation.library_vaswani import library
 from vaswani.modeling import loss_vaswani
 from vaswani.modeling.loss_vaswani import ChunkedCrossEntropy
@@ -43,7 +44,7 @@ def _chunks(request, monkeypatch):
 @pytest.fixture(params=["kernel", "torch"])
 def _kernel_or_torch(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(loss_vaswani, "library", lambda: None)
+        monkeypatch.setattr(library_vaswani, "library", lambda: None)
     elif library() is None:
         pytest.skip("this machine compiles no kernels")
 

@@ -21,6 +21,7 @@ enum { ROWS_AT_ONCE = 12, INT8_ROWS_AT_ONCE = 12 };
 #define float_in_all_lanes(number) _mm512_set1_ps(number)
 #define larger(left, right) _mm512_max_ps(left, right)
 #define sum_of_lanes(floats) _mm512_reduce_add_ps(floats)
+#define largest_lane(floats) _mm512_reduce_max_ps(floats)
 #define first_halves(words) _mm512_castsi512_ps(_mm512_slli_epi32(words, 16))
 #define second_halves(words) _mm512_castsi512_ps(_mm512_and_si512(words, in_all_lanes(~0xffff)))
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -48,6 +49,12 @@ INLINE float sum_of_lanes(floats lanes)
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+INLINE float largest_lane(floats lanes)
+{
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 #else
 #error "the kernels need AVX2 and FMA"
