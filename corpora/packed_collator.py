@@ -12,9 +12,9 @@ from ..configuration.errors import InputError
 class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     """DataCollatorForSeq2Seq without padding: every tensor of tokens is (1, N).
 
-    The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result.
-    Translation models of this package take packed and padded batches alike, with the same loss and
-    gradients.
+    The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result. With
+    `pad_to_multiple_of`, spare sentences without loss fill up N. Translation models of this package
+    take packed and padded batches alike, with the same loss and gradients.
     """
 
     def __call__(self, features: Any, return_tensors: str | None = None) -> dict[str, Any]:
@@ -31,24 +31,33 @@ class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
                 "Packing removes padding on the right, but the tokenizer pads on the "
                 f"{self.tokenizer.padding_side}: set tokenizer.padding_side = 'right'."
             )
-        return packed(super().__call__(features, return_tensors))
+        return packed(super().__call__(features, return_tensors), self.pad_to_multiple_of)
 
 
 class PackedCollator:
-    """Wraps a collator of padded batches and removes their padding."""
+    """Wraps a collator of padded batches and removes their padding.
 
-    def __init__(self, collate: Callable[[Any], dict[str, Any]]) -> None:
+    Args:
+        collate: makes a padded batch.
+        pad_to_multiple_of: as of `packed`.
+    """
+
+    def __init__(
+        self, collate: Callable[[Any], dict[str, Any]], pad_to_multiple_of: int | None = None
+    ) -> None:
         self.collate = collate
+        self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """Make a batch of `features`."""
-        return packed(self.collate(features))
+        return packed(self.collate(features), self.pad_to_multiple_of)
 
 
-def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
+def packed(batch: Mapping[str, Any], pad_to_multiple_of: int | None = None) -> dict[str, Any]:
     """Remove the padding of a batch with `input_ids`, `attention_mask` and `labels`.
 
-    A batch that is already packed is returned unchanged.
+    A batch that is already packed is returned unchanged. With `pad_to_multiple_of`, sentences
+    without loss follow, so that N is a multiple of it on both sides.
 
     Returns:
         `input_ids` and `labels` (1, N), and their boundaries under the names of transformers'
@@ -82,7 +91,39 @@ def packed(batch: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("decoder_input_ids", "labels"):
         if name in batch:
             flat[name] = batch[name][target][None]
-    return flat | _boundaries(source, "") | _boundaries(target, "decoder_")
+    flat |= _boundaries(source, "") | _boundaries(target, "decoder_")
+    return _with_spare_sentences(flat, pad_to_multiple_of) if pad_to_multiple_of else flat
+
+
+def _with_spare_sentences(batch: dict[str, Any], multiple: int) -> dict[str, Any]:
+    """Append sentences without loss to a packed batch. They are not longer than the others."""
+    sides = {"": batch["input_ids"].shape[1], "decoder_": batch["labels"].shape[1]}
+    missing = {prefix: -tokens % multiple for prefix, tokens in sides.items()}
+    if not any(missing.values()):
+        return batch
+    longest = {prefix: batch[f"{prefix}max_length_q"] for prefix in sides}
+    # Each spare sentence has at least one token on either side.
+    while min(missing.values()) < (number := max(-(-missing[p] // longest[p]) for p in sides)):
+        missing[min(missing, key=missing.__getitem__)] += multiple
+    for prefix in sides:
+        lengths = torch.full((number,), missing[prefix] // number)
+        lengths[: missing[prefix] % number] += 1
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+        ends = batch[f"{prefix}cu_seq_lens_q"]
+        ends = torch.cat((ends, ends[-1] + lengths.cumsum(0).to(ends.dtype)))
+        batch |= {f"{prefix}cu_seq_lens_{side}": ends for side in "qk"}
+        name = f"{prefix}position_ids"
+        batch[name] = torch.cat((batch[name], positions), dim=1)
+    for name, prefix in (
+        ("input_ids", ""),
+        ("decoder_input_ids", "decoder_"),
+        ("labels", "decoder_"),
+    ):
+        if name in batch:
+            fill = -100 if name == "labels" else batch[name][0, 0].item()
+            more = batch[name].new_full((1, missing[prefix]), fill)
+            batch[name] = torch.cat((batch[name], more), dim=1)
+    return batch
 
 
 def _real_source(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from ..generation.library_vaswani import FLOATS, address, library, trains
 
@@ -18,6 +19,7 @@ _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Smaller chunks stay in a CPU's cache. Each chunk also adds to the gradient of the whole vocabulary
 # matrix, so a chunk has at least 2 D tokens if that many fit the limit above.
 _CHUNK_IN_CACHE = 2**24
+_MULTIPLE = 64  # of the rows of a chunk, where a new number of rows costs time
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
@@ -129,14 +131,21 @@ def _loss_and_gradients(
     with torch.autocast(device.type, enabled=False):
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
         size = max(_rows_of_chunk(matrix) // passes, 1)
+        # oneDNN prepares bfloat16 products anew for each number of rows, so zeros fill chunks up.
+        multiple = _MULTIPLE if matrix.is_cpu and dtype == torch.bfloat16 else 1
+        size = max(size - size % multiple, 1)
         # Chunks share their buffers, because the first use of new memory takes time.
-        buffer = states.new_empty(passes * min(size, len(targets)), len(weight))
+        rows = passes * min(size, len(targets))
+        buffer = states.new_empty(rows + -rows % multiple, len(weight))
         product = None if dtype == exact else torch.empty_like(matrix)
         for chunk in _slices(len(targets), size):
             inputs = states[:, chunk].flatten(0, 1)
-            logits = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])  # (P * C, V)
+            inputs = F.pad(inputs, (0, 0, 0, -len(inputs) % multiple))
+            filled = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])
             if bias is not None:
-                logits += bias.to(dtype)
+                filled += bias.to(dtype)
+            logits = filled[: passes * len(targets[chunk])]  # (P * C, V)
+            filled[len(logits) :] = 0
             if r_drop is None:
                 total += _loss_and_gradient(logits, targets[chunk, None], epsilon, exact)
             else:
@@ -144,13 +153,14 @@ def _loss_and_gradients(
                 total += _loss_and_gradient_of_two(
                     first, second, targets[chunk, None], epsilon, r_drop, exact
                 )
-            hidden_gradient[:, chunk] = (logits @ matrix).unflatten(0, (passes, -1))
+            of_states = (filled @ matrix)[: len(logits)]
+            hidden_gradient[:, chunk] = of_states.unflatten(0, (passes, -1))
             if product is None:
-                weight_gradient.addmm_(logits.t(), inputs)
+                weight_gradient.addmm_(filled.t(), inputs)
             else:
-                weight_gradient += torch.mm(logits.t(), inputs, out=product)
+                weight_gradient += torch.mm(filled.t(), inputs, out=product)
             if bias_gradient is not None:
-                bias_gradient += logits.sum(dim=0, dtype=exact)
+                bias_gradient += filled.sum(dim=0, dtype=exact)
     if bias is not None and bias_gradient is not None:
         bias_gradient = bias_gradient.to(bias.dtype)
     return total, hidden_gradient.flatten(0, 1), weight_gradient.to(weight.dtype), bias_gradient

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..generation.library_vaswani import (
     COUNT,
@@ -101,6 +100,14 @@ def add_and_normalize(
     return normalized
 
 
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The compiled kernels of training have no second derivative (create_graph=True): set "
+            "VASWANI_KERNELS=0 in the environment, so that torch computes it."
+        )
+
+
 def _drawn(dropout: float) -> _Dropout:
     """Draw the seed of a pass."""
     if not dropout:
@@ -142,8 +149,8 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         *states, log_sums = ctx.saved_tensors
         gradients = [torch.empty_like(each) for each in states]
         _run("attend_packed_backward", ctx, *states, as_stored(gradient), log_sums, *gradients)
@@ -197,8 +204,8 @@ class _SumAndNorm(torch.autograd.Function):
         return normalized
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         sums, moments, weight, bias = ctx.saved_tensors
         ctx.norm.weight, ctx.norm.bias = address(weight), address(bias)
         threads = torch.get_num_threads()

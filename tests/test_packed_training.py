@@ -20,6 +20,7 @@ from test_batching import (
 from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainer
 from vaswani.corpora.packed_collator import packed
 from vaswani.corpora.token_batches import PackedBatchSampler
+from vaswani.training import token_loading
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM
@@ -200,3 +201,31 @@ def test_what_packed_batches_cannot_be_combined_with_is_refused(tmp_path, change
         changes["model"] = MarianMTModel(MarianConfig(**sizes, **heads))
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **{"batching": "packed", **changes})
+
+
+@pytest.mark.parametrize(
+    ("settings_of_run", "multiple"),
+    [({"bf16": True}, 128), ({}, None), ({"bf16": True, "objective": "scheduled_sampling"}, None)],
+)
+def test_tokens_are_filled_up_where_new_numbers_of_them_cost_time(
+    tmp_path, settings_of_run, multiple
+):
+    trainer = make_trainer(tmp_path, batching="packed", **settings_of_run)
+    sizes = [
+        (batch["input_ids"].shape[1], batch["labels"].shape[1])
+        for batch in trainer.get_train_dataloader()
+    ]
+    spare = [[-tokens % (multiple or 1) for tokens in batch] for batch in sizes]
+    assert not np.any(spare)
+    assert len({size for batch in sizes for size in batch}) == 1 if multiple else len(sizes) > 2
+
+
+def test_spare_sentences_change_no_update_of_a_bfloat16_training(tmp_path, monkeypatch):
+    trainers = []
+    for name, multiple in (("filled", 128), ("exact", None)):
+        monkeypatch.setattr(token_loading, "_MULTIPLE", multiple)
+        trainer = make_trainer(tmp_path / name, batching="packed", bf16=True, dropout=0.0)
+        trainer.train()
+        trainers.append(trainer)
+    for name, weight in weights(trainers[0]).items():
+        torch.testing.assert_close(weight, weights(trainers[1])[name], rtol=0, atol=4e-3)

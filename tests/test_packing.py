@@ -385,6 +385,40 @@ def test_collator_names_boundaries_as_transformers_does(tiny_model):
         assert (flat[f"max_length_{kind}"], flat[f"decoder_max_length_{kind}"]) == (3, 3)
 
 
+@pytest.mark.parametrize(
+    "lengths", [(SOURCES, TARGETS), ([8], [16]), ([1, 1], [2, 30]), ([5], [7])]
+)
+@pytest.mark.parametrize("multiple", [1, 8, 64])
+def test_spare_sentences_fill_up_a_packed_batch_and_change_nothing(
+    tiny_model, batches, lengths, multiple
+):
+    padded, flat = batches(*lengths)
+    filled = packed(padded, multiple)
+    sides = (lengths[0], "", "input_ids"), (lengths[1], "decoder_", "labels")
+    for (own, prefix, name), longest in zip(sides, map(max, lengths), strict=True):
+        assert filled[name].shape[1] % multiple == 0
+        assert filled[name][:, : sum(own)].tolist() == flat[name].tolist()
+        ends = filled[f"{prefix}cu_seq_lens_q"]
+        assert ends.diff()[: len(own)].tolist() == own
+        assert ends.diff().min() >= 1
+        assert ends.diff().max() == filled[f"{prefix}max_length_q"] == longest
+        assert filled[f"{prefix}position_ids"].max() < longest
+    assert (filled["labels"][:, sum(lengths[1]) :] == -100).all()
+    assert_same_learning(tiny_model(dropout=0.0), padded, filled)
+    if multiple == 1:
+        assert filled.keys() == flat.keys()
+        assert all(torch.equal(torch.as_tensor(filled[k]), torch.as_tensor(flat[k])) for k in flat)
+
+
+def test_the_packing_collator_fills_up_to_a_multiple():
+    rows = [{"input_ids": [3, 4, 2], "labels": [5, 2]}, {"input_ids": [4, 2], "labels": [3, 4, 2]}]
+    tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
+    collator = DataCollatorForPackedSeq2Seq(tokenizer, pad_to_multiple_of=8)
+    batch = collator(rows)
+    assert batch["input_ids"].shape == batch["labels"].shape == (1, 8)
+    assert batch["labels"][0, 5:].tolist() == [-100] * 3
+
+
 def test_a_packing_collator_refuses_other_tensors_and_padding_on_the_left():
     rows = [{"input_ids": [5, 2], "labels": [7, 2]}, {"input_ids": [8, 2], "labels": [9, 4, 2]}]
     tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)

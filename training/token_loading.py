@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, TrainingArguments
 from transformers.trainer_utils import has_length, seed_worker
@@ -21,6 +22,8 @@ from .stream_states import StreamStates
 
 with needs("vaswani[train]"):
     import datasets
+
+_MULTIPLE = 128  # of the tokens of a packed batch, where a new number of tokens costs time
 
 
 class TokenBatchLoading(Seq2SeqTrainer):
@@ -84,7 +87,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
         if self.batching == "packed":
-            collator = PackedCollator(collator)
+            collator = PackedCollator(collator, self._multiple_of_tokens())
         dataloader = DataLoader(
             dataset,
             batch_sampler=sampler,
@@ -107,7 +110,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
         data, args = self.train_dataset, self.args
         collator = self._get_collator_with_removed_columns(self.data_collator, "training")
         if self.batching == "packed":
-            collator = PackedCollator(collator)
+            collator = PackedCollator(collator, self._multiple_of_tokens())
         stream = TokenBatchStream(
             rows_of_process(data, *self._data_parallel_rank()),
             max_source_tokens,
@@ -121,6 +124,17 @@ class TokenBatchLoading(Seq2SeqTrainer):
             drop_oversize=self.drop_oversize,
         )
         return DataLoader(stream, batch_size=None, **self._loader_settings())
+
+    def _multiple_of_tokens(self) -> int | None:
+        """Return a multiple for the tokens of packed batches where each new number costs time.
+
+        On a CPU, oneDNN prepares products in bfloat16 anew for each number of rows. Objectives
+        count the sentences of a batch, so their batches get no spare ones.
+        """
+        is_half = self.args.bf16 or getattr(self.model, "dtype", None) == torch.bfloat16
+        return (
+            _MULTIPLE if is_half and self.args.device.type == "cpu" and not self.objective else None
+        )
 
     def _data_parallel_rank(self) -> tuple[int, int]:
         return data_parallel_rank(
