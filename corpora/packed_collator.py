@@ -13,7 +13,8 @@ class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     """DataCollatorForSeq2Seq without padding: every tensor of tokens is (1, N).
 
     The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result. With
-    `pad_to_multiple_of`, spare sentences without loss fill up N. Translation models of this package
+    `pad_to_multiple_of`, spare sentences without loss fill up N, and outputs have rows for them.
+    Translation models of this package
     take packed and padded batches alike, with the same loss and gradients.
     """
 
@@ -57,7 +58,7 @@ def packed(batch: Mapping[str, Any], pad_to_multiple_of: int | None = None) -> d
     """Remove the padding of a batch with `input_ids`, `attention_mask` and `labels`.
 
     A batch that is already packed is returned unchanged. With `pad_to_multiple_of`, sentences
-    without loss follow, so that N is a multiple of it on both sides.
+    without loss follow, so that N is a multiple of it on both sides. B counts these sentences.
 
     Returns:
         `input_ids` and `labels` (1, N), and their boundaries under the names of transformers'
@@ -106,10 +107,12 @@ def _with_spare_sentences(batch: dict[str, Any], multiple: int) -> dict[str, Any
     while min(missing.values()) < (number := max(-(-missing[p] // longest[p]) for p in sides)):
         missing[min(missing, key=missing.__getitem__)] += multiple
     for prefix in sides:
-        lengths = torch.full((number,), missing[prefix] // number)
-        lengths[: missing[prefix] % number] += 1
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
         ends = batch[f"{prefix}cu_seq_lens_q"]
+        device = ends.device  # and not torch's default device
+        lengths = torch.full((number,), missing[prefix] // number, device=device)
+        lengths[: missing[prefix] % number] += 1
+        counts = [torch.arange(length, device=device) for length in lengths.tolist()]
+        positions = torch.cat(counts)[None]
         ends = torch.cat((ends, ends[-1] + lengths.cumsum(0).to(ends.dtype)))
         batch |= {f"{prefix}cu_seq_lens_{side}": ends for side in "qk"}
         name = f"{prefix}position_ids"

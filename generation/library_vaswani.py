@@ -1,4 +1,4 @@
-"""Compiled kernels of decoding and of the loss: compilation, loading, and when they can compute.
+"""Compiled kernels of decoding and training: compilation, loading, and when they can compute.
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
 The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles

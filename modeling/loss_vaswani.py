@@ -133,14 +133,16 @@ def _loss_and_gradients(
         size = max(_rows_of_chunk(matrix) // passes, 1)
         # oneDNN prepares bfloat16 products anew for each number of rows, so zeros fill chunks up.
         multiple = _MULTIPLE if matrix.is_cpu and dtype == torch.bfloat16 else 1
-        size = max(size - size % multiple, 1)
+        if size > multiple:
+            size -= size % multiple
         # Chunks share their buffers, because the first use of new memory takes time.
         rows = passes * min(size, len(targets))
         buffer = states.new_empty(rows + -rows % multiple, len(weight))
         product = None if dtype == exact else torch.empty_like(matrix)
         for chunk in _slices(len(targets), size):
             inputs = states[:, chunk].flatten(0, 1)
-            inputs = F.pad(inputs, (0, 0, 0, -len(inputs) % multiple))
+            if spare := -len(inputs) % multiple:
+                inputs = F.pad(inputs, (0, 0, 0, spare))
             filled = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])
             if bias is not None:
                 filled += bias.to(dtype)

@@ -84,7 +84,9 @@ class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer)
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))) (3.1, 5.4); pre-norm for imported checkpoints."""
         output = sublayer(norm(hidden_states) if self.norm_first else hidden_states)
-        if self.training and not self.norm_first:
+        # "eager" computes with torch's operators alone, which have second derivatives.
+        eager = self.self_attn.config._attn_implementation == "eager"
+        if self.training and not self.norm_first and not eager:
             computed = add_and_normalize(hidden_states, output, self.dropout, norm)
             if computed is not None:
                 return computed

@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
-from .windows_vaswani import Windows
+from .windows_vaswani import LONG, Windows
 
 _KEYS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -170,6 +170,11 @@ class PackedMask:
     def lengths(self) -> torch.Tensor:
         """The number of queries and keys of each sentence: (B, 2), on the CPU."""
         return torch.stack((self.queries.lengths, self.keys.lengths), dim=1)
+
+    @functools.cached_property
+    def fits_kernels(self) -> bool:
+        """Whether the sentences are short enough for the compiled kernel of attention."""
+        return self.lengths.is_cpu and int(self.lengths.max()) <= LONG
 
     @functools.cached_property
     def windows(self) -> Windows:

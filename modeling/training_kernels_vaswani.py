@@ -26,7 +26,6 @@ from ..generation.library_vaswani import (
 )
 from ..generation.linear_vaswani import is_changed
 from .packing_vaswani import PackedMask
-from .windows_vaswani import LONG
 
 _LANES = 16  # floats of the widest vector
 
@@ -73,8 +72,14 @@ def attend_in_sentences(
     Return None if the kernel cannot compute it, such as on a GPU or with long sentences.
     """
     query, key, value = states
-    longest = max(mask.queries.max_length, mask.keys.max_length)
-    if longest > LONG or dropout >= 1 or not trains(query, key, value):
+    if dropout >= 1 or not trains(query, key, value) or not mask.fits_kernels:
+        return None
+    tokens, same = mask.lengths.sum(dim=0).tolist(), mask.lengths[:, 0].equal(mask.lengths[:, 1])
+    heads, d_k = query.shape[1:]
+    shapes = (tokens[0], heads, d_k), (tokens[1], heads, d_k), (tokens[1], heads, value.shape[2])
+    if any(side.shape != shape for side, shape in zip(states, shapes, strict=True)):
+        return None
+    if causal and not same:
         return None
     output: torch.Tensor = _Attention.apply(query, key, value, mask, causal, scaling, dropout)
     return output
@@ -92,7 +97,9 @@ def add_and_normalize(
     if is_changed(norm) or norm._backward_hooks or norm._backward_pre_hooks or dropout >= 1:
         return None
     weights = (norm.weight, norm.bias)
-    if any(each is None or each.dtype != torch.float32 for each in (*weights, states)):
+    if any(each is None or each.shape != states.shape[-1:] for each in weights):
+        return None
+    if any(each.dtype != torch.float32 for each in (*weights, states)):
         return None
     if states.shape != output.shape or not trains(states, *weights) or not trains(output):
         return None
@@ -101,10 +108,11 @@ def add_and_normalize(
 
 
 def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "The compiled kernels of training have no second derivative (create_graph=True): set "
-            "VASWANI_KERNELS=0 in the environment, so that torch computes it."
+            "The compiled kernels of training have no second derivatives (create_graph=True) and "
+            "no batched ones (is_grads_batched=True): set attn_implementation='eager', which "
+            "computes without them."
         )
 
 
@@ -113,7 +121,7 @@ def _drawn(dropout: float) -> _Dropout:
     if not dropout:
         return _Dropout(0, 0)
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
-    return _Dropout(int(seed) % 2**64, round((1 - dropout) * 2**32))
+    return _Dropout(int(seed) % 2**64, max(round((1 - dropout) * 2**32), 1))
 
 
 class _Attention(torch.autograd.Function):
@@ -135,14 +143,15 @@ class _Attention(torch.autograd.Function):
         d_v = value.shape[2]
         output = states[0].new_empty(tokens, heads, d_v)
         log_sums = torch.empty(tokens, heads, **FLOATS)
-        starts = [side.cu_seq_lens.contiguous() for side in (mask.queries, mask.keys)]
+        # The backward pass reads copies, because a program may reuse the memory of its boundaries.
+        starts = [side.cu_seq_lens.clone().contiguous() for side in (mask.queries, mask.keys)]
         ctx.sides = _Sides(
             *map(address, starts),
             *(len(starts[0]) - 1, heads, d_k, d_v, scaling, causal),
             query.dtype == torch.bfloat16,
             _drawn(dropout),
         )
-        ctx.room = _room_of_thread(mask.queries.max_length, mask.keys.max_length, d_k, d_v)
+        ctx.room = _room_of_thread(*mask.lengths.amax(dim=0).tolist(), d_k, d_v)
         ctx.starts = starts
         _run("attend_packed", ctx, *states, output, log_sums)
         ctx.save_for_backward(*states, log_sums)

@@ -188,6 +188,30 @@ def test_a_second_derivative_is_refused_with_the_way_out(tiny_model):
     assert second.abs().sum() > 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "chunks"), [(200, [192, 48]), (60, [60] * 4), (64, [64] * 3 + [48])]
+)
+def test_chunks_in_bfloat16_are_filled_up_and_stay_large(monkeypatch, rows, chunks):
+    hidden_states, weight, targets = inputs(240, 8, 50, torch.bfloat16)
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_ON_CPU", rows * 100)
+    monkeypatch.setattr(loss_vaswani, "_CHUNK_IN_CACHE", rows * 100)
+    sizes, compute = [], loss_vaswani._loss_and_gradient
+    monkeypatch.setattr(
+        loss_vaswani,
+        "_loss_and_gradient",
+        lambda logits, *more: sizes.append(len(logits)) or compute(logits, *more),
+    )
+    found = ChunkedCrossEntropy.apply(hidden_states, weight, targets, 0.1)
+    found.backward()
+    assert sizes == chunks
+    exact = [each.detach().double().requires_grad_() for each in (hidden_states, weight)]
+    expected = plain_loss(*exact, targets, 0.1)
+    expected.backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0)
+    for own, right in zip((hidden_states, weight), exact, strict=True):
+        torch.testing.assert_close(own.grad.double(), right.grad, rtol=0.05, atol=0.05)
+
+
 def test_training_and_evaluation_differ_in_logits_not_in_the_loss(tiny_model):
     labels = torch.tensor([[5, 6, 7, 2], [8, 2, -100, -100]])
     source = labels.clamp(min=0)

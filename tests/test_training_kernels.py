@@ -19,6 +19,17 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
+@pytest.fixture(params=["native", "AVX2"])
+def _instructions(request, monkeypatch):
+    """Compile the kernels for this CPU, and for vectors of half the size."""
+    if request.param != "native":
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", request.param)
+        library.cache_clear()
+    yield
+    if request.param != "native":
+        library.cache_clear()
+
+
 def packing(lengths):
     return Packing(torch.tensor([0, *lengths]).cumsum(0))
 
@@ -60,6 +71,7 @@ class TestAttention:
     """Attention inside the sentences of a packed batch."""
 
     @DTYPES
+    @pytest.mark.usefixtures("_instructions")
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("d_k", "d_v"), [(32, 32), (5, 18), (64, 1)])
     def test_output_and_gradients_are_those_of_the_formula(self, causal, d_k, d_v, dtype):
@@ -118,6 +130,29 @@ class TestAttention:
         assert torch.equal(output_of(1, 1), output_of(1, 2))
         assert not torch.equal(output_of(1, 1), output_of(2, 1))
 
+    def test_boundaries_may_be_overwritten_between_the_passes(self):
+        boundaries = torch.tensor([0, 3, 7], dtype=torch.int32)
+        sides = states([3, 4], [3, 4], 2, 8, 8, torch.float32)
+
+        def gradients(change):
+            given = boundaries.clone()
+            mask = PackedMask(Packing(given), Packing(given))
+            output = attend_in_sentences(sides, mask, False, 0.3, 0.0)
+            given.add_(change)
+            return torch.autograd.grad(output.square().sum(), sides)
+
+        torch.testing.assert_close(gradients(100), gradients(0), rtol=0, atol=0)
+
+    def test_a_loose_bound_of_the_lengths_is_taken(self):
+        sides = states([3], [3], 1, 4, 4, torch.float32)
+        loose = Packing(torch.tensor([0, 3]), 1000)
+        expected = attend_in_sentences(
+            sides, PackedMask(packing([3]), packing([3])), False, 1.0, 0.0
+        )
+        assert torch.equal(
+            attend_in_sentences(sides, PackedMask(loose, loose), False, 1.0, 0.0), expected
+        )
+
     def test_a_sentence_with_nan_leaves_the_others_as_they_are(self):
         lengths = [4, 6]
         sides = [side.detach() for side in states(lengths, lengths, 2, 8, 8, torch.float32)]
@@ -145,6 +180,13 @@ class TestAttention:
         double = [side.double() for side in sides]
         assert attend_in_sentences(double, mask, False, 1.0, 0.0) is None
         assert attend_in_sentences(sides, mask, False, 1.0, 1.0) is None
+        others = PackedMask(packing([2]), packing([2]))
+        assert attend_in_sentences(sides, others, False, 1.0, 0.0) is None
+        more_keys = PackedMask(packing([3]), packing([2]))
+        keys = [sides[0], *(side[:2] for side in sides[1:])]
+        assert attend_in_sentences(keys, more_keys, False, 1.0, 0.0) is not None
+        assert attend_in_sentences(keys, more_keys, True, 1.0, 0.0) is None
+        assert attend_in_sentences([sides[0][..., :2], *sides[1:]], mask, False, 1.0, 0.0) is None
         long = PackedMask(packing([LONG + 1]), packing([LONG + 1]))
         many = states([LONG + 1], [LONG + 1], 1, 4, 4, torch.float32)
         assert attend_in_sentences(many, long, False, 1.0, 0.0) is None
@@ -157,6 +199,7 @@ class TestSumAndNorm:
     """LayerNorm(x + Dropout(Sublayer(x)))."""
 
     @DTYPES
+    @pytest.mark.usefixtures("_instructions")
     @pytest.mark.parametrize("dropout", [0.0, 0.3])
     @pytest.mark.parametrize("width", [1, 7, 128, 512])
     def test_sums_and_gradients_are_those_of_the_formula(self, width, dropout, dtype, with_threads):
@@ -189,10 +232,28 @@ class TestSumAndNorm:
         assert (kept.mean(dim=0) - 0.7).abs().max() < 5 * math.sqrt(0.21 / 4000)
         assert (kept.mean(dim=1) - 0.7).abs().max() < 5 * math.sqrt(0.21 / 128)
 
+    @pytest.mark.parametrize("threads", [(1, 2), (2, 1)])
+    def test_the_number_of_threads_may_change_between_the_passes(self, threads, with_threads):
+        torch.manual_seed(0)
+        norm, output = nn.LayerNorm(16), torch.randn(40, 16, requires_grad=True)
+        norm.weight.requires_grad_(False)
+
+        def gradients(forward, backward):
+            torch.manual_seed(1)
+            sums = with_threads(
+                forward, lambda: add_and_normalize(torch.ones(40, 16), output, 0.5, norm)
+            )
+            return with_threads(
+                backward, lambda: torch.autograd.grad(sums.square().sum(), (output, norm.bias))
+            )
+
+        torch.testing.assert_close(gradients(*threads), gradients(1, 1))
+
     @pytest.mark.parametrize(
         "change",
         [
             lambda norm: norm.double(),
+            lambda norm: setattr(norm, "weight", nn.Parameter(torch.ones(3))),
             lambda norm: norm.register_forward_hook(print),
             lambda norm: norm.register_forward_pre_hook(print),
             lambda norm: norm.register_full_backward_hook(print),
@@ -285,15 +346,33 @@ def test_transforms_of_torch_func_compute_without_the_kernels(model_and_batch):
         return functional_call(model, weights, (), batch).logits.square().mean()
 
     model(**batch).logits.square().mean().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    found = grad(loss_of)(weights)
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(grad(loss_of)(weights), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_second_derivative_is_refused_with_the_way_out(model_and_batch):
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_second_derivative_is_refused_with_the_way_out(model_and_batch, is_packed):
     model, batch = model_and_batch(dropout=0.0)
     batch["decoder_input_ids"] = batch.pop("labels").clamp(min=3)
+    if not is_packed:
+        batch = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
+    weight = model.model.decoder.layers[0].fc1.weight
     loss = model(**batch).logits.square().mean()
-    with pytest.raises(RuntimeError, match="VASWANI_KERNELS=0"):
-        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="attn_implementation='eager'"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+    model.set_attn_implementation("eager")
+    loss = model(**batch).logits.square().mean()
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), weight)
+    assert second.abs().sum() > 0
+
+
+def test_tensors_that_wait_elsewhere_for_the_backward_pass_give_the_same(model_and_batch):
+    model, batch = model_and_batch(dropout=0.3)
+    expected = loss_and_gradients(model, batch)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.clone(), lambda tensor: tensor
+    ):
+        found = loss_and_gradients(model, batch)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

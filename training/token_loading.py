@@ -18,6 +18,7 @@ from ..corpora.text_stream import TextStream
 from ..corpora.token_batches import PackedBatchSampler, TokenBatchSampler
 from ..corpora.token_counts import first_empty, token_counts
 from .objective import Loss, Objective
+from .r_drop import RDrop
 from .stream_states import StreamStates
 
 with needs("vaswani[train]"):
@@ -128,13 +129,13 @@ class TokenBatchLoading(Seq2SeqTrainer):
     def _multiple_of_tokens(self) -> int | None:
         """Return a multiple for the tokens of packed batches where each new number costs time.
 
-        On a CPU, oneDNN prepares products in bfloat16 anew for each number of rows. Objectives
-        count the sentences of a batch, so their batches get no spare ones.
+        On a CPU, oneDNN prepares products in bfloat16 anew for each number of rows. Objectives that
+        count the sentences of a batch get no spare ones.
         """
+        if self.args.device.type != "cpu" or not isinstance(self.objective, RDrop | None):
+            return None
         is_half = self.args.bf16 or getattr(self.model, "dtype", None) == torch.bfloat16
-        return (
-            _MULTIPLE if is_half and self.args.device.type == "cpu" and not self.objective else None
-        )
+        return _MULTIPLE if is_half else None
 
     def _data_parallel_rank(self) -> tuple[int, int]:
         return data_parallel_rank(

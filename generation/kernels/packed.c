@@ -168,8 +168,8 @@ INLINE void *place(const void *values, int64_t token, int64_t head, int64_t d,
 
 // Compute the output (N, H, d_v), and the logarithms of the sums of the softmax (N, H).
 //
-// room: (threads, `floats_of_room`), at least 2 rows of a sentence for each of its states and as
-// many for the weights.
+// room: (threads, `floats_of_room`), as many floats as `_room_of_thread` counts in
+// training_kernels_vaswani.py.
 EXPORT void attend_packed(const struct sides *sides, const void *queries, const void *keys,
                           const void *values, void *output, float *log_sums, float *room,
                           int64_t floats_of_room, int threads)
