@@ -1,5 +1,7 @@
 """Shared embeddings: both stacks use one module, and a file has its matrix once."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -125,3 +127,20 @@ def test_untying_gives_every_use_a_matrix_of_its_own(tiny_model, resized):
     assert all(isinstance(value, nn.Parameter) for value in matrices(model))
     model.tie_weights()
     assert len({value.data_ptr() for value in matrices(model)}) == 3
+
+
+def test_functional_calls_on_copies_have_the_gradients_of_the_tied_model(tiny_model):
+    model = tiny_model()
+    ids = torch.tensor([[4, 5, 2]])
+    inputs = {"input_ids": ids, "decoder_input_ids": ids}
+    model(**inputs).logits.square().sum().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss_of(weights):
+        call = torch.func.functional_call(copy.deepcopy(model), weights, (), inputs)
+        return call.logits.square().sum()
+
+    for _ in range(2):
+        torch.testing.assert_close(torch.func.grad(loss_of)(weights), expected)
+    assert len(set(map(id, matrices(model)))) == 1
