@@ -5,7 +5,6 @@ positions_vaswani.py                    3.5        VaswaniModel                 
 VaswaniEncoderLayer, ...DecoderLayer    3.1, 3.3   VaswaniForConditionalGeneration  3.4, 5.4
 
 The default configuration has no departures from the paper.
-
 Shapes: B sentences, S source and T target tokens, D = d_model, d_ff, a target vocabulary of V.
 """
 
@@ -63,6 +62,7 @@ class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer)
         self, config: VaswaniConfig, layer_idx: int, num_heads: int, ffn_dim: int, is_causal: bool
     ) -> None:
         super().__init__()
+        self.config = config
         self.norm_first = config.norm_position == "pre"
         self.dropout = config.dropout
         self.activation_dropout = config.activation_dropout
@@ -84,9 +84,7 @@ class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer)
     ) -> torch.Tensor:
         """LayerNorm(x + Dropout(Sublayer(x))) (3.1, 5.4); pre-norm for imported checkpoints."""
         output = sublayer(norm(hidden_states) if self.norm_first else hidden_states)
-        # "eager" computes with torch's operators alone, which have second derivatives.
-        eager = self.self_attn.config._attn_implementation == "eager"
-        if self.training and not self.norm_first and not eager:
+        if self.training and not self.norm_first and self.config._attn_implementation != "eager":
             computed = add_and_normalize(hidden_states, output, self.dropout, norm)
             if computed is not None:
                 return computed
@@ -189,9 +187,8 @@ class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings, RoundableModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            init.normal_(
-                module.weight, mean=0.0, std=self.config.init_std or self.config.d_model**-0.5
-            )
+            std = self.config.init_std or self.config.d_model**-0.5
+            init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)

@@ -90,7 +90,8 @@ def add_and_normalize(
 ) -> torch.Tensor | None:
     """Compute LayerNorm(x + Dropout(Sublayer(x))) from states and a sublayer's output (..., D).
 
-    Return None if the kernel cannot compute it, such as on a GPU or with hooks on the norm.
+    Return None if the kernel cannot compute it, such as on a GPU or with hooks on the norm. Layers
+    with "eager" attention do not ask for it, because it has no second derivative.
     """
     if type(norm) is not nn.LayerNorm or norm.normalized_shape != states.shape[-1:]:
         return None
