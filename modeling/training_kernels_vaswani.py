@@ -219,12 +219,13 @@ class _SumAndNorm(torch.autograd.Function):
         sums, moments, weight, bias = ctx.saved_tensors
         ctx.norm.weight, ctx.norm.bias = address(weight), address(bias)
         threads = torch.get_num_threads()
+        gradient = as_stored(gradient)  # a copy must not end before the kernel
         of_states = torch.empty_like(sums)
         of_output = torch.empty_like(sums, dtype=ctx.dtype)
         of_norm = torch.zeros(threads, 2, len(weight), **FLOATS)
         library().add_and_normalize_backward(
             ctypes.byref(ctx.norm),
-            *map(address, (as_stored(gradient), sums, moments, of_states, of_output, of_norm)),
+            *map(address, (gradient, sums, moments, of_states, of_output, of_norm)),
             threads,
         )
         of_weight, of_bias = of_norm.sum(0)

@@ -222,6 +222,18 @@ class TestSumAndNorm:
             rounding = 1e-5 if gradient.dtype == torch.float32 else 2**-8
             torch.testing.assert_close(gradient.double(), right, rtol=rounding, atol=1e-4)
 
+    @pytest.mark.parametrize("rows", [2, 100_000])
+    def test_a_gradient_that_needs_a_copy_is_read_from_the_copy(self, rows):
+        torch.manual_seed(0)
+        norm, states = nn.LayerNorm(64), torch.randn(rows, 64, requires_grad=True)
+        nn.init.normal_(norm.weight)
+        slope = torch.randn(64, rows).t()
+        found = add_and_normalize(states, states.detach(), 0.0, norm)
+        (gradient,) = torch.autograd.grad(found, states, slope)
+        expected = norm(2 * states)
+        (right,) = torch.autograd.grad(expected, states, slope)
+        torch.testing.assert_close(2 * gradient, right, rtol=1e-4, atol=1e-4)
+
     def test_dropout_keeps_the_chance(self):
         torch.manual_seed(0)
         output = torch.ones(4000, 128, requires_grad=True)
