@@ -14,8 +14,8 @@ class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
 
     The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result. With
     `pad_to_multiple_of`, spare sentences without loss fill up N, and outputs have rows for them.
-    Translation models of this package
-    take packed and padded batches alike, with the same loss and gradients.
+    Translation models of this package take packed and padded batches alike, with the same loss and
+    gradients.
     """
 
     def __call__(self, features: Any, return_tensors: str | None = None) -> dict[str, Any]:

@@ -131,7 +131,8 @@ def _loss_and_gradients(
     with torch.autocast(device.type, enabled=False):
         states, matrix = hidden_states.to(dtype), weight.to(dtype)
         size = max(_rows_of_chunk(matrix) // passes, 1)
-        # oneDNN prepares bfloat16 products anew for each number of rows, so zeros fill chunks up.
+        # A bfloat16 product with a new number of rows starts slowly in oneDNN. Rows of zeros keep
+        # the number a multiple.
         multiple = _MULTIPLE if matrix.is_cpu and dtype == torch.bfloat16 else 1
         if size > multiple:
             size -= size % multiple

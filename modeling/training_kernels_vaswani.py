@@ -145,7 +145,9 @@ class _Attention(torch.autograd.Function):
         output = states[0].new_empty(tokens, heads, d_v)
         log_sums = torch.empty(tokens, heads, **FLOATS)
         # The backward pass reads copies, because a program may reuse the memory of its boundaries.
-        starts = [side.cu_seq_lens.clone().contiguous() for side in (mask.queries, mask.keys)]
+        layout = torch.contiguous_format
+        sides = (mask.queries, mask.keys)
+        starts = [side.cu_seq_lens.clone(memory_format=layout) for side in sides]
         ctx.sides = _Sides(
             *map(address, starts),
             *(len(starts[0]) - 1, heads, d_k, d_v, scaling, causal),
@@ -219,7 +221,7 @@ class _SumAndNorm(torch.autograd.Function):
         sums, moments, weight, bias = ctx.saved_tensors
         ctx.norm.weight, ctx.norm.bias = address(weight), address(bias)
         threads = torch.get_num_threads()
-        gradient = as_stored(gradient)  # a copy must not end before the kernel
+        gradient = as_stored(gradient)  # a copy must live until the kernel has read it
         of_states = torch.empty_like(sums)
         of_output = torch.empty_like(sums, dtype=ctx.dtype)
         of_norm = torch.zeros(threads, 2, len(weight), **FLOATS)

@@ -129,8 +129,8 @@ class TokenBatchLoading(Seq2SeqTrainer):
     def _multiple_of_tokens(self) -> int | None:
         """Return a multiple for the tokens of packed batches where each new number costs time.
 
-        On a CPU, oneDNN prepares products in bfloat16 anew for each number of rows. Objectives that
-        count the sentences of a batch get no spare ones.
+        On a CPU, a bfloat16 product with a new number of rows starts slowly in oneDNN. Objectives
+        that count the sentences of a batch get no spare ones.
         """
         if self.args.device.type != "cpu" or not isinstance(self.objective, RDrop | None):
             return None

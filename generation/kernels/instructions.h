@@ -117,6 +117,7 @@ INLINE float exponential(float x)
 }
 
 #define LOWEST (-3e38f) // nearly the least float
+#define LEAST (-60.f)   // values further below the highest have no chance: e^-60 is 1e-26
 
 // The largest value, and at least LOWEST. NaN is overlooked.
 INLINE float maximum(const float *values, int64_t count)

@@ -8,7 +8,6 @@
 #include <omp.h>
 
 enum { BLOCK = 1024 }; // values that are added in float
-#define LEAST (-60.f)   // logits further below the highest have no chance: e^-60 is 1e-26
 
 // Replace a row of logits (V,) by the gradient of its loss, and return the loss:
 // (1 - epsilon) * nll(target) + epsilon * mean over the vocabulary of nll.

@@ -7,7 +7,6 @@
 
 #include <omp.h>
 
-#define LEAST (-60.f) // scores further below the highest have no weight: e^-60 is 1e-26
 enum { ROWS = 8 }; // of a product at once: with more, the registers of AVX2 do not suffice
 
 struct sides {
@@ -166,6 +165,31 @@ INLINE void *place(const void *values, int64_t token, int64_t head, int64_t d,
     return (char *)values + (token * sides->heads + head) * d * (sides->is_half ? 2 : 4);
 }
 
+// One head of a sentence: its first query and key, their numbers, and the padded number of keys.
+struct unit {
+    int64_t head, query, key, Q, K, width;
+};
+
+INLINE struct unit unit_of(const struct sides *sides, int64_t number)
+{
+    const int64_t sentence = number / sides->heads;
+    const int64_t query = sides->query_starts[sentence], key = sides->key_starts[sentence];
+    const int64_t K = sides->key_starts[sentence + 1] - key;
+    return (struct unit){number % sides->heads, query, key,
+                         sides->query_starts[sentence + 1] - query, K, padded(K)};
+}
+
+// Read the queries, keys and values of a head of a sentence.
+INLINE void load_states(const struct sides *sides, const struct unit *unit, const void *queries,
+                        const void *keys, const void *values, float *q, float *k, float *v)
+{
+    const int64_t d_k = sides->d_k, d_v = sides->d_v, heads = sides->heads, head = unit->head;
+    const int is_half = sides->is_half;
+    load(place(queries, unit->query, head, d_k, sides), unit->Q, heads * d_k, d_k, is_half, q);
+    load(place(keys, unit->key, head, d_k, sides), unit->K, heads * d_k, d_k, is_half, k);
+    load(place(values, unit->key, head, d_v, sides), unit->K, heads * d_v, d_v, is_half, v);
+}
+
 // Compute the output (N, H, d_v), and the logarithms of the sums of the softmax (N, H).
 //
 // room: (threads, `floats_of_room`), as many floats as `_room_of_thread` counts in
@@ -176,18 +200,15 @@ EXPORT void attend_packed(const struct sides *sides, const void *queries, const 
 {
     const int64_t d_k = sides->d_k, d_v = sides->d_v, heads = sides->heads;
 #pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
-    for (int64_t unit = 0; unit < sides->sentences * heads; unit++) {
-        const int64_t sentence = unit / heads, head = unit % heads;
-        const int64_t query = sides->query_starts[sentence], key = sides->key_starts[sentence];
-        const int64_t Q = sides->query_starts[sentence + 1] - query;
-        const int64_t K = sides->key_starts[sentence + 1] - key, width = padded(K);
+    for (int64_t number = 0; number < sides->sentences * heads; number++) {
+        const struct unit unit = unit_of(sides, number);
+        const int64_t query = unit.query, Q = unit.Q, K = unit.K, width = unit.width;
+        const int64_t head = unit.head;
         float *q = room + omp_get_thread_num() * floats_of_room;
         float *k = q + padded(Q) * padded(d_k), *k_columns = k + width * padded(d_k);
         float *v = k_columns + width * padded(d_k), *weights = v + width * padded(d_v);
         float *o = weights + padded(Q) * width, *lows = o + padded(Q) * padded(d_v);
-        load(place(queries, query, head, d_k, sides), Q, heads * d_k, d_k, sides->is_half, q);
-        load(place(keys, key, head, d_k, sides), K, heads * d_k, d_k, sides->is_half, k);
-        load(place(values, key, head, d_v, sides), K, heads * d_v, d_v, sides->is_half, v);
+        load_states(sides, &unit, queries, keys, values, q, k, v);
         transpose(k, K, d_k, k_columns);
         multiply(q, padded(d_k), 1, Q, d_k, k_columns, width, weights);
         softmax(sides, weights, Q, K, width, mask_of(lows, width), log_sums + query * heads + head);
@@ -206,20 +227,17 @@ EXPORT void attend_packed_backward(const struct sides *sides, const void *querie
 {
     const int64_t d_k = sides->d_k, d_v = sides->d_v, heads = sides->heads;
 #pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
-    for (int64_t unit = 0; unit < sides->sentences * heads; unit++) {
-        const int64_t sentence = unit / heads, head = unit % heads;
-        const int64_t query = sides->query_starts[sentence], key = sides->key_starts[sentence];
-        const int64_t Q = sides->query_starts[sentence + 1] - query;
-        const int64_t K = sides->key_starts[sentence + 1] - key, width = padded(K);
+    for (int64_t number = 0; number < sides->sentences * heads; number++) {
+        const struct unit unit = unit_of(sides, number);
+        const int64_t query = unit.query, Q = unit.Q, K = unit.K, width = unit.width;
+        const int64_t head = unit.head;
         float *q = room + omp_get_thread_num() * floats_of_room;
         float *k = q + padded(Q) * padded(d_k), *columns = k + width * padded(d_k);
         const int64_t widest = padded(d_k) > padded(d_v) ? padded(d_k) : padded(d_v);
         float *v = columns + width * widest, *weights = v + width * padded(d_v);
         float *slopes = weights + padded(Q) * width, *o = slopes + padded(Q) * width;
         float *lows = o + padded(Q) * padded(d_v), *result = lows + 2 * width;
-        load(place(queries, query, head, d_k, sides), Q, heads * d_k, d_k, sides->is_half, q);
-        load(place(keys, key, head, d_k, sides), K, heads * d_k, d_k, sides->is_half, k);
-        load(place(values, key, head, d_v, sides), K, heads * d_v, d_v, sides->is_half, v);
+        load_states(sides, &unit, queries, keys, values, q, k, v);
         load(place(gradient, query, head, d_v, sides), Q, heads * d_v, d_v, sides->is_half, o);
         transpose(k, K, d_k, columns);
         multiply(q, padded(d_k), 1, Q, d_k, columns, width, weights);
@@ -243,8 +261,8 @@ EXPORT void attend_packed_backward(const struct sides *sides, const void *querie
         store(result, Q, heads * d_k, d_k, sides->is_half,
               place(of_queries, query, head, d_k, sides));
         multiply(slopes, 1, width, K, Q, q, padded(d_k), result);
-        store(result, K, heads * d_k, d_k, sides->is_half, place(of_keys, key, head, d_k, sides));
+        store(result, K, heads * d_k, d_k, sides->is_half, place(of_keys, unit.key, head, d_k, sides));
         multiply(weights, 1, width, K, Q, o, padded(d_v), result);
-        store(result, K, heads * d_v, d_v, sides->is_half, place(of_values, key, head, d_v, sides));
+        store(result, K, heads * d_v, d_v, sides->is_half, place(of_values, unit.key, head, d_v, sides));
     }
 }
