@@ -42,6 +42,8 @@ _TRAVELLING_FILES = (
     "generation/beam_vaswani.py",
     "generation/choice_vaswani.py",
     "generation/library_vaswani.py",
+    "generation/fingerprints_vaswani.py",
+    "generation/snapshots_vaswani.py",
     "generation/products_vaswani.py",
     "generation/rules_vaswani.py",
     "generation/structures_vaswani.py",

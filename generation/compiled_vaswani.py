@@ -10,6 +10,7 @@ cache, L layers, H heads, D = d_model.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .int8_vaswani import Int8Embedding
 from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_stored, library
-from .linear_vaswani import compiled_product, is_changed, is_supported
+from .linear_vaswani import compiled_product, is_changed, is_supported, originals
 from .memory_vaswani import empty
 from .products_vaswani import Product, Rounded, multiply
+from .snapshots_vaswani import Snapshot, kept
 from .structures_vaswani import Batch, Embedding, Layer, Memory, Norm, Positions
 
 _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
@@ -30,8 +32,8 @@ _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in
 class CompiledLayers:
     """Layers with prepared weights. They serve one call of `generate`."""
 
-    def __init__(self, layers: Any, kept: list[Any], heads: int) -> None:
-        self.layers, self.kept, self.heads = layers, kept, heads
+    def __init__(self, layers: Any, weights: list[Any], heads: int) -> None:
+        self.layers, self.weights, self.heads = layers, weights, heads
         self.threads = torch.get_num_threads()
         self.memory, self.rows, self.longest = Memory(), 0, 0
         self.buffers: list[torch.Tensor] = []
@@ -43,32 +45,13 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
-        if not all(map(_is_supported, layers)):
-            return None  # before any weight is packed
-        # Reading the weights empties the caches of a CPU, so all weights are compared at the end.
-        checks: list[Callable[[], bool]] = []
-        prepared = cls._filled(layers, heads, checks)
-        if prepared is None or all(check() for check in checks):
-            return prepared
-        del prepared, checks  # they keep the old copies
-        return cls._filled(layers, heads, None)
-
-    @classmethod
-    def _filled(
-        cls, layers: Any, heads: int, checks: list[Callable[[], bool]] | None
-    ) -> "CompiledLayers | None":
-        """Prepare layers as `prepare` does, and append the comparisons of weights to `checks`.
-
-        If `checks` is None, compare the weights now.
-        """
-        structures = (Layer * len(layers))()
-        kept: list[Any] = []
-        for structure, layer in zip(structures, layers, strict=True):
-            if not _fill(structure, layer, kept, checks):
-                return None
-            if not _fits(structure, layer, layers[0], heads):
-                return None
-        return cls(structures, kept, heads)
+        describe = functools.partial(_describe, layers, heads)
+        described = kept(layers, heads, _modules_read(layers), describe)
+        if described is None:
+            return None
+        structures, weights = described
+        # Each call has its own structures, because they also point to its caches.
+        return cls(type(structures).from_buffer_copy(structures), weights, heads)
 
     def read_source(self, source: list[tuple[torch.Tensor, torch.Tensor]], mask: Any) -> None:
         """Take keys (B * H, d_k, S) and values (B * H, S, d_v) of the source, by layer.
@@ -158,8 +141,8 @@ class CompiledLayers:
 class CompiledLinear:
     """A linear layer in the kernels. Its outputs use the same memory in each step."""
 
-    def __init__(self, product: Product, kept: Any) -> None:
-        self.product, self.kept = product, kept
+    def __init__(self, product: Product, weights: Any) -> None:
+        self.product, self.weights = product, weights
         self.outputs = torch.empty(0, **FLOATS)
         self.rounded: tuple[torch.Tensor, ...] = ()
         self.memory = Rounded()
@@ -167,9 +150,15 @@ class CompiledLinear:
     @classmethod
     def prepare(cls, linear: Any) -> "CompiledLinear | None":
         """Prepare a linear layer. Return None if the kernels do not support it."""
-        if not _can_compile(linear) or not is_supported(linear):
+        if not _can_compile(linear):
             return None
-        return cls(*compiled_product(linear))
+        (layer,) = originals((linear,))
+
+        def describe(snapshot: Snapshot) -> Any:
+            return compiled_product(layer, snapshot=snapshot) if is_supported(layer) else None
+
+        described = kept(layer, "product", [layer], describe)
+        return None if described is None else cls(*described)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Multiply states (R, in): (R, out) in float32, until the next call."""
@@ -184,8 +173,8 @@ class CompiledLinear:
 class CompiledEmbedding:
     """An embedding in float32 or int8, for tokens at one position (3.4, 3.5)."""
 
-    def __init__(self, structure: Embedding, kept: Any) -> None:
-        self.structure, self.kept = structure, kept
+    def __init__(self, structure: Embedding, weights: Any) -> None:
+        self.structure, self.weights = structure, weights
 
     @classmethod
     def prepare(cls, embedding: Any, factor: float) -> "CompiledEmbedding | None":
@@ -235,11 +224,15 @@ class CompiledEncoder(nn.Module):
     """An encoder in a prepared copy of a model, whose layers run in the kernels if they can.
 
     The layers compute nothing at padding. The states there are zeros before the last LayerNorm.
+
+    Args:
+        encoder: the encoder.
+        copied: makes a prepared copy of it, for calls that the kernels do not compute.
     """
 
-    def __init__(self, encoder: Any) -> None:
+    def __init__(self, encoder: Any, copied: Callable[[], Any]) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.copied = encoder, copied
 
     def forward(
         self,
@@ -269,7 +262,7 @@ class CompiledEncoder(nn.Module):
                 if fits and states.dtype in COMPUTED and compute(states.float()):
                     computed = self._run(layers, states.float(), attention_mask).to(states.dtype)
                     return BaseModelOutput(last_hidden_state=encoder.layer_norm(computed))
-        return encoder(
+        return self.copied()(
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
@@ -356,27 +349,52 @@ def _products_of(layer: Any) -> dict[str, tuple]:
     return products
 
 
-def _fill(
-    structure: Layer, layer: Any, kept: list[Any], checks: list[Callable[[], bool]] | None
-) -> bool:
+def _modules_read(layers: Any) -> list[nn.Module]:
+    """List the modules whose attributes decide how layers are described, and the list of layers."""
+    found = [layers]
+    for layer in layers:
+        attentions = filter(None, (layer.self_attn, _source_attention(layer)))
+        found += (layer, *attentions, layer.activation_fn, *_norms_of(layer).values())
+        for linears in _products_of(layer).values():
+            found += linears
+    return found
+
+
+def _describe(layers: Any, heads: int, snapshot: Snapshot) -> tuple[Any, list[Any]] | None:
+    """Describe layers for the kernels, and return what must be kept in memory for them.
+
+    Return None if the kernels do not support the layers.
+    """
+    if not all(map(_is_supported, layers)):
+        return None  # before any weight is packed
+    structures = (Layer * len(layers))()
+    weights: list[Any] = []
+    for structure, layer in zip(structures, layers, strict=True):
+        if not _fill(structure, layer, weights, snapshot):
+            return None
+        if not _fits(structure, layer, layers[0], heads):
+            return None
+    return structures, weights
+
+
+def _fill(structure: Layer, layer: Any, weights: list[Any], snapshot: Snapshot) -> bool:
     """Describe a supported layer for the kernels. Return False if its norms are not on a CPU."""
     structure.norm_first = layer.norm_first
     structure.past.scaling = layer.self_attn.scaling
     if (source := _source_attention(layer)) is not None:
         structure.source.scaling = source.scaling
     for name, norm in _norms_of(layer).items():
-        # Copies, because another thread may write to the model during the call.
-        weight, bias = (
-            part.detach().to(torch.float32, copy=True) for part in (norm.weight, norm.bias)
-        )
+        if any(part.device.type != "cpu" for part in (norm.weight, norm.bias)):
+            return False
+        weight, bias = (snapshot.copy(part).float() for part in (norm.weight, norm.bias))
         if not compute(weight, bias):
             return False
-        kept.append((weight, bias))
+        weights.append((weight, bias))
         setattr(structure, name, Norm(weight.data_ptr(), bias.data_ptr(), norm.eps))
     for name, linears in _products_of(layer).items():
-        product, parts = compiled_product(*linears, relu=name == "fc1", checks=checks)
+        product, parts = compiled_product(*linears, snapshot=snapshot, relu=name == "fc1")
         setattr(structure, name, product)
-        kept.append(parts)
+        weights.append(parts)
     return True
 
 

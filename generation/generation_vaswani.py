@@ -134,15 +134,15 @@ class VaswaniGenerationMixin(GenerationMixin):
             return self
         encoder = getattr(self.model, "encoder", None)
 
-        def compile_encoder(module: Any, copied: Any) -> Any:
+        def compile_encoder(module: Any, copied: Callable) -> Any:
             if (
                 module is not encoder
                 or self.device.type != "cpu"
                 or self.config._attn_implementation not in _ATTENTION
                 or not all(map(self._is_as_written, parts(module)))
             ):
-                return copied
-            return CompiledEncoder(copied)
+                return None
+            return CompiledEncoder(module, copied)
 
         def can_copy(module: Any) -> bool:
             return module is not excluded and self._is_as_written(module)

@@ -17,6 +17,8 @@ from .layers_vaswani import TorchLayers, copied_norm
 from .library_vaswani import COMPUTED, compute
 from .linear_vaswani import prepare
 
+_FIRST_POSITIONS = 64  # whose encodings are computed at once
+
 
 class IncrementalDecoder:
     """A decoder with a cache, for K hypotheses of each of B sentences.
@@ -157,7 +159,8 @@ class IncrementalDecoder:
             end -= int(self.padding.sum(dim=1).min())  # padding has no position
         if end > len(self.positions):
             if not isinstance(self.decoder.embed_positions, nn.Embedding):
-                end *= 2  # sinusoids have no last position, so compute some in advance
+                # Sinusoids have no last position, so compute some in advance.
+                end = max(2 * end, _FIRST_POSITIONS)
             self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)
         position: Any = self.position
         if self.embedding is not None:

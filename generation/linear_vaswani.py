@@ -27,6 +27,7 @@ from torch import nn
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
 from .library_vaswani import as_stored, library
 from .products_vaswani import Panels, Product, can_pack, same_bytes
+from .snapshots_vaswani import Snapshot
 
 _FEW_ROWS = 3  # up to here, MKL on Intel's CPUs is as fast with weights that are not packed
 _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
@@ -75,7 +76,7 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multipl
     step, so packing pays. Layers of the encoder compute one product only. int8 weights are small,
     and are always packed.
     """
-    layers = _originals(linears)
+    layers = originals(linears)
     product: Multiply
     if not all(map(_can_prepare, layers)) or len(set(map(type, layers))) > 1:
         product = functools.partial(_apply, layers)
@@ -87,7 +88,8 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multipl
     return product if activation is None else lambda states: activation(product(states))
 
 
-def _originals(linears: tuple[nn.Linear, ...]) -> tuple[nn.Linear, ...]:
+def originals(linears: tuple[nn.Linear, ...]) -> tuple[nn.Linear, ...]:
+    """Return the layers whose parameters these layers have."""
     return tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
@@ -176,7 +178,7 @@ class PreparedLinear(nn.Linear):
 def prepared_copy(
     module: Any,
     can_copy: Callable[[nn.Module], bool],
-    replace: Callable[[nn.Module, nn.Module], nn.Module] = lambda module, copied: copied,
+    replace: Callable[[nn.Module, Callable[[], Any]], Any] = lambda module, copied: None,
 ) -> Any:
     """Copy the structure of a model, with its linear layers prepared; share all parameters.
 
@@ -184,7 +186,8 @@ def prepared_copy(
         module: a model that runs without gradients, or a module of it.
         can_copy: tells whether a module runs the `forward` of its class and nothing else. Other
             modules are used as they are, with layers that are not prepared.
-        replace: maps a module that can be copied, and its copy, to what takes its place.
+        replace: maps a module that can be copied, and a function that copies it, to what takes its
+            place; None means the copy.
 
     Returns:
         The copy, or `module` itself if there is nothing to prepare.
@@ -196,7 +199,7 @@ def prepared_copy(
 def _copy(
     module: Any,
     can_copy: Callable[[nn.Module], bool],
-    replace: Callable[[nn.Module, nn.Module], nn.Module],
+    replace: Callable[[nn.Module, Callable[[], Any]], Any],
 ) -> tuple[Any, bool]:
     """Copy a module as `prepared_copy` does, and tell whether anything in it is prepared.
 
@@ -207,14 +210,23 @@ def _copy(
         return PreparedLinear(module), True
     if not module._modules or not (type(module) is nn.ModuleList or can_copy(module)):
         return module, False
+    replaced = replace(module, lambda: _copy_children(module, can_copy, replace)[0])
+    return (replaced, True) if replaced else _copy_children(module, can_copy, replace)
+
+
+def _copy_children(
+    module: Any,
+    can_copy: Callable[[nn.Module], bool],
+    replace: Callable[[nn.Module, Callable[[], Any]], Any],
+) -> tuple[Any, bool]:
+    """Copy a module with all modules in it, as `_copy` does."""
     children, is_prepared = {}, False
     for name, child in module._modules.items():
         children[name], has_prepared = _copy(child, can_copy, replace) if child else (child, False)
         is_prepared = is_prepared or has_prepared
     copied = object.__new__(type(module))
     vars(copied).update(_registries(module), _modules=children)
-    replaced = replace(module, copied)
-    return replaced, is_prepared or replaced is not copied
+    return copied, is_prepared
 
 
 def _registries(module: nn.Module) -> dict[str, Any]:
@@ -267,7 +279,6 @@ def _pack(
     layers: tuple[Any, ...],
     scale: torch.Tensor | None = None,
     *settings: int,
-    checks: list[Callable[[], bool]] | None = None,
 ) -> Any:
     """Return the weights of layers in a layout; pack them again if any value has changed.
 
@@ -276,15 +287,12 @@ def _pack(
         layers: layers that read the same states.
         scale: (out,) of int8 weights.
         settings: further arguments of `layout`, which this machine determines.
-        checks: gets a function that compares the values. None means that they are compared now.
     """
     weights = [layer.weight.detach() for layer in layers]
     packed_of_first = _packed_of.setdefault(layers[0], {})
     key = layout, len(layers)
     packed = packed_of_first.get(key)
-    if packed is not None and checks is not None:
-        checks.append(functools.partial(packed.holds, weights, scale))
-    elif packed is not None and not packed.holds(weights, scale):
+    if packed is not None and not packed.holds(weights, scale):
         packed = None
         packed_of_first.clear()  # free the old copies before the new ones are made
     if packed is None:
@@ -293,34 +301,36 @@ def _pack(
 
 
 def compiled_product(
-    *linears: nn.Linear, relu: bool = False, checks: list[Callable[[], bool]] | None = None
+    *linears: nn.Linear, snapshot: Snapshot, relu: bool = False
 ) -> tuple[Product, Any]:
     """Prepare layers for the compiled kernels.
 
     Args:
         linears: layers that read the same states, and that the kernels support (`is_supported`).
+        snapshot: remembers what is read.
         relu: whether ReLU is applied to their outputs.
-        checks: gets a function that tells whether the packed weights still have the values of the
-            layers. None means that they are compared now, and packed again if they have not.
 
     Returns:
         The product, and what must be kept for as long as it is used.
     """
-    layers: tuple[Any, ...] = _originals(linears)
-    bias = _joined_bias(layers)
-    bias = None if bias is None else as_stored(bias.detach().to(torch.float32, copy=True))
+    layers: tuple[Any, ...] = originals(linears)
+    bias = _joined_bias(layers, snapshot.copy)
+    bias = None if bias is None else bias.float()
+    largest = 0
     if isinstance(layers[0], Int8Linear):
-        largest = compiled_rounding(layers[0].weight.shape[1])
-        assert largest is not None
-        panels = _pack(Panels.pack, layers, _joined_scale(layers), largest, checks=checks)
-        return panels.product(bias, largest, relu), (panels, bias)
-    panels = _pack(Panels.pack, layers, checks=checks)
-    return panels.product(bias, relu=relu), (panels, bias)
+        rounding = compiled_rounding(layers[0].weight.shape[1])
+        assert rounding is not None
+        largest = rounding
+        panels = _pack(Panels.pack, layers, _joined_scale(layers, snapshot.copy), largest)
+    else:
+        panels = _pack(Panels.pack, layers)
+    snapshot.add([layer.weight for layer in layers], panels.fingerprints)
+    return panels.product(bias, largest, relu), (panels, bias)
 
 
 def is_supported(*linears: nn.Linear) -> bool:
     """Tell whether the compiled kernels can multiply by layers that read the same states."""
-    layers: tuple[Any, ...] = _originals(linears)
+    layers: tuple[Any, ...] = originals(linears)
     if not all(map(is_plain, layers)) or len(set(map(type, layers))) > 1:
         return False
     weights = [layer.weight for layer in layers]
@@ -331,19 +341,21 @@ def is_supported(*linears: nn.Linear) -> bool:
     return all(map(can_pack, weights)) and len({weight.dtype for weight in weights}) == 1
 
 
-def _joined_scale(layers: tuple[Any, ...]) -> torch.Tensor:
+def _joined_scale(layers: tuple[Any, ...], read: Callable = torch.detach) -> torch.Tensor:
     """Concatenate the scales of layers with int8 weights, in float32."""
-    scales = [layer.weight_scale.detach().float() for layer in layers]
+    scales = [read(layer.weight_scale).float() for layer in layers]
     return scales[0] if len(scales) == 1 else torch.cat(scales)
 
 
-def _joined_bias(layers: tuple[nn.Linear, ...]) -> torch.Tensor | None:
+def _joined_bias(
+    layers: tuple[nn.Linear, ...], read: Callable = torch.detach
+) -> torch.Tensor | None:
     """Copy the biases of layers into one; None if no layer has one."""
     if all(layer.bias is None for layer in layers):
         return None
     return torch.cat(
         [
-            layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+            layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else read(layer.bias)
             for layer in layers
         ]
     )
@@ -412,6 +424,7 @@ __all__ = [
     "compiled_product",
     "is_changed",
     "is_supported",
+    "originals",
     "prepare",
     "prepared_copy",
 ]

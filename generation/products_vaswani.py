@@ -7,21 +7,16 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 """
 
 import ctypes
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from .fingerprints_vaswani import Fingerprints, fingerprint, in_parts
 from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored, library
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
-_PART, _DIGEST = 2**16, 128  # bytes of a weight, and of their digest in its fingerprint
-_ROWS_AT_ONCE = 2**12  # that are copied and packed
-# Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
-# constructed. Two processes therefore have different fingerprints of the same weight.
-_KEY = os.urandom(_DIGEST)
 
 
 class Product(ctypes.Structure):
@@ -84,11 +79,11 @@ class Panels(NamedTuple):
             panels[-1] = 0
         fingerprints = []
         first = 0
-        for rows in _in_parts(weights):
+        for rows in in_parts(weights):
             # Fingerprint and pack one copy, because another thread may write to the weight in
             # between. Otherwise the panels could differ from their fingerprint.
             copied = rows.clone()
-            fingerprints.append(_fingerprint(copied))
+            fingerprints.append(fingerprint(copied))
             place = shape[1], panels.data_ptr(), first
             library().pack_rows(copied.data_ptr(), len(rows), *place, torch.get_num_threads())
             first += len(rows)
@@ -113,7 +108,8 @@ class Panels(NamedTuple):
                 return False
         elif scale is not self.weight_scale:  # both are None in a float weight
             return False
-        return all(map(_has_fingerprint, _in_parts(weights), self.fingerprints))
+        parts = list(in_parts(weights))  # which may be copies
+        return Fingerprints(parts, self.fingerprints).hold()
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:
         """Return a product, which is valid as long as these panels and the bias are.
@@ -127,31 +123,6 @@ class Panels(NamedTuple):
         addresses = (None if part is None else part.data_ptr() for part in parts)
         halves = self.dtype == torch.bfloat16
         return Product(self.inputs, self.outputs, *addresses, largest, relu, halves)
-
-
-def _in_parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the rows of weights in parts, so that a copy of a part is small."""
-    for weight in weights:
-        yield from as_stored(weight).split(_ROWS_AT_ONCE)
-
-
-def _fingerprint(weight: torch.Tensor) -> torch.Tensor:
-    """Return digests of a weight. Other bytes almost surely have other digests."""
-    digests = torch.empty(_parts(weight), _DIGEST, dtype=torch.uint8, device="cpu")
-    places = weight.data_ptr(), weight.nbytes, _KEY, digests.data_ptr()
-    library().take_fingerprint(*places, torch.get_num_threads())
-    return digests
-
-
-def _has_fingerprint(weight: torch.Tensor, digests: torch.Tensor) -> bool:
-    places = weight.data_ptr(), weight.nbytes, _KEY, digests.data_ptr()
-    return _parts(weight) == len(digests) and bool(
-        library().has_fingerprint(*places, torch.get_num_threads())
-    )
-
-
-def _parts(weight: torch.Tensor) -> int:
-    return -(-weight.nbytes // _PART)
 
 
 def multiply(

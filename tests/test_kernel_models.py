@@ -248,7 +248,7 @@ class TestEncoder:
 
     def encode(self, model, source, mask, **options):
         with torch.no_grad():
-            own = CompiledEncoder(model.model.encoder)
+            own = CompiledEncoder(model.model.encoder, lambda: model.model.encoder)
             found = own(source, attention_mask=mask, return_dict=True, **options)
             return found, model.model.encoder(source, attention_mask=mask, **options)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compiled_models import KINDS, compiled, model_with, translate
 from transformers.modeling_outputs import BaseModelOutput
-from vaswani.generation import library_vaswani, products_vaswani
+from vaswani.generation import fingerprints_vaswani, library_vaswani, products_vaswani
 from vaswani.generation.compiled_vaswani import CompiledLinear
 from vaswani.generation.int8_vaswani import round_weight
 from vaswani.generation.library_vaswani import compute
@@ -240,14 +240,14 @@ class TestPanels:
         """A write between fingerprint and packing, undone later, leaves no stale panels."""
         weight = torch.randn(40, 16)
         expected, before = Panels.pack([weight]), weight.clone()
-        fingerprint = products_vaswani._fingerprint
+        fingerprint = products_vaswani.fingerprint
 
         def change_after(rows):
             taken = fingerprint(rows)
             weight.neg_()
             return taken
 
-        monkeypatch.setattr(products_vaswani, "_fingerprint", change_after)
+        monkeypatch.setattr(products_vaswani, "fingerprint", change_after)
         panels = Panels.pack([weight])
         assert not panels.holds([weight])
         weight.copy_(before)
@@ -258,7 +258,7 @@ class TestPanels:
         weight = torch.randn(40, 16)
         panels = Panels.pack([weight])
         assert panels.holds([weight])
-        monkeypatch.setattr(products_vaswani, "_KEY", bytes(128))
+        monkeypatch.setattr(fingerprints_vaswani, "_KEY", bytes(128))
         assert not panels.holds([weight])
 
     def test_rows_of_zeros_belong_to_a_layer(self):

@@ -408,10 +408,10 @@ def test_old_copies_of_weights_are_freed_before_new_ones_are_made(monkeypatch):
     (packed,) = linear_vaswani._packed_of[layer].values()
     old = weakref.ref(packed.panels)
     del packed
-    fingerprint = products_vaswani._fingerprint
+    fingerprint = products_vaswani.fingerprint
     monkeypatch.setattr(
         products_vaswani,
-        "_fingerprint",
+        "fingerprint",
         lambda weight: alive.append(old() is not None) or fingerprint(weight),
     )
     layer.weight.data.neg_()

@@ -2,6 +2,8 @@
 
 #include "instructions.h"
 
+#include <omp.h>
+
 // Number of outputs in a panel of weights.
 EXPORT int panel_width(void) { return PANEL; }
 
@@ -93,57 +95,93 @@ INLINE void mix(struct digest *digest, const char *bytes)
     }
 }
 
-INLINE struct digest digest_of(const char *bytes, int64_t count, const char *key)
+enum {
+    STREAMS = 4,  // parts that are read in turn: waits for memory in several places overlap
+    STRIDE = 512, // bytes of a part that are read at a time
+};
+
+// Digest up to STREAMS parts of a weight. The last one may be shorter. Returns their number.
+static int digest_parts(const char *bytes, int64_t count, const char *key,
+                        struct digest digests[STREAMS])
 {
-    enum { AHEAD = 1 << 12 }; // bytes
-    struct digest digest;
-    memcpy(&digest, key, DIGEST_BYTES);
-    digest.lanes[0] = _mm_xor_si128(digest.lanes[0], _mm_set_epi64x(0, count));
-    int64_t i = 0;
-    for (; i + DIGEST_BYTES <= count; i += DIGEST_BYTES) {
-        for (int64_t line = 0; line < DIGEST_BYTES; line += 64)
-            __builtin_prefetch(bytes + i + AHEAD + line, 0, 2); // it may pass the end
-        mix(&digest, bytes + i);
+    const int parts = (int)(count < STREAMS * PART ? (count + PART - 1) / PART : STREAMS);
+    int64_t sizes[STREAMS];
+    for (int part = 0; part < parts; part++) {
+        const int64_t left = count - part * PART;
+        sizes[part] = left < PART ? left : PART;
+        memcpy(&digests[part], key, DIGEST_BYTES);
+        digests[part].lanes[0] =
+            _mm_xor_si128(digests[part].lanes[0], _mm_set_epi64x(0, sizes[part]));
     }
-    char rest[DIGEST_BYTES] = {0};
-    memcpy(rest, bytes + i, (size_t)(count - i));
-    mix(&digest, rest);
-    return digest;
+    for (int64_t start = 0; start < PART; start += STRIDE)
+        for (int part = 0; part < parts; part++) {
+            if (start + STRIDE > sizes[part])
+                continue;
+            struct digest digest = digests[part]; // in registers
+            for (int64_t i = start; i < start + STRIDE; i += DIGEST_BYTES)
+                mix(&digest, bytes + part * PART + i);
+            digests[part] = digest;
+        }
+    for (int part = 0; part < parts; part++) {
+        const char *own = bytes + part * PART;
+        int64_t i = sizes[part] / STRIDE * STRIDE;
+        for (; i + DIGEST_BYTES <= sizes[part]; i += DIGEST_BYTES)
+            mix(&digests[part], own + i);
+        char rest[DIGEST_BYTES] = {0};
+        memcpy(rest, own + i, (size_t)(sizes[part] - i));
+        mix(&digests[part], rest);
+    }
+    return parts;
 }
 
-// Write the fingerprint (parts, DIGEST_BYTES) of a weight, or return whether it differs.
-//
-// key: DIGEST_BYTES random bytes, which are the same whenever fingerprints are compared.
+// Values, and where their fingerprint is: a digest of each part.
 //
 // A change of one block always shows, because rounds of AES map digests one to one. A later change
 // in the same lane hides it only if all 16 bytes have the values that cancel it. The values depend
 // on the key.
-INLINE int visit_parts(const int writes, const char *weight, int64_t count, const char *key,
-                       char *digests, int threads)
+struct fingerprint {
+    const char *values;
+    int64_t count; // bytes
+    char *digests; // (parts, DIGEST_BYTES)
+};
+
+// Write fingerprints, or return whether one differs.
+//
+// key: DIGEST_BYTES random bytes, which are the same whenever fingerprints are compared.
+INLINE int visit(const int writes, const struct fingerprint *fingerprints, int64_t count,
+                 const char *key, int threads)
 {
     int differ = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : differ)               \
-    if (count > 4 * PART)
-    for (int64_t first = 0; first < count; first += PART) {
-        const int64_t size = count - first < PART ? count - first : PART;
-        const struct digest digest = digest_of(weight + first, size, key);
-        char *place = digests + first / PART * DIGEST_BYTES;
-        if (writes)
-            memcpy(place, &digest, DIGEST_BYTES);
-        else
-            differ |= memcmp(place, &digest, DIGEST_BYTES) != 0;
+#pragma omp parallel num_threads(threads) reduction(| : differ)                                    \
+    if (count > 1 || fingerprints->count > STREAMS * PART)
+    {
+        int64_t turn = omp_get_thread_num(); // threads take turns
+        for (int64_t i = 0; i < count && !differ; i++) {
+            const struct fingerprint *own = fingerprints + i;
+            for (int64_t first = 0; first < own->count; first += STREAMS * PART) {
+                if (turn++ % omp_get_num_threads() != 0)
+                    continue;
+                struct digest digests[STREAMS];
+                const int64_t left = own->count - first;
+                const int parts = digest_parts(own->values + first, left, key, digests);
+                char *place = own->digests + first / PART * DIGEST_BYTES;
+                if (writes)
+                    memcpy(place, digests, (size_t)parts * DIGEST_BYTES);
+                else
+                    differ |= memcmp(place, digests, (size_t)parts * DIGEST_BYTES) != 0;
+            }
+        }
     }
     return differ;
 }
 
-EXPORT void take_fingerprint(const char *weight, int64_t count, const char *key, char *digests,
-                             int threads)
+EXPORT void take_fingerprint(const struct fingerprint *fingerprint, const char *key, int threads)
 {
-    visit_parts(1, weight, count, key, digests, threads);
+    visit(1, fingerprint, 1, key, threads);
 }
 
-EXPORT int has_fingerprint(const char *weight, int64_t count, const char *key, char *digests,
-                           int threads)
+EXPORT int have_fingerprints(const struct fingerprint *fingerprints, int64_t count, const char *key,
+                             int threads)
 {
-    return !visit_parts(0, weight, count, key, digests, threads);
+    return !visit(0, fingerprints, count, key, threads);
 }
