@@ -1,19 +1,29 @@
-"""Memory for the large tensors of a search, kept from one call of `generate` to the next.
+"""Memory for the large tensors of a search, and for packed weights.
 
-The allocator of the C library returns large blocks to the system, so each call would wait for the
-system to clear them. Kept blocks need no clearing. The system may take their pages when it runs out
-of memory.
+`empty` keeps memory from one call of `generate` to the next. The allocator of the C library returns
+large blocks to the system, so each call would wait for the system to clear them. Kept blocks need
+no clearing. The system may take their pages when it runs out of memory.
+
+`empty_for_weights` asks for huge pages. A CPU reads large weights up to 1.3 times as fast from
+them.
 """
 
+import contextlib
 import math
 import mmap
+import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 _LEAST = 2**20  # bytes; smaller blocks stay in the C library
 _MOST = 2**31  # bytes of addresses that are kept, of which only the pages in use take memory
+
+_BLOCK = 2**25  # bytes that several weights share; a huge page of Linux has 2 MiB
+_ALIGNMENT = 64
 
 _CPU = torch.device("cpu")
 
@@ -53,4 +63,65 @@ def _keep(block: mmap.mmap) -> None:
         _unused[len(block)].append(block)
 
 
-__all__ = ["empty"]
+class _Blocks(threading.local):
+    """Blocks in huge pages, of which the weights that a thread packs get parts.
+
+    A part that no tensor uses is given to the next weight of its size. A block is returned to the
+    system when no tensor uses a part of it.
+    """
+
+    def __init__(self) -> None:
+        self.last: Callable[[], mmap.mmap | None] = lambda: None  # a weak reference
+        self.used = 0  # bytes of the last block
+        self.unused: defaultdict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size
+
+    def part(self, size: int) -> memoryview:
+        """Return memory that no tensor uses. Small sizes share a block."""
+        if size > _BLOCK // 2:
+            return memoryview(_in_huge_pages(size))
+        size += -size % _ALIGNMENT
+        block, start = self._unused_part(size) or self._new_part(size)
+        view = memoryview(block)[start : start + size]  # lives as long as the tensor's storage
+        place = weakref.ref(block), start
+        weakref.finalize(view, self.unused[size].append, place).atexit = False
+        return view
+
+    def _unused_part(self, size: int) -> tuple[mmap.mmap, int] | None:
+        while self.unused[size]:
+            block, start = self.unused[size].pop()
+            if (memory := block()) is not None:
+                return memory, start
+        return None
+
+    def _new_part(self, size: int) -> tuple[mmap.mmap, int]:
+        block = self.last()
+        if block is None or self.used + size > len(block):
+            block, self.used = _in_huge_pages(_BLOCK), 0
+            self.last = weakref.ref(block)
+            for parts in list(self.unused.values()):  # forget those of blocks that are gone
+                parts[:] = [place for place in parts if place[0]() is not None]
+        start, self.used = self.used, self.used + size
+        return block, start
+
+
+_blocks = _Blocks()
+
+
+def empty_for_weights(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of int32 without values on the CPU, in huge pages if the system has them."""
+    count = math.prod(shape)
+    if count and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # torch may need fewer addresses
+            part = _blocks.part(4 * count)
+            return torch.frombuffer(part, dtype=torch.int32, count=count).view(shape)
+    return torch.empty(shape, dtype=torch.int32, device="cpu")
+
+
+def _in_huge_pages(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+__all__ = ["empty", "empty_for_weights"]

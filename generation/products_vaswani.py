@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from .fingerprints_vaswani import Fingerprints, fingerprint, in_parts
 from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored, library
+from .memory_vaswani import empty_for_weights
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 
@@ -74,7 +75,7 @@ class Panels(NamedTuple):
         assert scale is None or scale.shape == (outputs,)
         missing = -outputs % width
         shape = (outputs + missing) // width, size // _BYTES_OF_WORD, width
-        panels = torch.empty(shape, dtype=torch.int32, device="cpu")
+        panels = empty_for_weights(shape)
         if missing:
             panels[-1] = 0
         fingerprints = []
