@@ -15,9 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from base_model import VOCAB_SIZE
 from engines import OURS, PEERS_RULE
 from host import ALLOCATORS, host_name
 from ratios import AIM_WITH_FEWER_INSTRUCTIONS, AIM_WITH_GLIBC, AIMS, SETTING, search_name
+
+from vaswani import VaswaniConfig
 
 FOLDER = Path(__file__).resolve().parent / "results" / "generation"
 _USUAL = ("glibc", "native", "short")  # the first three of a setting
@@ -81,6 +84,13 @@ With glibc, native instructions and short sentences. If a host has several files
 rates are those of the file whose name comes last. A host has other rates at other hours, so rates
 of two settings may not compare. The model trains for 15 minutes, so BLEU shows no more than that
 the engines translate alike.
+"""
+_WEIGHTS_READ = """\
+With batches of one sentence, each step of greedy search reads all weights of the decoder layers and
+of the output layer. The encoder and the projections of its output are read once a sentence. The
+table has the rate of this reading in GB/s, with glibc and native instructions, over all files.
+Checks and other work are part of the time, so the memory was read faster than this. The memory rate
+of a copy counts reading and writing.
 """
 _PROFILES = """\
 Shares of the time of our search with the peer's rule, in compiled kernels: the layers of encoder
@@ -149,6 +159,7 @@ def report(folder: Path) -> str:
         ],
         "Ratios below our aims": [*aims(), _BELOW_AIMS, *missed(folder)],
         "Sentences per second": [_RATES, *rates(folder)],
+        "Weights read": [_WEIGHTS_READ, *weights_read(folder)],
         "Profiles": [_PROFILES, *profiles(folder.parent)],
         "Commands": [_COMMANDS, "```sh", *commands(folder), "```"],
     }
@@ -210,6 +221,37 @@ def rates(folder: Path) -> list[str]:
     names = ["host", "threads", "search", "engine", "precision", "BLEU"]
     cells = {(*key, bleu[key]): found for key, found in latest.items()}
     return _table(names, cells, digits=1)
+
+
+def weights_read(folder: Path) -> list[str]:
+    """Return the lines of a table: the rate at which each engine reads weights in batches of 1."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    copies: dict[tuple[str, ...], list[float]] = {}
+    for host, threads, results in _files(folder):
+        for row in results["speed"]:
+            usual = tuple(map(row.get, SETTING[:3])) == _USUAL
+            if usual and row["beams"] == row["batch"] == 1:
+                names = (host[0], threads, row["engine"], row["precision"])
+                seconds = statistics.median(row["seconds"])
+                found.setdefault(names, []).append(_bytes_read(row) / seconds / 1e9)
+                rate = results["host"]["memory_gigabytes_per_second"]
+                copies.setdefault(names, []).append(rate)
+    rows = ([*key, _range(found[key], 1), _range(copies[key], 1)] for key in sorted(found))
+    return _lines(["host", "threads", "engine", "precision", "weights", "copy"], rows)
+
+
+def _bytes_read(row: dict[str, Any]) -> int:
+    """Return the bytes of weights that greedy search reads for sentences, one at a time.
+
+    The model has the paper's base size. Each token is a step, also an end token.
+    """
+    config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
+    square, feed_forward = config.d_model**2, 2 * config.d_model * config.decoder_ffn_dim
+    # Attention has four matrices. Those of keys and values of the source are read once a sentence.
+    step = config.decoder_layers * (6 * square + feed_forward) + VOCAB_SIZE * config.d_model
+    once = config.encoder_layers * (4 * square + feed_forward) + config.decoder_layers * 2 * square
+    weights = row["tokens"] * step + row["sentences"] * once
+    return weights * {"float32": 4, "bfloat16": 2, "int8": 1}[row["precision"]]
 
 
 def profiles(folder: Path) -> Iterator[str]:

@@ -310,6 +310,25 @@ def test_page_faults_have_their_share_of_the_time(tmp_path):
     ]
 
 
+def test_one_token_of_one_sentence_reads_each_matrix_of_the_model_once(tmp_path):
+    config = VaswaniConfig.preset("base", vocab_size=base_model.VOCAB_SIZE)
+    with torch.device("meta"):
+        model = VaswaniForConditionalGeneration(config)
+    model.tie_weights()
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    speed = [
+        speed_row("ours", precision, [seconds], beams=1, batch=1, tokens=1, sentences=1)
+        for precision, seconds in (("float32", 0.004), ("int8", 0.002))
+    ]
+    host = {"caches": {}, "memory_gigabytes_per_second": 20.0}
+    results = {"hardware": {"cpu": "EPYC", "cores": 2, "flags": []}, "host": host, "speed": speed}
+    (tmp_path / "epyc.json").write_text(json.dumps(results))
+    assert decoding_report.weights_read(tmp_path)[2:] == [
+        f"| epyc-2-cores | 1 | ours | float32 | {matrices * 4 / 0.004 / 1e9:.1f} | 20.0 |",
+        f"| epyc-2-cores | 1 | ours | int8 | {matrices / 0.002 / 1e9:.1f} | 20.0 |",
+    ]
+
+
 def test_hosts_have_the_lengths_of_their_translations(tmp_path):
     texts = {"short": 120, "long": 400}
     speed = [
