@@ -247,7 +247,7 @@ def _bytes_read(row: dict[str, Any]) -> int:
     """
     config = VaswaniConfig.preset("base", vocab_size=VOCAB_SIZE)
     square, feed_forward = config.d_model**2, 2 * config.d_model * config.decoder_ffn_dim
-    # Attention has four matrices. Those of keys and values of the source are read once a sentence.
+    # Attention has four matrices. The decoder projects keys and values of the source only once.
     step = config.decoder_layers * (6 * square + feed_forward) + VOCAB_SIZE * config.d_model
     once = config.encoder_layers * (4 * square + feed_forward) + config.decoder_layers * 2 * square
     weights = row["tokens"] * step + row["sentences"] * once

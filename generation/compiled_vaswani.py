@@ -23,7 +23,7 @@ from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_
 from .linear_vaswani import compiled_product, is_changed, is_supported, originals
 from .memory_vaswani import empty
 from .products_vaswani import Product, Rounded, multiply
-from .snapshots_vaswani import Snapshot, kept
+from .snapshots_vaswani import Snapshot, prepared_once
 from .structures_vaswani import Batch, Embedding, Layer, Memory, Norm, Positions
 
 _ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
@@ -45,8 +45,11 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
+        modules = _modules_read(layers)
+        if not all(isinstance(module, nn.Module) for module in modules):
+            return None
         describe = functools.partial(_describe, layers, heads)
-        described = kept(layers, heads, _modules_read(layers), describe)
+        described = prepared_once(layers, heads, modules, describe)
         if described is None:
             return None
         structures, weights = described
@@ -157,7 +160,7 @@ class CompiledLinear:
         def describe(snapshot: Snapshot) -> Any:
             return compiled_product(layer, snapshot=snapshot) if is_supported(layer) else None
 
-        described = kept(layer, "product", [layer], describe)
+        described = prepared_once(layer, "product", [layer], describe)
         return None if described is None else cls(*described)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
@@ -318,7 +321,10 @@ def _is_supported_norm(norm: Any) -> bool:
     if type(norm) is not nn.LayerNorm or is_changed(norm):
         return False
     return all(
-        part is not None and part.shape == norm.normalized_shape and part.dtype in COMPUTED
+        part is not None
+        and type(part.data) is torch.Tensor
+        and part.shape == norm.normalized_shape
+        and part.dtype in COMPUTED
         for part in (norm.weight, norm.bias)
     )
 

@@ -9,7 +9,7 @@ import torch
 from .library_vaswani import COUNT, POINTER, address, as_stored, library
 
 _PART, _DIGEST = 2**16, 128  # bytes of a part, and of its digest
-_ROWS_AT_ONCE = 2**12  # that are copied and fingerprinted
+_ROWS_AT_ONCE = 2**12  # number of rows that are copied at once
 # Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
 # constructed. Two processes therefore have different fingerprints of the same values.
 _KEY = os.urandom(_DIGEST)

@@ -17,7 +17,7 @@ from .layers_vaswani import TorchLayers, copied_norm
 from .library_vaswani import COMPUTED, compute
 from .linear_vaswani import prepare
 
-_FIRST_POSITIONS = 64  # whose encodings are computed at once
+_FIRST_POSITIONS = 64  # number of positions that are encoded at first
 
 
 class IncrementalDecoder:

@@ -112,7 +112,8 @@ def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
             in_use = True
             return _multiply(states, layers[0].weight, layers[0].bias, relu)
         if weight is None:
-            weight, bias = _pack(_Copied, layers).packed, _joined_bias(layers)
+            weight = _pack(_Copied, layers, _weights_of(layers)).packed
+            bias = _joined_bias(layers)
         return _multiply(states, weight, bias, relu)
 
     return product
@@ -125,7 +126,7 @@ def _prepare_int8(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal prepared
         if prepared is None:
-            weight = _pack(_Copied, layers, _joined_scale(layers)).packed
+            weight = _pack(_Copied, layers, _weights_of(layers), _joined_scale(layers)).packed
             bias = _joined_bias(layers)
             if isinstance(weight, PackedInt8):
                 prepared = functools.partial(weight.multiply, bias=bias, relu=relu)
@@ -266,7 +267,8 @@ def is_plain(module: Any) -> bool:
 
 
 def _fits_kernels(values: torch.Tensor, shape: torch.Size) -> bool:
-    return values.device.type == "cpu" and values.shape == shape
+    plain = type(values.data) is torch.Tensor
+    return plain and values.device.type == "cpu" and values.shape == shape
 
 
 def is_changed(module: nn.Module) -> bool:
@@ -277,6 +279,7 @@ def is_changed(module: nn.Module) -> bool:
 def _pack(
     layout: Callable[..., Any],
     layers: tuple[Any, ...],
+    weights: list[torch.Tensor],
     scale: torch.Tensor | None = None,
     *settings: int,
 ) -> Any:
@@ -285,10 +288,10 @@ def _pack(
     Args:
         layout: `_Copied` or `Panels.pack`.
         layers: layers that read the same states.
+        weights: their weights.
         scale: (out,) of int8 weights.
         settings: further arguments of `layout`, which this machine determines.
     """
-    weights = [layer.weight.detach() for layer in layers]
     packed_of_first = _packed_of.setdefault(layers[0], {})
     key = layout, len(layers)
     packed = packed_of_first.get(key)
@@ -316,15 +319,15 @@ def compiled_product(
     layers: tuple[Any, ...] = originals(linears)
     bias = _joined_bias(layers, snapshot.copy)
     bias = None if bias is None else bias.float()
-    largest = 0
+    largest, weights = 0, _weights_of(layers)
     if isinstance(layers[0], Int8Linear):
-        rounding = compiled_rounding(layers[0].weight.shape[1])
+        rounding = compiled_rounding(weights[0].shape[1])
         assert rounding is not None
-        largest = rounding
-        panels = _pack(Panels.pack, layers, _joined_scale(layers, snapshot.copy), largest)
+        largest, scale = rounding, _joined_scale(layers, snapshot.copy)
+        panels = _pack(Panels.pack, layers, weights, scale, largest)
     else:
-        panels = _pack(Panels.pack, layers)
-    snapshot.add([layer.weight for layer in layers], panels.fingerprints)
+        panels = _pack(Panels.pack, layers, weights)
+    snapshot.add(weights, panels.fingerprints)
     return panels.product(bias, largest, relu), (panels, bias)
 
 
@@ -339,6 +342,10 @@ def is_supported(*linears: nn.Linear) -> bool:
     if isinstance(layers[0], Int8Linear):
         return compiled_rounding(weights[0].shape[1]) is not None
     return all(map(can_pack, weights)) and len({weight.dtype for weight in weights}) == 1
+
+
+def _weights_of(layers: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [layer.weight.detach() for layer in layers]
 
 
 def _joined_scale(layers: tuple[Any, ...], read: Callable = torch.detach) -> torch.Tensor:

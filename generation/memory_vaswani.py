@@ -98,10 +98,16 @@ class _Blocks(threading.local):
         if block is None or self.used + size > len(block):
             block, self.used = _in_huge_pages(_BLOCK), 0
             self.last = weakref.ref(block)
-            for parts in list(self.unused.values()):  # forget those of blocks that are gone
-                parts[:] = [place for place in parts if place[0]() is not None]
+            self._forget_parts_of_gone_blocks()
         start, self.used = self.used, self.used + size
         return block, start
+
+    def _forget_parts_of_gone_blocks(self) -> None:
+        for parts in list(self.unused.values()):
+            for _ in range(len(parts)):  # another thread may append meanwhile
+                place = parts.pop(0)
+                if place[0]() is not None:
+                    parts.append(place)
 
 
 _blocks = _Blocks()

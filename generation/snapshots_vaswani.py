@@ -1,4 +1,4 @@
-"""What is prepared from a model's weights, kept for later calls until something has changed.
+"""Prepared weights of a model, kept for later calls until something changes.
 
 Preparing weights for the kernels takes longer than some calls of `generate`. A `Snapshot` remembers
 what was read: attributes of modules, and fingerprints of weights. A later call compares both, and
@@ -15,12 +15,12 @@ from torch import nn
 from .fingerprints_vaswani import Fingerprints, fingerprint, in_parts
 from .library_vaswani import as_stored, is_as_stored
 
-# Types of attributes that are compared by value. Others are compared by identity.
+# Types of attributes that are compared by value.
 _VALUES = (bool, int, float, str, type(None))
 
-# What was prepared from a module, and its snapshot, by module and kind. The keys are weak, so this
-# is freed with the module.
-_prepared_of: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, tuple["Snapshot", Any]]] = (
+# Prepared objects and their snapshots, by module. The keys are weak, so this is freed with the
+# module.
+_prepared_of: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, "Snapshot", Any]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -34,27 +34,34 @@ class Snapshot:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.values, objects = _attributes(modules)
+        self.values, objects, weights = _attributes(modules)
         # Strong references could keep the modules themselves alive.
-        self.objects = [_reference(value) for value in objects]
+        self.objects = [weakref.ref(value) for value in objects]
+        self.places = set(map(_place, weights))
         self.parts: list[torch.Tensor] = []
         self.digests: list[torch.Tensor] = []
         self.fingerprints: Fingerprints | None = None
-        self.sees_memory = True  # of all weights, and not of copies
+        self.sees_memory = True  # False if other memory was read than that of the modules
 
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         """Copy a weight, and remember the fingerprint of the copy.
 
         Another thread may write to the weight meanwhile.
         """
-        copied = as_stored(weight.detach()).clone()
+        weight = weight.detach()
+        copied = as_stored(weight).clone()
         self.add([weight], list(map(fingerprint, in_parts([copied]))))
         return copied
 
     def add(self, weights: Sequence[torch.Tensor], digests: Sequence[torch.Tensor]) -> None:
-        """Remember the fingerprints of the values that were read from weights, in parts."""
-        self.sees_memory = self.sees_memory and all(map(is_as_stored, weights))
-        self.parts += in_parts([weight.detach() for weight in weights])
+        """Remember the fingerprints of the values that were read from weights, in parts.
+
+        The weights are detached tensors. Another thread may have moved them since the snapshot.
+        """
+        self.sees_memory = self.sees_memory and all(
+            is_as_stored(weight) and _place(weight) in self.places for weight in weights
+        )
+        self.parts += in_parts(weights)
         self.digests += digests
 
     def complete(self) -> bool:
@@ -66,7 +73,8 @@ class Snapshot:
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
         """Tell whether these modules and their weights are as they were read."""
-        values, objects = _attributes(modules)
+        # Another thread may replace a weight meanwhile. `_weights` keeps its memory until the end.
+        values, objects, _weights = _attributes(modules)
         return (
             values == self.values
             and len(objects) == len(self.objects)
@@ -76,7 +84,7 @@ class Snapshot:
         )
 
 
-def kept(
+def prepared_once(
     owner: nn.Module,
     kind: Hashable,
     modules: Sequence[nn.Module],
@@ -86,59 +94,79 @@ def kept(
 
     Args:
         owner: the module whose memory is freed together with what was prepared.
-        kind: tells apart what is prepared from one owner.
+        kind: says what is prepared. Another kind replaces what was prepared before.
         modules: all modules that `prepare` reads.
         prepare: gets a snapshot for the weights that it reads. None as its result is not kept.
     """
-    found = _prepared_of.get(owner, {}).get(kind)
-    if found is not None and found[0].holds(modules):
-        return found[1]
-    if found is not None:
-        del found  # it holds the old copies of weights
-        _prepared_of[owner].pop(kind, None)
+    found = _prepared_of.get(owner)
+    if found is not None and found[0] == kind and found[1].holds(modules):
+        return found[2]
+    del found  # it holds the old copies of weights
+    _prepared_of.pop(owner, None)
     snapshot = Snapshot(modules)
     prepared = prepare(snapshot)
     if prepared is not None and snapshot.complete():
-        _prepared_of.setdefault(owner, {})[kind] = snapshot, prepared
+        _prepared_of[owner] = kind, snapshot, prepared
     return prepared
 
 
-def _attributes(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any]]:
-    """Return what is compared by value, and what is compared by identity."""
+def _attributes(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+    """Return what is compared by value, what is compared by identity, and the weights."""
     values: list[Any] = []
     objects: list[Any] = []
+    weights: list[torch.Tensor] = []
     for module in modules:
         own = vars(module)
         objects.append(type(module))
         values.append(bool(module._forward_pre_hooks or module._forward_hooks))
-        for name, value in own.items():
+        for name, value in list(own.items()):
             if name[0] != "_":
                 values.append(name)
-                (values if type(value) in _VALUES else objects).append(value)
-        objects += own["_modules"].values()
-        for weight in (*own["_parameters"].values(), *own["_buffers"].values()):
-            values += _place(weight)
-    return values, objects
+                _add_attribute(value, values, objects)
+        for name, child in list(own["_modules"].items()):
+            values.append(name)
+            (values if child is None else objects).append(child)
+        for name, weight in (*own["_parameters"].items(), *own["_buffers"].items()):
+            values.append(name)
+            if type(weight) in (torch.Tensor, nn.Parameter):
+                weights.append(weight.detach())
+                values.append(_place(weights[-1]))
+            else:  # None, or a tensor of a type that may have its values elsewhere
+                values.append(None if weight is None else object())
+    return values, objects, weights
 
 
-def _place(weight: torch.Tensor | None) -> tuple[Any, ...]:
+def _add_attribute(value: Any, values: list[Any], objects: list[Any]) -> None:
+    """Add an attribute to what is compared by value or by identity.
+
+    What could change unseen, such as a tensor or a list, counts as changed in each call.
+    """
+    plain = type(value) in _VALUES
+    if plain or (isinstance(value, tuple) and all(type(part) in _VALUES for part in value)):
+        values.append(value)
+    elif isinstance(value, torch.Tensor) or not _has_weak_references(value):
+        values.append(object())
+    else:
+        objects.append(value)
+
+
+def _has_weak_references(value: Any) -> bool:
+    try:
+        weakref.ref(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _place(weight: torch.Tensor) -> Any:
     """Return where the values of a weight are, or something that equals nothing else.
 
-    A weak reference would not do, because torch refuses to swap tensors that have one.
+    A weak reference to the weight would not do, because torch refuses to swap tensors that have
+    one.
     """
-    if weight is None:
-        return (None,)
-    plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.layout == torch.strided
-    if not plain or weight.device.type != "cpu":
-        return (object(),)
+    if weight.layout != torch.strided or weight.device.type != "cpu":
+        return object()
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), weight.is_neg()
 
 
-def _reference(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:  # for None, and for types without weak references
-        return lambda: value
-
-
-__all__ = ["Snapshot", "kept"]
+__all__ = ["Snapshot", "prepared_once"]

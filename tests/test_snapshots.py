@@ -1,12 +1,15 @@
-"""What is prepared for the kernels serves later calls until an attribute or a weight changes."""
+"""Prepared weights serve later calls until an attribute or a weight changes."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from compiled_models import compiled, model_with, translate
 from vaswani.generation import compiled_vaswani, linear_vaswani
-from vaswani.generation.snapshots_vaswani import Snapshot, kept
+from vaswani.generation.compiled_vaswani import CompiledLayers
+from vaswani.generation.snapshots_vaswani import Snapshot, prepared_once
 
 
 def layer_of(model):
@@ -28,7 +31,7 @@ CHANGES = {
         layer_of(m), "final_layer_norm", layer_of(m).self_attn_layer_norm
     ),
     "a shared layer": lambda m: setattr(layer_of(m), "fc1", m.model.decoder.layers[0].fc1),
-    "heads of the encoder": lambda m: setattr(m.model.encoder.layers[0].self_attn, "scaling", 1.5),
+    "the encoder": lambda m: setattr(m.model.encoder.layers[0].self_attn, "scaling", 1.5),
 }
 
 
@@ -79,8 +82,8 @@ def test_later_calls_prepare_nothing_again(monkeypatch):
 
 
 @compiled
-class TestKept:
-    """`kept` prepares once, and again after each change."""
+class TestPreparedOnce:
+    """`prepared_once` prepares again after each change, and only then."""
 
     @pytest.fixture
     def layer(self):
@@ -95,7 +98,7 @@ class TestKept:
             return snapshot.copy(layer.weight) * 2
 
         doubled.count = 0
-        return lambda: (kept(layer, "doubled", [layer], doubled), doubled.count)
+        return lambda: (prepared_once(layer, "doubled", [layer], doubled), doubled.count)
 
     def test_a_weight_is_prepared_once(self, layer, prepare):
         first, _ = prepare()
@@ -109,9 +112,9 @@ class TestKept:
             layer.weight.data.add_(1)
             return copied
 
-        first = kept(layer, "copied", [layer], prepare)
+        first = prepared_once(layer, "copied", [layer], prepare)
         assert torch.equal(first + 1, layer.weight)
-        assert torch.equal(kept(layer, "copied", [layer], prepare) + 1, layer.weight)
+        assert torch.equal(prepared_once(layer, "copied", [layer], prepare) + 1, layer.weight)
 
     def test_an_equal_weight_elsewhere_is_another(self, layer, prepare):
         prepare()
@@ -126,5 +129,66 @@ class TestKept:
     def test_nothing_is_kept_for_what_cannot_be_prepared(self, layer):
         calls = []
         for _ in range(2):
-            assert kept(layer, "nothing", [layer], calls.append) is None
+            assert prepared_once(layer, "nothing", [layer], calls.append) is None
         assert len(calls) == 2
+
+    def test_weights_that_are_away_during_the_preparation_are_seen_when_they_return(self, layer):
+        """Another thread may evaluate averaged weights meanwhile."""
+        own, other = layer.weight.data, layer.weight.data + 1
+
+        def prepare(snapshot):
+            layer.weight.data = other
+            copied = snapshot.copy(layer.weight)
+            layer.weight.data = own
+            return copied
+
+        assert torch.equal(prepared_once(layer, "copied", [layer], prepare), other)
+        copy_now = lambda snapshot: snapshot.copy(layer.weight)  # noqa: E731
+        assert torch.equal(prepared_once(layer, "copied", [layer], copy_now), own)
+
+    @pytest.mark.parametrize(
+        "attribute", [torch.ones(2), torch.nn.Parameter(torch.ones(2)), [1], {}, (1, [2])], ids=str
+    )
+    def test_attributes_that_could_change_unseen_are_read_in_each_call(
+        self, layer, prepare, attribute
+    ):
+        vars(layer)["attribute"] = attribute
+        prepare()
+        assert prepare()[1] == 2
+
+    def test_a_list_that_leads_back_to_the_module_does_not_keep_it(self):
+        def prepare(layer):
+            vars(layer)["owners"] = [layer]
+            prepared_once(layer, "copied", [layer], lambda snapshot: snapshot.copy(layer.weight))
+            return weakref.ref(layer)
+
+        gone = prepare(torch.nn.Linear(8, 4))
+        gc.collect()
+        assert gone() is None
+
+    def test_another_kind_replaces_the_first(self, layer, prepare):
+        prepare()
+        prepared_once(layer, "other", [layer], lambda snapshot: snapshot.copy(layer.bias))
+        assert prepare()[1] == 2
+
+
+@compiled
+def test_an_activation_that_is_no_module_is_left_to_torch():
+    model = model_with()
+    layer = layer_of(model)
+    del layer.activation_fn
+    layer.activation_fn = torch.relu
+    assert CompiledLayers.prepare(model.model.decoder.layers, 4) is None
+
+
+@compiled
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_values_of_another_type_are_left_to_torch(name):
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = model_with()
+    for module in (layer_of(model).final_layer_norm, layer_of(model).fc1):
+        values = getattr(module, name).detach().as_subclass(Wrapped)
+        setattr(module, name, torch.nn.Parameter(values))
+        assert CompiledLayers.prepare(model.model.decoder.layers, 4) is None

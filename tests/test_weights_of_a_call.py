@@ -645,6 +645,28 @@ def test_eight_threads_answer_while_another_writes(dtype):
     assert not equal(old, new)
 
 
+@in_all_forms
+def test_eight_threads_answer_while_another_moves_the_weights(dtype):
+    # The allocator returns large weights to the system as soon as they are moved.
+    model = build(dtype, decoder_ffn_dim=8192)
+    expected, stop = answer(model), threading.Event()
+
+    def move():
+        while not stop.is_set():
+            for weight in itertools.chain(model.parameters(), model.buffers()):
+                weight.data = weight.data.clone()
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            answers = [job.result() for job in [pool.submit(answer, model) for _ in range(24)]]
+    finally:
+        stop.set()
+        mover.join()
+    assert all(equal(found, expected) for found in answers)
+
+
 FORK = """
 import os, sys, threading
 sys.path[:0] = [{tests!r}, {root!r}]
