@@ -4,8 +4,7 @@
 large blocks to the system, so each call would wait for the system to clear them. Kept blocks need
 no clearing. The system may take their pages when it runs out of memory.
 
-`empty_for_weights` asks for huge pages. A CPU reads large weights up to 1.3 times as fast from
-them.
+`empty_for_weights` asks for huge pages, from which a CPU reads large weights faster.
 """
 
 import contextlib
@@ -64,7 +63,7 @@ def _keep(block: mmap.mmap) -> None:
 
 
 class _Blocks(threading.local):
-    """Blocks in huge pages, of which the weights that a thread packs get parts.
+    """Blocks in huge pages, for the weights that one thread packs.
 
     A part that no tensor uses is given to the next weight of its size. A block is returned to the
     system when no tensor uses a part of it.

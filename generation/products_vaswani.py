@@ -109,7 +109,7 @@ class Panels(NamedTuple):
                 return False
         elif scale is not self.weight_scale:  # both are None in a float weight
             return False
-        parts = list(in_parts(weights))  # which may be copies
+        parts = list(in_parts(weights))  # keeps copies until they are compared
         return Fingerprints(parts, self.fingerprints).hold()
 
     def product(self, bias: torch.Tensor | None, largest: int = 0, relu: bool = False) -> Product:

@@ -18,7 +18,7 @@ from .library_vaswani import as_stored, is_as_stored
 # Types of attributes that are compared by value.
 _VALUES = (bool, int, float, str, type(None))
 
-# Prepared objects and their snapshots, by module. The keys are weak, so this is freed with the
+# Prepared objects and their snapshots, by module. The keys are weak, so an entry is freed with its
 # module.
 _prepared_of: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, "Snapshot", Any]] = (
     weakref.WeakKeyDictionary()
@@ -46,7 +46,7 @@ class Snapshot:
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         """Copy a weight, and remember the fingerprint of the copy.
 
-        Another thread may write to the weight meanwhile.
+        The weight itself may already differ, because another thread may write to it.
         """
         weight = weight.detach()
         copied = as_stored(weight).clone()
@@ -65,7 +65,7 @@ class Snapshot:
         self.digests += digests
 
     def complete(self) -> bool:
-        """Say that everything is read. Return whether `holds` would see every later change."""
+        """Finish the snapshot. Return whether `holds` will see every later change."""
         if self.sees_memory:
             self.fingerprints = Fingerprints(self.parts, self.digests)
         self.parts, self.digests = [], []  # the modules keep the weights in memory
@@ -73,7 +73,7 @@ class Snapshot:
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
         """Tell whether these modules and their weights are as they were read."""
-        # Another thread may replace a weight meanwhile. `_weights` keeps its memory until the end.
+        # `_weights` keeps the memory that is compared, because another thread may replace a weight.
         values, objects, _weights = _attributes(modules)
         return (
             values == self.values
@@ -139,7 +139,7 @@ def _attributes(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], lis
 def _add_attribute(value: Any, values: list[Any], objects: list[Any]) -> None:
     """Add an attribute to what is compared by value or by identity.
 
-    What could change unseen, such as a tensor or a list, counts as changed in each call.
+    A tensor or a list can change without a trace here, so it counts as changed in every call.
     """
     plain = type(value) in _VALUES
     if plain or (isinstance(value, tuple) and all(type(part) in _VALUES for part in value)):
