@@ -50,6 +50,8 @@ logger = logging.get_logger(__name__)
 _SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
 # Backends that compute the same attention as the fast search.
 _ATTENTION = ("eager", "sdpa", "flex_attention")
+# Modes whose searches are those of this file.
+_OWN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
 def _search_settings(config: Any) -> SearchSettings:
@@ -120,6 +122,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         custom = kwargs.get("custom_generate") is not None
         with torch.no_grad():
             model = self if custom else self._prepared(excluded=self.model.decoder)
+            if model is not self:
+                vars(model)["_makes_cache_late"] = True
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
@@ -259,7 +263,7 @@ class VaswaniGenerationMixin(GenerationMixin):
                 f"model.config has settings of the search ({names}), which `generate` does not "
                 "read: set them in model.generation_config."
             )
-        settings = VaswaniGenerationConfig.from_dict(self.generation_config.to_dict())
+        settings = VaswaniGenerationConfig.read_settings(self.generation_config.to_dict())
         model_kwargs = settings.update(**kwargs)
         prepared, model_kwargs = super()._prepare_generation_config(settings, **model_kwargs)
         # None in the call switches a default off (eos_token_id=None), but the merge refills it.
@@ -292,11 +296,22 @@ class VaswaniGenerationMixin(GenerationMixin):
         return generator
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *sizes: Any
     ) -> None:
-        """Note whether the call brings a cache, because the call expects `generate` to fill it."""
+        """Make transformers' cache, or note how to make it if only transformers' search needs it.
+
+        Note also whether the call brings a cache, because the call expects `generate` to fill it.
+        """
         generation_config._cache_given = model_kwargs.get("past_key_values") is not None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if mode in _OWN_MODES and vars(self).get("_makes_cache_late", False):
+            generation_config._cache_arguments = (mode, *sizes)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *sizes)
+
+    def _make_cache(self, config: Any, model_kwargs: dict[str, Any]) -> None:
+        """Make the cache that `_prepare_cache_for_generation` left out."""
+        if (arguments := getattr(config, "_cache_arguments", None)) is not None:
+            super()._prepare_cache_for_generation(config, model_kwargs, *arguments)
 
     def _fast_search(
         self,
@@ -387,7 +402,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             and all(map(hooks_are_passive, (network, self.lm_head, *decoder.modules())))
             # Weights that are divided among processes are DTensors, which have a mesh.
             and not any(
-                hasattr(weight, "device_mesh")
+                type(weight) is not torch.nn.Parameter and hasattr(weight, "device_mesh")
                 for module in network.modules()
                 for weight in module._parameters.values()
             )
@@ -433,6 +448,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         except NotCovered as reason:
             logger.info(_SLOWER, reason)
+            self._make_cache(config, model_kwargs)
             return fallback_beam_search(
                 self._prepared(),
                 input_ids,
@@ -487,6 +503,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         except NotCovered as reason:
             logger.info(_SLOWER, reason)
+            self._make_cache(config, model_kwargs)
             return super(VaswaniGenerationMixin, self._prepared())._sample(
                 input_ids,
                 logits_processor,

@@ -173,10 +173,19 @@ class VaswaniGenerationConfig(GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Read settings from a dict as `read_settings` does. Other arguments are transformers'."""
+        return super().from_dict(cls._settings_of(config_dict), **kwargs)
+
+    @classmethod
+    def read_settings(cls, config_dict: dict[str, Any]) -> "VaswaniGenerationConfig":
         """Read settings from a dict, in which None switches a setting of the paper off.
 
         A setting that is missing keeps the paper's default.
         """
+        return cls(**cls._settings_of(config_dict))
+
+    @classmethod
+    def _settings_of(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(config_dict, dict):
             raise ValueError(
                 f"Settings must be a mapping of names to values, got {config_dict!r:.100}."
@@ -189,7 +198,7 @@ class VaswaniGenerationConfig(GenerationConfig):
         }
         # A file may name a stranger's code. No save may repeat it.
         kept = {name: value for name, value in config_dict.items() if name != "custom_generate"}
-        return super().from_dict({**kept, **switched}, **kwargs)
+        return {**kept, **switched}
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name: Any, *args: Any, **kwargs: Any) -> Any:

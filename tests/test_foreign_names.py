@@ -240,7 +240,7 @@ IMPORTS = {
     "transformers.utils.quantization_config": "QuantizationConfigMixin",
 }
 # Attributes that we set on their objects.
-OURS = {"_cache_given", "_limited_by_source"}
+OURS = {"_cache_arguments", "_cache_given", "_limited_by_source"}
 # The interface of evaluate.Metric.
 EVALUATE = {"_compute", "_info"}
 # IPython's documented names for displaying objects.
