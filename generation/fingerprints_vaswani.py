@@ -1,4 +1,8 @@
-"""Fingerprints of values in memory, which tell whether a bit of them has changed since."""
+"""Fingerprints of values in memory, which tell whether a bit of them has changed since.
+
+Memory is not compared again if the system tells that nobody has written to it
+(`kernels/written.c`).
+"""
 
 import ctypes
 import os
@@ -8,17 +12,19 @@ import torch
 
 from .library_vaswani import COUNT, POINTER, address, as_stored, library
 
-_PART, _DIGEST = 2**16, 128  # bytes of a part, and of its digest
+_PART, _DIGEST = 2**14, 128  # bytes of a part, and of its digest
 _ROWS_AT_ONCE = 2**12  # number of rows that are copied at once
 # Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
 # constructed. Two processes therefore have different fingerprints of the same values.
 _KEY = os.urandom(_DIGEST)
+# Two states of a fingerprint that was not compared yet: writes will be looked for, or never.
+_NEW, _NEVER_WATCHED = 0, -2
 
 
 class Fingerprint(ctypes.Structure):
-    """Values, and where the digests of their parts are."""
+    """Values, where the digests of their parts are, and when they were last compared."""
 
-    _fields_ = (("values", POINTER), ("count", COUNT), ("digests", POINTER))
+    _fields_ = (("values", POINTER), ("count", COUNT), ("digests", POINTER), ("held", COUNT))
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
@@ -39,7 +45,7 @@ class Fingerprints:
         self.digests = digests
         self.structures = (Fingerprint * len(tensors))(
             *(
-                Fingerprint(address(values), values.nbytes, address(own))
+                Fingerprint(address(values), values.nbytes, address(own), _first_state(values))
                 for values, own in zip(tensors, digests, strict=True)
             )
         )
@@ -54,6 +60,11 @@ class Fingerprints:
         return self.fit and bool(
             library().have_fingerprints(ctypes.byref(structures), len(structures), _KEY, threads)
         )
+
+
+def _first_state(values: torch.Tensor) -> int:
+    # A device can write to pinned memory without a trace.
+    return _NEVER_WATCHED if values.is_pinned() else _NEW
 
 
 def in_parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -368,7 +368,8 @@ def test_a_call_after_a_change_answers_from_the_new_weights(way, dtype):
         pytest.skip("only int8 weights have scales")
     model = build(dtype)
     before = answer(model)
-    assert equal(answer(model), before)
+    for _ in range(3):  # the system notes writes to the weights from the third call on
+        assert equal(answer(model), before)
     WAYS[way](model)
     after = answer(model)
     assert not equal(after, before)
@@ -422,7 +423,8 @@ def test_old_copies_of_weights_are_freed_before_new_ones_are_made(monkeypatch):
 @pytest.mark.parametrize("dtype", FORMS)
 def test_a_call_after_loading_a_file_answers_from_the_file(dtype, tmp_path):
     model = build(dtype)
-    answer(model)
+    for _ in range(3):
+        answer(model)
     load_from_file(model, tmp_path)
     assert equal(answer(model), answer(build(dtype, seed=3)))
 
@@ -437,6 +439,8 @@ def test_greedy_search_and_sampling_see_a_change(call, dtype):
         return of.generate(SOURCE, max_new_tokens=6, eos_token_id=None, **call)
 
     before = tokens(model)
+    for _ in range(2):
+        tokens(model)
     layer_of(model).fc2.weight.data[:, 128:] *= -8
     assert not torch.equal(tokens(model), before)
     assert torch.equal(tokens(model), tokens(copy.deepcopy(model)))
@@ -675,7 +679,8 @@ torch.set_num_threads(1)
 from test_weights_of_a_call import FORMS, OpenCall, answer, build, equal, load_in_place
 for dtype in FORMS:
     model = build(dtype)
-    answer(model)
+    for _ in range(3):
+        answer(model)
     with OpenCall(model):
         child = os.fork()
         if child == 0:
