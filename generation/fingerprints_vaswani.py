@@ -17,8 +17,7 @@ _ROWS_AT_ONCE = 2**12  # number of rows that are copied at once
 # Fingerprints depend on this secret, because otherwise a change that keeps a fingerprint could be
 # constructed. Two processes therefore have different fingerprints of the same values.
 _KEY = os.urandom(_DIGEST)
-# Two states of a fingerprint that was not compared yet: writes will be looked for, or never.
-_NEW, _NEVER_WATCHED = 0, -2
+_NOT_COMPARED, _UNWATCHED = 0, -2  # states of a fingerprint, as in the C file
 
 
 class Fingerprint(ctypes.Structure):
@@ -64,7 +63,7 @@ class Fingerprints:
 
 def _first_state(values: torch.Tensor) -> int:
     # A device can write to pinned memory without a trace.
-    return _NEVER_WATCHED if values.is_pinned() else _NEW
+    return _UNWATCHED if values.is_pinned() else _NOT_COMPARED
 
 
 def in_parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -73,6 +73,18 @@ def _are_copies(first: Any, second: Any) -> bool:
     return torch.equal(first, second)
 
 
+def copy_foreign_memory(model: torch.nn.Module) -> None:
+    """Copy weights whose memory torch has not made.
+
+    safetensors maps a file into memory, and other programs can write to the file.
+    """
+    for weight in (*model.parameters(), *model.buffers()):
+        values = weight.data
+        plain = type(values) is torch.Tensor and values.layout == torch.strided
+        if plain and values.is_cpu and not values.untyped_storage().resizable():
+            weight.data = values.clone()
+
+
 class StrictlyLoadedModel(PreTrainedModel):
     """A model that is loaded completely or not at all, and never pushed with an empty card."""
 
@@ -116,9 +128,10 @@ class StrictlyLoadedModel(PreTrainedModel):
                 f"The weights of {place} are damaged: {error}. Download the file again; for the "
                 "Hub, pass force_download=True."
             ) from error
+        model, info = cast(tuple[Any, dict[str, Any]], loaded)
+        copy_foreign_memory(model)
         if output_loading_info:
             return loaded
-        model, info = cast(tuple[Any, dict[str, Any]], loaded)
         same_class = cls.__name__ in (model.config.architectures or ())
         for verb, keys in (("lacks", "missing_keys"), ("has no use for", "unexpected_keys")):
             names = sorted(name for name in info[keys] if not model.may_be_new(name, info[keys]))

@@ -14,6 +14,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
+    GenerationMixin,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
@@ -156,6 +157,42 @@ def test_a_given_cache_is_used_and_returned(tiny_model, source):
     )
     assert output.past_key_values is cache
     assert cache.get_seq_length() == output.sequences.shape[1] - 1
+
+
+@compiled
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_the_cache_of_transformers_is_made_for_its_searches_alone(
+    num_beams, tiny_model, source, monkeypatch
+):
+    made = []
+    prepare = GenerationMixin._prepare_cache_for_generation
+
+    def prepare_and_count(*arguments):
+        made.append(arguments)
+        prepare(*arguments)
+
+    monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", prepare_and_count)
+    call = {**source, "num_beams": num_beams, "max_new_tokens": 4, "return_dict_in_generate": True}
+    model = tiny_model()
+    model.generate(**call)
+    assert not made
+    output = model.generate(**call, output_scores=True)
+    assert len(made) == 1
+    assert output.past_key_values.get_seq_length() > 0
+
+
+def test_a_subclass_with_its_own_search_gets_a_cache(tiny_model, source):
+    given = []
+
+    class WithOwnSearch(VaswaniForConditionalGeneration):
+        def _sample(self, *args, **kwargs):
+            given.append(kwargs["past_key_values"])
+            return super()._sample(*args, **kwargs)
+
+    model = tiny_model()
+    model.__class__ = WithOwnSearch
+    model.generate(**source, num_beams=1, max_new_tokens=4)
+    assert isinstance(given[0], EncoderDecoderCache)
 
 
 def test_more_beams_than_vocabulary_entries_work(tiny_model, source):

@@ -139,6 +139,18 @@ def test_saving_and_loading_keeps_every_kind_of_tying(tiny_model, tmp_path, ties
         assert torch.equal(loaded.state_dict()[name], weight)
 
 
+def test_a_loaded_model_does_not_change_with_its_file(tiny_model, tmp_path):
+    model = tiny_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = VaswaniForConditionalGeneration.from_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:  # the file keeps its place on the disk
+        opened.write(bytes(size))
+    for name, weight in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), weight)
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

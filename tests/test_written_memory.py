@@ -39,12 +39,6 @@ def is_compared(found):
     return not holds
 
 
-def watches():
-    """Tell whether the system notes writes to memory."""
-    values = torch.zeros(ROWS, WIDTH)
-    return not is_compared(fingerprints_of(values))
-
-
 @pytest.fixture
 def values():
     return torch.randn(ROWS, WIDTH)
@@ -151,27 +145,17 @@ def test_a_write_of_another_process_to_shared_memory_is_seen(values):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a private mapping", "a shared mapping"])
-def test_a_write_to_a_mapped_file_is_seen(shared, tmp_path):
+def test_a_mapped_file_is_compared(shared, tmp_path):
+    """Another program can write to it without a trace."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(4 * ROWS * WIDTH))
     values = torch.from_file(str(file), shared=shared, size=ROWS * WIDTH).view(ROWS, WIDTH)
     found = fingerprints_of(values)
-    assert is_compared(found) == (shared or not watches())
+    assert is_compared(found)
     with file.open("r+b") as opened:
         opened.seek(2 * ROWS * WIDTH)
         opened.write(b"\1")
     assert values[ROWS // 2, 0] != 0
-    assert not found.hold()
-
-
-def test_a_mapped_file_that_is_gone_is_compared(tmp_path):
-    file = tmp_path / "weights"
-    file.write_bytes(bytes(4 * ROWS * WIDTH))
-    values = torch.from_file(str(file), shared=False, size=ROWS * WIDTH).view(ROWS, WIDTH)
-    found = fingerprints_of(values)
-    file.unlink()
-    assert is_compared(found)
-    values[0, 0] = 1
     assert not found.hold()
 
 
@@ -226,8 +210,8 @@ def test_written_values_of_a_file_that_the_system_takes_away_are_compared(system
     values = torch.from_file(str(file), shared=False, size=ROWS * WIDTH).view(ROWS, WIDTH)
     found = fingerprints_of(values.fill_(3))
     assert system.madvise(values.data_ptr(), 4 * ROWS * WIDTH, DONTNEED) == 0
-    assert not found.hold()
     assert values[0, 0] == 0
+    assert not found.hold()
 
 
 @pytest.mark.parametrize("writer", ["child", "parent"])
@@ -240,12 +224,15 @@ def test_a_fork_has_memory_of_its_own(writer, values):
         torch.set_num_threads(1)  # a fork has no other threads
         child = os.fork()
         if child == 0:
-            if writer == "parent":
-                os.read(inward, 1)
-            else:
-                values.neg_()
-            answers = [found.hold() for _ in range(3)]
-            os._exit(0 if answers == [writer == "parent"] * 3 else 3)
+            answers = []
+            try:
+                if writer == "parent":
+                    os.read(inward, 1)
+                else:
+                    values.neg_()
+                answers = [found.hold() for _ in range(3)]
+            finally:
+                os._exit(0 if answers == [writer == "parent"] * 3 else 3)
         if writer == "parent":
             values.neg_()
             os.write(outward, b"x")
@@ -263,9 +250,10 @@ FORBIDDEN = """
 import resource, sys
 sys.path[:0] = [{tests!r}, {root!r}]
 import torch
+from vaswani.generation.library_vaswani import library
 from test_written_memory import ROWS, WIDTH, fingerprints_of, is_compared
 values = torch.randn(ROWS, WIDTH)
-fingerprints_of(few := torch.zeros(8, 8))
+library()
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 found = fingerprints_of(values)
 assert is_compared(found)

@@ -88,10 +88,14 @@ struct fingerprint {
     const char *values;
     int64_t count; // bytes
     char *digests; // (parts, DIGEST_BYTES)
-    int64_t held;  // the look before the last comparison that found no change, or one of these:
+    int64_t held;  // the look before the last comparison that found no change, or a state below
 };
-enum { NOT_COMPARED = 0, COMPARED = -1, WRITES_UNSEEN = -2 };
-enum { WATCHED = 2 * PART }; // bytes from which on writes are looked for
+enum {
+    NOT_COMPARED = 0, // since the fingerprint was taken
+    COMPARED = -1,    // once, without a look
+    UNWATCHED = -2,   // the system does not tell about this memory
+};
+enum { FEWEST_WATCHED = 2 * PART }; // bytes: fewer are compared in less time than a look takes
 
 INLINE struct span span_of(const struct fingerprint *own, int64_t first, int64_t end)
 {
@@ -148,8 +152,7 @@ EXPORT void take_fingerprint(const struct fingerprint *fingerprint, const char *
 // Look for writes to values that were compared before: `watched` gets 1 where the look could see them.
 // Returns the number of the look.
 //
-// Memory is watched from the second comparison on, because weights in training change before it. Small
-// values are compared faster.
+// Memory is watched from the second comparison on, because weights in training change before it.
 static int64_t look_at_values(struct fingerprint *fingerprints, int64_t count, char *watched)
 {
     struct span *spans = calloc((size_t)count, sizeof *spans);
@@ -157,13 +160,13 @@ static int64_t look_at_values(struct fingerprint *fingerprints, int64_t count, c
     if (spans) {
         for (int64_t i = 0; i < count; i++) {
             const struct fingerprint *own = fingerprints + i;
-            if (own->count >= WATCHED && (own->held > 0 || own->held == COMPARED))
+            if (own->count >= FEWEST_WATCHED && (own->held > 0 || own->held == COMPARED))
                 spans[i] = span_of(own, 0, own->count);
         }
         look = look_for_writes(count, spans, watched);
         for (int64_t i = 0; i < count && look; i++)
             if (!watched[i])
-                fingerprints[i].held = spans[i].end ? WRITES_UNSEEN : fingerprints[i].held;
+                fingerprints[i].held = spans[i].end ? UNWATCHED : fingerprints[i].held;
     }
     free(spans);
     return look;
@@ -173,6 +176,8 @@ static int64_t look_at_values(struct fingerprint *fingerprints, int64_t count, c
 EXPORT int have_fingerprints(struct fingerprint *fingerprints, int64_t count, const char *key,
                              int threads)
 {
+    if (!count)
+        return 1;
     char *watched = calloc((size_t)count, 1);
     const int64_t look = watched ? look_at_values(fingerprints, count, watched) : 0;
     const int differ = visit(0, fingerprints, count, look ? watched : NULL, key, threads);
