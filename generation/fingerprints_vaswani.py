@@ -1,7 +1,6 @@
 """Fingerprints of values in memory, which tell whether a bit of them has changed since.
 
-Memory is not compared again if the system tells that nobody has written to it
-(`kernels/written.c`).
+Memory is compared again only if Linux reports a write to it, where Linux can (`kernels/written.c`).
 """
 
 import ctypes
@@ -62,8 +61,10 @@ class Fingerprints:
 
 
 def _first_state(values: torch.Tensor) -> int:
-    # A device can write to pinned memory without a trace.
-    return _UNWATCHED if values.is_pinned() else _NOT_COMPARED
+    # A GPU writes to pinned memory without a page fault, so always compare it. Do not start CUDA
+    # here, because then no process could be forked that uses it.
+    pinned = torch.cuda.is_initialized() and values.is_pinned()
+    return _UNWATCHED if pinned else _NOT_COMPARED
 
 
 def in_parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

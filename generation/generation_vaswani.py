@@ -50,9 +50,9 @@ logger = logging.get_logger(__name__)
 _SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
 # Backends that compute the same attention as the fast search.
 _ATTENTION = ("eager", "sdpa", "flex_attention")
-_PLACE_OF_CUSTOM = 6  # of `custom_generate` among the further arguments of `generate`
-# Modes whose searches are those of this file.
-_OWN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
+_CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
+# Modes that the fast search may cover.
+_FAST_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
 def _search_settings(config: Any) -> SearchSettings:
@@ -120,21 +120,14 @@ class VaswaniGenerationMixin(GenerationMixin):
                 [*(stopping_criteria or []), SourceLengthCriteria(limits, padded)]
             )
         # The search prepares the decoder. A custom function may keep the model that it gets.
-        custom = kwargs.get("custom_generate") is not None or len(args) > _PLACE_OF_CUSTOM
+        custom = kwargs.get("custom_generate") is not None or len(args) > _CUSTOM_GENERATE_INDEX
         with torch.no_grad():
             model = self if custom else self._prepared(excluded=self.model.decoder)
-            if model is not self and self._has_own_searches():
+            if model is not self:  # a copy, which no program keeps
                 vars(model)["_makes_cache_late"] = True
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
-
-    def _has_own_searches(self) -> bool:
-        """Tell whether no subclass replaces the searches of this file."""
-        return all(
-            getattr(type(self), name) is getattr(VaswaniGenerationMixin, name)
-            for name in ("_sample", "_beam_search")
-        )
 
     def _prepared(self, excluded: Any = None) -> Any:
         """Return a copy of the model with prepared layers, except in the module `excluded`.
@@ -311,13 +304,14 @@ class VaswaniGenerationMixin(GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Make transformers' cache, or note how to make it if only transformers' search needs it.
+        """Make transformers' cache, or keep the arguments for `_make_cache`.
 
-        Note also whether the call brings a cache, because the call expects `generate` to fill it.
+        The fast search needs no such cache. Note also whether the call brings a cache, because the
+        call expects `generate` to fill it.
         """
         generation_config._cache_given = model_kwargs.get("past_key_values") is not None
         arguments = generation_mode, batch_size, max_cache_length
-        late = vars(self).get("_makes_cache_late", False) and generation_mode in _OWN_MODES
+        late = "_makes_cache_late" in vars(self) and generation_mode in _FAST_MODES
         generation_config._cache_arguments = arguments if late else None
         if not late:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments)

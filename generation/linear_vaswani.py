@@ -4,9 +4,9 @@ On a CPU, PyTorch packs a weight into oneDNN's layout for each product. With a f
 packing takes longer than the product itself. Decoding therefore multiplies by packed copies, with
 oneDNN or with the compiled kernels.
 
-The copies are immutable and shared by all calls. A call reads all values of a weight, and compares
-them or their fingerprint with those that were packed, because nothing else tells reliably whether a
-weight has changed.
+The copies are immutable and shared by all calls. A call compares the values of a weight, or their
+fingerprint, with those that were packed. Only where Linux reports that nobody has written to a
+weight, the call does not read it.
 
 `prepare` turns layers into a function. `prepared_copy` puts such functions into a copy of a model's
 structure. The model itself and its layers are never changed.

@@ -173,14 +173,14 @@ class VaswaniGenerationConfig(GenerationConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read settings from a dict as `read_settings` does. Other arguments are transformers'."""
+        """Read settings from a dict as `read_settings` does. Other arguments go to transformers."""
         return super().from_dict(cls._settings_of(config_dict), **kwargs)
 
     @classmethod
     def read_settings(cls, config_dict: dict[str, Any]) -> "VaswaniGenerationConfig":
         """Read settings from a dict, in which None switches a setting of the paper off.
 
-        A setting that is missing keeps the paper's default.
+        A setting that is missing keeps the paper's default. Nothing is logged.
         """
         return cls(**cls._settings_of(config_dict))
 

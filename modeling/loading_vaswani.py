@@ -76,7 +76,8 @@ def _are_copies(first: Any, second: Any) -> bool:
 def copy_foreign_memory(model: torch.nn.Module) -> None:
     """Copy weights whose memory torch has not made.
 
-    safetensors maps a file into memory, and other programs can write to the file.
+    safetensors maps the file. Other programs can write to it, and Linux does not report their
+    writes, so each call of `generate` would have to compare such weights again.
     """
     for weight in (*model.parameters(), *model.buffers()):
         values = weight.data

@@ -1,6 +1,7 @@
 """`generate` with all forms of inputs and settings, and the paper's limits in each of them."""
 
 import copy
+import inspect
 import json
 import re
 
@@ -181,18 +182,25 @@ def test_the_cache_of_transformers_is_made_for_its_searches_alone(
     assert output.past_key_values.get_seq_length() > 0
 
 
-def test_a_subclass_with_its_own_search_gets_a_cache(tiny_model, source):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_custom_search_gets_a_cache(by_name, tiny_model, source):
     given = []
 
-    class WithOwnSearch(VaswaniForConditionalGeneration):
-        def _sample(self, *args, **kwargs):
-            given.append(kwargs["past_key_values"])
-            return super()._sample(*args, **kwargs)
+    def search(model, input_ids, *args, past_key_values, **kwargs):
+        given.append((model, past_key_values))
+        return input_ids
 
     model = tiny_model()
-    model.__class__ = WithOwnSearch
-    model.generate(**source, num_beams=1, max_new_tokens=4)
-    assert isinstance(given[0], EncoderDecoderCache)
+    names = list(inspect.signature(GenerationMixin.generate).parameters)
+    between = [None] * (names.index("custom_generate") - names.index("generation_config"))
+    if by_name:
+        model.generate(**source, custom_generate=search)
+    else:
+        mask = source["attention_mask"]
+        model.generate(source["input_ids"], *between, search, attention_mask=mask)
+    ((found, cache),) = given
+    assert found is model
+    assert isinstance(cache, EncoderDecoderCache)
 
 
 def test_more_beams_than_vocabulary_entries_work(tiny_model, source):

@@ -1,10 +1,11 @@
-"""Memory that nobody has written to is not compared again, and every write to it is seen."""
+"""Unwritten memory is not compared again, and every write to memory is seen."""
 
 import contextlib
 import ctypes
 import mmap
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_models import compiled
+from compiled_models import KINDS, compiled, model_with, translate
 from vaswani.generation.fingerprints_vaswani import Fingerprints, fingerprint, in_parts
+from vaswani.generation.snapshots_vaswani import _prepared_of
+
+from vaswani import VaswaniForConditionalGeneration, VaswaniInt8Config
 
 pytestmark = compiled
 ROWS, WIDTH = 512, 512  # of a tensor here: 1 MiB
 HUGE = 2**21  # bytes of a huge page
-FIXED, DONTNEED = 0x10, 4  # of mmap and madvise on Linux
+FIXED = 0x10  # of mmap on Linux
 
 
 def fingerprints_of(*tensors):
@@ -30,7 +34,7 @@ def fingerprints_of(*tensors):
 
 
 def is_compared(found):
-    """Tell whether values are compared, by a wrong digest in the middle of each."""
+    """Corrupt the middle digest of each fingerprint, and tell whether `hold` notices."""
     for digests in found.digests:
         digests[len(digests) // 2] ^= 1
     holds = found.hold()
@@ -44,12 +48,28 @@ def values():
     return torch.randn(ROWS, WIDTH)
 
 
+def can_watch():
+    """Tell whether Linux is new enough and allows userfaultfd."""
+    release = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    descriptor = ctypes.CDLL(None).syscall(323, 1)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return descriptor >= 0 and release >= (6, 7)
+
+
 @pytest.fixture
 def watched(values):
-    found = fingerprints_of(values)
-    if is_compared(found):
-        pytest.skip("this system does not tell which memory was written")
-    return found
+    if not can_watch():
+        pytest.skip("this system does not report which memory was written")
+    return fingerprints_of(values)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 def read_into(values):
@@ -81,7 +101,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_is_seen(write, values):
+def test_a_write_is_seen(write, values, threads):
     found, before = fingerprints_of(values), values.clone()
     write(values)
     assert not found.hold()
@@ -109,6 +129,17 @@ def test_only_parts_that_were_written_are_compared(watched, values):
     assert not is_compared(watched)
 
 
+def test_many_separate_writes_are_seen():
+    """Linux lists the written pages of a scan in portions."""
+    values = torch.randn(4 * ROWS, WIDTH)
+    found = fingerprints_of(values)
+    values[::4] = values[::4].clone()  # a write to every other page
+    values[-1, -1].neg_()
+    assert not found.hold()
+    values[-1, -1].neg_()
+    assert found.hold()
+
+
 def test_a_write_is_seen_by_all_that_watch_the_memory(values):
     first, second = fingerprints_of(values), fingerprints_of(values[ROWS // 2 :])
     values[-1, -1].neg_()
@@ -120,7 +151,7 @@ def test_a_write_is_seen_by_all_that_watch_the_memory(values):
 
 
 def test_a_write_beside_another_tensor_is_seen():
-    """Both are on one page of memory."""
+    """The tensors share a page."""
     both = torch.randn(ROWS, WIDTH)
     left, right = map(fingerprints_of, both.split(ROWS // 2 + 1))
     both[ROWS // 2, -1].neg_()
@@ -199,7 +230,9 @@ def test_memory_that_the_system_takes_away_is_compared(pages, system):
     system.madvise(place, HUGE, getattr(mmap, pages))
     values = tensor_at(place).fill_(3)
     found = fingerprints_of(values)
-    assert system.madvise(place, size if pages == "MADV_NOHUGEPAGE" else HUGE, DONTNEED) == 0
+    assert (
+        system.madvise(place, size if pages == "MADV_NOHUGEPAGE" else HUGE, mmap.MADV_DONTNEED) == 0
+    )
     assert not found.hold()
     assert values[0, 0] == 0
 
@@ -209,7 +242,7 @@ def test_written_values_of_a_file_that_the_system_takes_away_are_compared(system
     file.write_bytes(bytes(4 * ROWS * WIDTH))
     values = torch.from_file(str(file), shared=False, size=ROWS * WIDTH).view(ROWS, WIDTH)
     found = fingerprints_of(values.fill_(3))
-    assert system.madvise(values.data_ptr(), 4 * ROWS * WIDTH, DONTNEED) == 0
+    assert system.madvise(values.data_ptr(), 4 * ROWS * WIDTH, mmap.MADV_DONTNEED) == 0
     assert values[0, 0] == 0
     assert not found.hold()
 
@@ -241,9 +274,29 @@ def test_a_fork_has_memory_of_its_own(writer, values):
 
 
 def test_pinned_memory_is_compared(values, monkeypatch):
-    """A device writes to it without the system."""
+    """A device writes to pinned memory unseen by the system."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
     assert is_compared(fingerprints_of(values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_of_a_loaded_model_are_watched(kind, tmp_path):
+    if not can_watch():
+        pytest.skip("this system does not report which memory was written")
+    model_with(d_model=256).save_pretrained(tmp_path)
+    settings = {
+        "float32": {},
+        "bfloat16": {"dtype": torch.bfloat16},
+        "int8": {"quantization_config": VaswaniInt8Config()},
+    }
+    model = VaswaniForConditionalGeneration.from_pretrained(tmp_path, **settings[kind])
+    for _ in range(4):
+        translate(model, num_beams=2)
+    _, snapshot, _ = _prepared_of[model.model.decoder.layers]
+    states = [own.held for own in snapshot.fingerprints.structures if own.count > HUGE // 64]
+    assert len(states) > 10
+    assert min(states) > 0
 
 
 FORBIDDEN = """

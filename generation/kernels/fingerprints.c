@@ -88,14 +88,14 @@ struct fingerprint {
     const char *values;
     int64_t count; // bytes
     char *digests; // (parts, DIGEST_BYTES)
-    int64_t held;  // the look before the last comparison that found no change, or a state below
+    int64_t held;  // number of the scan before the last comparison without a change, or a state
 };
 enum {
     NOT_COMPARED = 0, // since the fingerprint was taken
-    COMPARED = -1,    // once, without a look
-    UNWATCHED = -2,   // the system does not tell about this memory
+    COMPARED = -1,    // once, without a scan
+    UNWATCHED = -2,   // the system reports no writes to this memory
 };
-enum { FEWEST_WATCHED = 2 * PART }; // bytes: fewer are compared in less time than a look takes
+enum { FEWEST_WATCHED = 2 * PART }; // bytes; comparing fewer takes less time than a scan
 
 INLINE struct span span_of(const struct fingerprint *own, int64_t first, int64_t end)
 {
@@ -117,7 +117,7 @@ INLINE int visit_parts(const int writes, const struct fingerprint *own, int64_t 
 
 // Write fingerprints, or return whether one differs.
 //
-// watched: 1 for fingerprints whose parts have changed only if they were written; NULL for none.
+// watched: 1 for each fingerprint whose memory was scanned; NULL without a scan.
 // key: DIGEST_BYTES random bytes, which are the same whenever fingerprints are compared.
 INLINE int visit(const int writes, const struct fingerprint *fingerprints, int64_t count,
                  const char *watched, const char *key, int threads)
@@ -149,27 +149,27 @@ EXPORT void take_fingerprint(const struct fingerprint *fingerprint, const char *
     visit(1, fingerprint, 1, NULL, key, threads);
 }
 
-// Look for writes to values that were compared before: `watched` gets 1 where the look could see them.
-// Returns the number of the look.
+// Scan values that were compared before for writes: `watched` gets 1 for each that was scanned.
+// Returns the number of the scan, or 0.
 //
-// Memory is watched from the second comparison on, because weights in training change before it.
-static int64_t look_at_values(struct fingerprint *fingerprints, int64_t count, char *watched)
+// Watching starts at the second comparison. Weights in training change before that.
+static int64_t scan_values(struct fingerprint *fingerprints, int64_t count, char *watched)
 {
     struct span *spans = calloc((size_t)count, sizeof *spans);
-    int64_t look = 0;
+    int64_t scan = 0;
     if (spans) {
         for (int64_t i = 0; i < count; i++) {
             const struct fingerprint *own = fingerprints + i;
             if (own->count >= FEWEST_WATCHED && (own->held > 0 || own->held == COMPARED))
                 spans[i] = span_of(own, 0, own->count);
         }
-        look = look_for_writes(count, spans, watched);
-        for (int64_t i = 0; i < count && look; i++)
+        scan = scan_for_writes(count, spans, watched);
+        for (int64_t i = 0; i < count && scan; i++)
             if (!watched[i])
                 fingerprints[i].held = spans[i].end ? UNWATCHED : fingerprints[i].held;
     }
     free(spans);
-    return look;
+    return scan;
 }
 
 // Tell whether all values have their fingerprints.
@@ -179,14 +179,14 @@ EXPORT int have_fingerprints(struct fingerprint *fingerprints, int64_t count, co
     if (!count)
         return 1;
     char *watched = calloc((size_t)count, 1);
-    const int64_t look = watched ? look_at_values(fingerprints, count, watched) : 0;
-    const int differ = visit(0, fingerprints, count, look ? watched : NULL, key, threads);
+    const int64_t scan = watched ? scan_values(fingerprints, count, watched) : 0;
+    const int differ = visit(0, fingerprints, count, scan ? watched : NULL, key, threads);
     for (int64_t i = 0; i < count && !differ; i++) {
         struct fingerprint *own = fingerprints + i;
         if (own->held == NOT_COMPARED)
             own->held = COMPARED;
-        else if (look && watched[i])
-            own->held = look;
+        else if (scan && watched[i])
+            own->held = scan;
     }
     free(watched);
     return !differ;

@@ -1,8 +1,8 @@
-// Tells when memory was written: Linux notes it from version 6.7 on.
+// Finds pages that were written since the last scan. This needs Linux 6.7.
 //
 // With userfaultfd, Linux protects pages of memory. The first write to a page removes its protection,
 // and nothing else happens. PAGEMAP_SCAN finds the pages without protection, and protects them again.
-// Some sandboxes forbid userfaultfd.
+// Some sandboxes forbid userfaultfd. Every call then compares all weights.
 
 #define _GNU_SOURCE
 #include "written.h"
@@ -43,21 +43,21 @@ enum { WRITTEN = 2, PRESENT = 8 };                    // kinds of pages
 enum { PAGE = 1 << 12, SLOTS = 1 << 20, REGIONS = 64 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static pid_t process; // whose memory the next two refer to
+static pid_t process; // to which `faults` and `pages` belong
 static int faults = -1, pages = -1;
-static int64_t now; // looks so far
-// The look that saw the last write to each page. Pages at a distance of 4 GiB share an entry.
-static int64_t seen_at[SLOTS];
+static int64_t scans; // so far
+// The scan that found the last write to each page. Pages at a distance of 4 GiB share an entry.
+static int64_t found_in[SLOTS];
 
 static void note_writes(uint64_t start, uint64_t end)
 {
     for (uint64_t page = start / PAGE; page < end / PAGE; page++)
-        seen_at[page % SLOTS] = now;
+        found_in[page % SLOTS] = scans;
 }
 
-// Open what tells about this process. A fork has descriptors for the memory of its parent. It leaves
-// them open, because their numbers may belong to other files by now.
-static int can_tell(void)
+// Open the descriptors for this process. A forked child inherits its parent's. It leaves them open,
+// because their numbers may belong to other files by now.
+static int can_scan(void)
 {
     if (process == getpid())
         return pages >= 0;
@@ -74,7 +74,7 @@ static int can_tell(void)
     return pages >= 0;
 }
 
-// Register private memory around a span. Other programs can write to shared memory and to files.
+// Register private memory around a span. Other programs can write unseen to shared memory and to files.
 static void register_memory(struct span span)
 {
     FILE *maps = fopen("/proc/self/maps", "re");
@@ -82,9 +82,8 @@ static void register_memory(struct span span)
     size_t size = 0;
     while (maps && getline(&line, &size, maps) > 0) {
         unsigned long start, end, file;
-        char kind[5];
-        if (sscanf(line, "%lx-%lx %4s %*s %*s %lu", &start, &end, kind, &file) != 4 ||
-            kind[3] != 'p' || file || end <= span.start || start >= span.end)
+        if (sscanf(line, "%lx-%lx %*s %*s %*s %lu", &start, &end, &file) != 3 || file ||
+            end <= span.start || start >= span.end)
             continue;
         struct registration private = {.start = start, .bytes = end - start, .mode = NOTE_WRITES};
         ioctl(faults, REGISTER, &private);
@@ -94,8 +93,8 @@ static void register_memory(struct span span)
         fclose(maps);
 }
 
-// Note the writes to a span since the last look. Returns 0 if not all of its memory is registered.
-static char look_at(struct span span)
+// Note the writes to a span since the last scan. Returns 0 if not all of its memory is registered.
+static char scan_span(struct span span)
 {
     for (uint64_t start = span.start; start < span.end;) {
         struct region regions[REGIONS];
@@ -112,7 +111,7 @@ static char look_at(struct span span)
         };
         const int found = ioctl(pages, SCAN, &scan);
         if (found < 0 || scan.walk_end <= start) {
-            note_writes(start, span.end); // some of the pages may be protected again
+            note_writes(start, span.end); // the failed scan may have protected some pages
             return 0;
         }
         for (int i = 0; i < found; i++)
@@ -127,32 +126,32 @@ static struct span whole_pages(struct span span)
     return (struct span){span.start / PAGE * PAGE, (span.end + PAGE - 1) / PAGE * PAGE};
 }
 
-int64_t look_for_writes(int64_t count, const struct span spans[], char watched[])
+int64_t scan_for_writes(int64_t count, const struct span spans[], char watched[])
 {
-    // The mutex may be locked for ever in a fork.
+    // A forked child may inherit a locked mutex, so never wait for it.
     if (pthread_mutex_trylock(&mutex) != 0)
         return 0;
-    int64_t look = 0;
-    if (can_tell()) {
-        look = ++now;
+    int64_t scan = 0;
+    if (can_scan()) {
+        scan = ++scans;
         for (int64_t i = 0; i < count; i++) {
             const struct span span = whole_pages(spans[i]);
-            watched[i] = span.end && look_at(span);
+            watched[i] = span.end && scan_span(span);
             if (span.end && !watched[i]) {
                 register_memory(span);
-                watched[i] = look_at(span);
+                watched[i] = scan_span(span);
             }
         }
     }
     pthread_mutex_unlock(&mutex);
-    return look;
+    return scan;
 }
 
-int is_written_after(int64_t look, struct span span)
+int is_written_after(int64_t scan, struct span span)
 {
     const struct span whole = whole_pages(span);
     for (uint64_t page = whole.start / PAGE; page < whole.end / PAGE; page++)
-        if (seen_at[page % SLOTS] > look)
+        if (found_in[page % SLOTS] > scan)
             return 1;
     return 0;
 }

@@ -1,4 +1,4 @@
-// Tells when memory was written, if the system can tell.
+// Finds memory that was written, if the system can tell.
 
 #pragma once
 #include <stdint.h>
@@ -7,10 +7,10 @@ struct span {
     uint64_t start, end; // addresses, or zeros for no memory
 };
 
-// Look which pages of spans were written since the look before. Returns the number of this look, from
-// 1 on; 0 if the system cannot tell, or if another thread looks. `watched` gets 1 for each span whose
-// memory the look could see.
-int64_t look_for_writes(int64_t count, const struct span spans[], char watched[]);
+// Scan spans for pages that were written since the scan before. Returns the number of this scan, from 1
+// on, or 0 if the system cannot tell or another thread is scanning. `watched` gets 1 for each span that
+// was scanned.
+int64_t scan_for_writes(int64_t count, const struct span spans[], char watched[]);
 
-// Tell whether a later look saw a write to a page of this memory.
-int is_written_after(int64_t look, struct span span);
+// Tell whether a later scan found a page of this memory written.
+int is_written_after(int64_t scan, struct span span);
