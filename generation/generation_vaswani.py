@@ -83,6 +83,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         {"encoder_outputs", "attention_mask", "use_cache", "past_key_values", "logits_to_keep"}
         | {"labels"}
     )
+    _makes_cache_late: bool = False
     _beam_output: ClassVar[type] = GenerateBeamEncoderDecoderOutput
     _greedy_output: ClassVar[type] = GenerateEncoderDecoderOutput
     _prepare_as_written: ClassVar[Callable] = GenerationMixin.prepare_inputs_for_generation
@@ -124,7 +125,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         with torch.no_grad():
             model = self if custom else self._prepared(excluded=self.model.decoder)
             if model is not self:  # a copy, which no program keeps
-                vars(model)["_makes_cache_late"] = True
+                model._makes_cache_late = True
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs
             )
@@ -311,7 +312,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         """
         generation_config._cache_given = model_kwargs.get("past_key_values") is not None
         arguments = generation_mode, batch_size, max_cache_length
-        late = "_makes_cache_late" in vars(self) and generation_mode in _FAST_MODES
+        late = self._makes_cache_late and generation_mode in _FAST_MODES
         generation_config._cache_arguments = arguments if late else None
         if not late:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *arguments)
