@@ -1,6 +1,6 @@
 """Fingerprints of values in memory, which tell whether a bit of them has changed since.
 
-Memory is compared again only if Linux reports a write to it, where Linux can (`kernels/written.c`).
+Where Linux reports writes to memory, unwritten memory is not compared again (`kernels/written.c`).
 """
 
 import ctypes
@@ -61,8 +61,8 @@ class Fingerprints:
 
 
 def _first_state(values: torch.Tensor) -> int:
-    # A GPU writes to pinned memory without a page fault, so always compare it. Do not start CUDA
-    # here, because then no process could be forked that uses it.
+    # A GPU writes to pinned memory without a page fault, so always compare it. CUDA must not start
+    # here, because processes that are forked later could not use it.
     pinned = torch.cuda.is_initialized() and values.is_pinned()
     return _UNWATCHED if pinned else _NOT_COMPARED
 

@@ -83,7 +83,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         {"encoder_outputs", "attention_mask", "use_cache", "past_key_values", "logits_to_keep"}
         | {"labels"}
     )
-    _makes_cache_late: bool = False
+    _makes_cache_late: bool = False  # True in the copy that runs a call
     _beam_output: ClassVar[type] = GenerateBeamEncoderDecoderOutput
     _greedy_output: ClassVar[type] = GenerateEncoderDecoderOutput
     _prepare_as_written: ClassVar[Callable] = GenerationMixin.prepare_inputs_for_generation
@@ -124,7 +124,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         custom = kwargs.get("custom_generate") is not None or len(args) > _CUSTOM_GENERATE_INDEX
         with torch.no_grad():
             model = self if custom else self._prepared(excluded=self.model.decoder)
-            if model is not self:  # a copy, which no program keeps
+            if model is not self:  # a copy for this call
                 model._makes_cache_late = True
             return super(VaswaniGenerationMixin, model).generate(
                 inputs, generation_config, logits_processor, stopping_criteria, *args, **kwargs

@@ -5,8 +5,8 @@ packing takes longer than the product itself. Decoding therefore multiplies by p
 oneDNN or with the compiled kernels.
 
 The copies are immutable and shared by all calls. A call compares the values of a weight, or their
-fingerprint, with those that were packed. Only where Linux reports that nobody has written to a
-weight, the call does not read it.
+fingerprint, with those that were packed. The compiled kernels skip memory that Linux reports as
+unwritten.
 
 `prepare` turns layers into a function. `prepared_copy` puts such functions into a copy of a model's
 structure. The model itself and its layers are never changed.

@@ -1,8 +1,8 @@
 """Prepared weights of a model, kept for later calls until something changes.
 
 Preparing weights for the kernels takes longer than some calls of `generate`. A `Snapshot` remembers
-what was read: attributes of modules, and fingerprints of weights. A later call compares both, apart
-from memory that nobody has written to, and prepares again only if one of them differs.
+what was read: attributes of modules, and fingerprints of weights. A later call compares both, and
+prepares again only if one of them differs. It skips memory that Linux reports as unwritten.
 """
 
 import weakref

@@ -73,8 +73,8 @@ def _are_copies(first: Any, second: Any) -> bool:
     return torch.equal(first, second)
 
 
-def copy_foreign_memory(model: torch.nn.Module) -> None:
-    """Copy weights whose memory torch has not made.
+def _copy_foreign_memory(model: torch.nn.Module) -> None:
+    """Copy weights that lie in memory that torch did not allocate.
 
     safetensors maps the file. Other programs can write to it, and Linux does not report their
     writes, so each call of `generate` would have to compare such weights again.
@@ -130,7 +130,7 @@ class StrictlyLoadedModel(PreTrainedModel):
                 "Hub, pass force_download=True."
             ) from error
         model, info = cast(tuple[Any, dict[str, Any]], loaded)
-        copy_foreign_memory(model)
+        _copy_foreign_memory(model)
         if output_loading_info:
             return loaded
         same_class = cls.__name__ in (model.config.architectures or ())

@@ -368,7 +368,7 @@ def test_a_call_after_a_change_answers_from_the_new_weights(way, dtype):
         pytest.skip("only int8 weights have scales")
     model = build(dtype)
     before = answer(model)
-    for _ in range(3):  # the system notes writes to the weights from the third call on
+    for _ in range(3):  # the kernels watch memory from the third call on
         assert equal(answer(model), before)
     WAYS[way](model)
     after = answer(model)

@@ -1,19 +1,17 @@
 """Unwritten memory is not compared again, and every write to memory is seen."""
 
-import contextlib
 import ctypes
 import mmap
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
+import resource
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from compiled_models import KINDS, compiled, model_with, translate
+from forks import in_child
 from vaswani.generation.fingerprints_vaswani import Fingerprints, fingerprint, in_parts
 from vaswani.generation.snapshots_vaswani import _prepared_of
 
@@ -64,14 +62,6 @@ def watched(values):
     return fingerprints_of(values)
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def read_into(values):
     """Let the system write to the memory, as it does when a file is read."""
     inward, outward = os.pipe()
@@ -100,9 +90,10 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_is_seen(write, values, threads):
-    found, before = fingerprints_of(values), values.clone()
+def test_a_write_is_seen(write, threads, values, with_threads):
+    found, before = with_threads(threads, lambda: fingerprints_of(values)), values.clone()
     write(values)
     assert not found.hold()
     assert not found.hold()
@@ -177,7 +168,7 @@ def test_a_write_of_another_process_to_shared_memory_is_seen(values):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a private mapping", "a shared mapping"])
 def test_a_mapped_file_is_compared(shared, tmp_path):
-    """Another program can write to it without a trace."""
+    """Linux does not report what another program writes to the file."""
     file = tmp_path / "weights"
     file.write_bytes(bytes(4 * ROWS * WIDTH))
     values = torch.from_file(str(file), shared=shared, size=ROWS * WIDTH).view(ROWS, WIDTH)
@@ -230,9 +221,8 @@ def test_memory_that_the_system_takes_away_is_compared(pages, system):
     system.madvise(place, HUGE, getattr(mmap, pages))
     values = tensor_at(place).fill_(3)
     found = fingerprints_of(values)
-    assert (
-        system.madvise(place, size if pages == "MADV_NOHUGEPAGE" else HUGE, mmap.MADV_DONTNEED) == 0
-    )
+    taken = size if pages == "MADV_NOHUGEPAGE" else HUGE
+    assert system.madvise(place, taken, mmap.MADV_DONTNEED) == 0
     assert not found.hold()
     assert values[0, 0] == 0
 
@@ -250,26 +240,24 @@ def test_written_values_of_a_file_that_the_system_takes_away_are_compared(system
 @pytest.mark.parametrize("writer", ["child", "parent"])
 def test_a_fork_has_memory_of_its_own(writer, values):
     found = fingerprints_of(values)
-    inward, outward = os.pipe()
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, inward)
-        stack.callback(os.close, outward)
-        torch.set_num_threads(1)  # a fork has no other threads
-        child = os.fork()
-        if child == 0:
-            answers = []
-            try:
-                if writer == "parent":
-                    os.read(inward, 1)
-                else:
-                    values.neg_()
-                answers = [found.hold() for _ in range(3)]
-            finally:
-                os._exit(0 if answers == [writer == "parent"] * 3 else 3)
-        if writer == "parent":
+    here, there = multiprocessing.Pipe()
+
+    def write_when_asked():
+        here.recv()
+        values.neg_()
+        here.send("written")
+
+    def compare():
+        if writer == "child":
             values.neg_()
-            os.write(outward, b"x")
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        else:
+            there.send("ready")
+            there.recv()
+        assert [found.hold() for _ in range(3)] == [writer == "parent"] * 3
+
+    if writer == "parent":
+        threading.Thread(target=write_when_asked, daemon=True).start()
+    assert in_child(compare) == 0
     assert [found.hold() for _ in range(3)] == [writer == "child"] * 3
 
 
@@ -299,27 +287,14 @@ def test_the_weights_of_a_loaded_model_are_watched(kind, tmp_path):
     assert min(states) > 0
 
 
-FORBIDDEN = """
-import resource, sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch
-from vaswani.generation.library_vaswani import library
-from test_written_memory import ROWS, WIDTH, fingerprints_of, is_compared
-values = torch.randn(ROWS, WIDTH)
-library()
-resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-found = fingerprints_of(values)
-assert is_compared(found)
-values.neg_()
-assert not found.hold()
-"""
-
-
-def test_all_values_are_compared_where_the_system_does_not_tell():
+def test_all_values_are_compared_where_the_system_does_not_tell(values):
     """A process that may open no more files cannot ask the system."""
-    folder = Path(__file__).resolve().parent
-    script = FORBIDDEN.format(tests=str(folder), root=str(folder.parent))
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr
+
+    def compare():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        found = fingerprints_of(values)
+        assert is_compared(found)
+        values.neg_()
+        assert not found.hold()
+
+    assert in_child(compare) == 0

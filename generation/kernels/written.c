@@ -55,8 +55,8 @@ static void note_writes(uint64_t start, uint64_t end)
         found_in[page % SLOTS] = scans;
 }
 
-// Open the descriptors for this process. A forked child inherits its parent's. It leaves them open,
-// because their numbers may belong to other files by now.
+// Open the descriptors for this process. A forked child inherits its parent's. The child
+// leaves them open, because their numbers may belong to other files by now.
 static int can_scan(void)
 {
     if (process == getpid())
