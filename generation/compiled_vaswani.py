@@ -132,11 +132,11 @@ class CompiledLayers:
         inputs = max(product.inputs for product in products)
         outputs = max(product.outputs for product in products)
         width = products[0].inputs
-        floats = (1, width, outputs, self.heads * d_v, width)
+        floats = (width, outputs, self.heads * d_v, width)
         lanes = library().panel_width() // 2
         sizes = [*(self.rows * count for count in floats), self.threads * self.longest * lanes]
-        rounded = empty((self.rows * inputs,), torch.int16)  # or int8
-        self.buffers = [rounded, *(empty((size,)) for size in sizes)]
+        rounded = Rounded.make_room(self.rows, inputs)
+        self.buffers = [*rounded, *(empty((size,)) for size in sizes)]
         states, scales, *addresses = (buffer.data_ptr() for buffer in self.buffers)
         self.memory = Memory((states, scales), *addresses)
 
@@ -168,7 +168,7 @@ class CompiledLinear:
         rows = len(states)
         if len(self.outputs) < rows:
             self.outputs = empty((rows, self.product.outputs))
-            self.rounded = empty((rows, self.product.inputs), torch.int16), empty((rows,))
+            self.rounded = Rounded.make_room(rows, self.product.inputs)
             self.memory = Rounded(*(part.data_ptr() for part in self.rounded))
         return multiply(states.float(), self.product, self.outputs[:rows], self.memory)
 

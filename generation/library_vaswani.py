@@ -55,6 +55,8 @@ KERNELS = {
     "multiply_states": "ppnppi",
     "same_bytes": "ppni",
     "pack_rows": "pnnpni",
+    "multiplies_digits": "",
+    "pack_digits": "pnnpnpi",
     "take_fingerprint": "ppi",
     "have_fingerprints": "pnpi",
     "embed_tokens": "pppnpp",

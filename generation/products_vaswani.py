@@ -7,6 +7,7 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,9 +16,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from .fingerprints_vaswani import Fingerprints, fingerprint, in_parts
 from .library_vaswani import COUNT, FLOATS, NUMBER, POINTER, address, as_stored, library
-from .memory_vaswani import empty_for_weights
+from .memory_vaswani import empty, empty_for_weights
 
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
+_DIGITS = 3  # of a float, with 8 bits each
+_INPUTS_OF_TILE, _ROWS_OF_TILE = 64, 16
+_MOST_INPUTS = 2**14  # with which sums of products of digits fit 32 bits
 
 
 class Product(ctypes.Structure):
@@ -26,7 +30,7 @@ class Product(ctypes.Structure):
     _fields_ = (
         *((name, COUNT) for name in ("inputs", "outputs")),
         *((name, POINTER) for name in ("panels", "sums", "scale", "bias")),
-        *((name, NUMBER) for name in ("largest", "relu", "halves")),
+        *((name, NUMBER) for name in ("largest", "relu", "halves", "digits")),
     )
 
 
@@ -34,6 +38,12 @@ class Rounded(ctypes.Structure):
     """Memory for rounded rows of states (R, in), and for the scale of each row (R,)."""
 
     _fields_ = (("states", POINTER), ("scales", POINTER))
+
+    @staticmethod
+    def make_room(rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make memory for up to that many rows, and for layers with up to that many inputs."""
+        in_tiles = math.ceil(rows / _ROWS_OF_TILE) * _ROWS_OF_TILE
+        return empty((_DIGITS * in_tiles * inputs,), torch.int8), empty((rows,))
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -43,14 +53,17 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class Panels(NamedTuple):
-    """A weight (out, in) in the layout of the kernels, in int8, bfloat16 or float32."""
+    """A weight (out, in) in the layout of the kernels, in int8, bfloat16 or float32.
+
+    CPUs with AMX multiply float32 by its digits (`kernels/digits.c`).
+    """
 
     inputs: int
     dtype: torch.dtype
-    panels: torch.Tensor  # (out / width, in / k, width) words of 32 bits, with k values each
-    # For int8 weights, with zeros up to a whole panel:
-    sums: torch.Tensor | None  # of each output's weights
-    scale: torch.Tensor | None  # of each output, relative to the scale of a row of states
+    panels: torch.Tensor  # (out / width, words, width) of 32 bits, with values of several inputs
+    # With zeros up to a whole panel:
+    sums: torch.Tensor | None  # of each output's int8 weights
+    scale: torch.Tensor | None  # of each output, relative to a row of states: of int8 and digits
     outputs: int
     weight_scale: torch.Tensor | None  # (out,) as it was given
     fingerprints: list[torch.Tensor]  # of the weights as they were given, in parts
@@ -69,7 +82,8 @@ class Panels(NamedTuple):
         """
         width = library().panel_width()
         outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
-        size = inputs * weights[0].itemsize
+        digits = weights[0].dtype == torch.float32 and _has_digits(inputs)
+        size = inputs * (_DIGITS if digits else weights[0].itemsize)
         assert all(weight.shape[1] == inputs for weight in weights)
         assert size % _BYTES_OF_WORD == 0
         assert scale is None or scale.shape == (outputs,)
@@ -78,6 +92,9 @@ class Panels(NamedTuple):
         panels = empty_for_weights(shape)
         if missing:
             panels[-1] = 0
+        sums = relative = None
+        if digits:
+            relative = torch.zeros(outputs + missing, **FLOATS)
         fingerprints = []
         first = 0
         for rows in in_parts(weights):
@@ -85,10 +102,13 @@ class Panels(NamedTuple):
             # between. Otherwise the panels could differ from their fingerprint.
             copied = rows.clone()
             fingerprints.append(fingerprint(copied))
-            place = shape[1], panels.data_ptr(), first
-            library().pack_rows(copied.data_ptr(), len(rows), *place, torch.get_num_threads())
+            source, threads = (copied.data_ptr(), len(rows)), torch.get_num_threads()
+            if relative is None:
+                library().pack_rows(*source, shape[1], panels.data_ptr(), first, threads)
+            else:
+                place = panels.data_ptr(), first, relative[first:].data_ptr()
+                library().pack_digits(*source, inputs, *place, threads)
             first += len(rows)
-        sums = relative = None
         if scale is not None:
             # Sum the panels and not the weights, which another thread may have changed meanwhile.
             by_input = panels.view(torch.int8).view(*shape, _BYTES_OF_WORD)
@@ -123,7 +143,14 @@ class Panels(NamedTuple):
         parts = self.panels, self.sums, self.scale, bias
         addresses = (None if part is None else part.data_ptr() for part in parts)
         halves = self.dtype == torch.bfloat16
-        return Product(self.inputs, self.outputs, *addresses, largest, relu, halves)
+        digits = self.dtype == torch.float32 and self.scale is not None
+        return Product(self.inputs, self.outputs, *addresses, largest, relu, halves, digits)
+
+
+def _has_digits(inputs: int) -> bool:
+    """Tell whether the kernels multiply float32 weights with that many inputs by their digits."""
+    fits = inputs % _INPUTS_OF_TILE == 0 and inputs <= _MOST_INPUTS
+    return fits and bool(library().multiplies_digits())
 
 
 def multiply(
@@ -154,7 +181,7 @@ def multiply(
     if output is None:
         output = states.new_empty(rows, product.outputs)
     if memory is None:
-        buffers = states.new_empty(rows, inputs, dtype=torch.int16), states.new_empty(rows)
+        buffers = Rounded.make_room(rows, inputs)
         memory = Rounded(*map(address, buffers))
     library().multiply_states(
         *(ctypes.byref(product), states.data_ptr(), rows, ctypes.byref(memory)),

@@ -38,7 +38,9 @@ class TestProducts:
     """A product by packed weights."""
 
     @pytest.mark.parametrize("rows", range(1, 18))
-    @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (37, 5), (64, 32), (100, 33)])
+    @pytest.mark.parametrize(
+        ("outputs", "inputs"), [(1, 1), (37, 5), (64, 32), (100, 33), (37, 128)]
+    )
     def test_floats_are_multiplied(self, rows, outputs, inputs):
         states, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
         bias = torch.randn(outputs)
@@ -82,9 +84,9 @@ class TestProducts:
         output = multiply(states, panels.product(bias, 63, relu=True)).double()
         torch.testing.assert_close(output, expected.relu(), rtol=1e-6, atol=1e-6)
 
-    @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 100])
-    @pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (32, 192), (70, 100)])
-    @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+    @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 100, 150])
+    @pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (32, 192), (70, 100), (5, 512)])
+    @pytest.mark.parametrize("kind", KINDS)
     def test_tiles_of_rows_have_the_bits_of_single_rows(self, kind, rows, outputs, inputs):
         panels, states = panels_of(kind, outputs, inputs), torch.randn(rows, inputs)
         bias = torch.randn(outputs)
@@ -93,6 +95,43 @@ class TestProducts:
             output = torch.full((rows + 1, outputs), 7.0)
             assert torch.equal(multiply(states, product, output[:rows]), alone)
             assert (output[rows] == 7).all()
+
+    @pytest.mark.parametrize("outlier", [1.0, 1e4, 1e20])
+    @pytest.mark.parametrize("inputs", [128, 512, 2048])
+    def test_floats_are_as_exact_as_a_sum_of_floats(self, inputs, outlier):
+        states, weight = torch.randn(33, inputs), torch.randn(70, inputs)
+        states[::3, 5] *= outlier
+        weight[::3, -1] *= outlier
+        expected = states.double() @ weight.double().t()
+        panels = Panels.pack([weight])
+        error = (multiply(states, panels.product(None)) - expected).abs()
+        largest = states.abs().amax(1)[:, None].double() * weight.abs().amax(1)
+        assert (error <= 2**-22 * (inputs * largest + expected.abs())).all()
+        plain = (torch.arange(33) % 3 > 0)[:, None] & (torch.arange(70) % 3 > 0)  # no outliers
+        own, torchs = error[plain], ((states @ weight.t()) - expected).abs()[plain]
+        assert own.square().mean() < torchs.square().mean()
+
+    @pytest.mark.parametrize("inputs", [8, 128])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_least_and_the_largest_values_are_multiplied(self, kind, inputs):
+        weight, scale = torch.eye(inputs), None
+        if kind == "int8":
+            weight, scale = round_weight(weight)
+        panels = Panels.pack([weight.to(getattr(torch, kind))], scale, 63)
+        sizes = torch.tensor([0.0, 1e-30, 1e-10, 1.0, 1e10, 1e30])[:, None]
+        output = multiply(sizes * torch.ones(inputs), panels.product(None, 63))
+        torch.testing.assert_close(output, sizes.expand(-1, inputs), rtol=4e-3, atol=0)
+
+    @pytest.mark.parametrize("sign", [-1, 1])
+    @pytest.mark.parametrize("digit", [127, -128])
+    def test_the_largest_sums_of_digits_do_not_overflow(self, digit, sign):
+        largest = 127 * 65536 + 127 * 256 + 127
+        whole = torch.full((1, 2**14), 126.0 * 65536 + digit * 256 + digit)
+        whole[0, 0] = largest
+        panels = Panels.pack([whole.repeat(3, 1)])
+        output = multiply(whole * sign, panels.product(None))
+        expected = sign * whole.double().square().sum()
+        assert ((output - expected).abs() <= 2**-20 * abs(expected)).all()
 
     def test_the_largest_sums_do_not_overflow(self):
         values = torch.full((40, 512), 127, dtype=torch.int8)
@@ -103,11 +142,12 @@ class TestProducts:
         output = multiply(states, panels.product(None, 63))
         assert torch.equal(output, torch.cat((expected, -expected)))
 
+    @pytest.mark.parametrize("inputs", [8, 128])
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-    def test_a_state_that_is_not_finite_is_not_hidden(self, kind, value):
-        panels = panels_of(kind, 40, 8)
-        states = torch.ones(2, 8)
+    def test_a_state_that_is_not_finite_is_not_hidden(self, kind, value, inputs):
+        panels = panels_of(kind, 40, inputs)
+        states = torch.ones(2, inputs)
         states[1, 3] = value
         output = multiply(states, panels.product(None, 63))
         assert output[0].isfinite().all()

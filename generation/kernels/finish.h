@@ -9,6 +9,7 @@ struct finish {
     int32_t zeros[PANEL]; // what the `zero` of the states adds to sums of integers
     float scale[PANEL], bias[PANEL];
     float least; // 0 for ReLU
+    int integers; // the sums are integers
     int64_t out, width; // outputs of the layer, and of this panel without those that fill it up
 };
 
@@ -18,10 +19,11 @@ INLINE struct finish prepare_finish(const struct product *by, int64_t start)
     finish.width = by->out - start < PANEL ? by->out - start : PANEL;
     if (by->bias)
         memcpy(finish.bias, by->bias + start, (size_t)finish.width * sizeof(float));
-    for (int i = 0; i < PANEL && by->sums; i++) {
+    finish.integers = by->sums != NULL;
+    for (int i = 0; i < PANEL && by->sums; i++)
         finish.zeros[i] = (by->largest + 1) * by->sums[start + i];
-        finish.scale[i] = by->scale[start + i];
-    }
+    if (by->scale)
+        memcpy(finish.scale, by->scale + start, sizeof(finish.scale));
     return finish;
 }
 
@@ -32,7 +34,7 @@ union sums {
     float floats[TILE_ROWS * PANEL];
 } __attribute__((aligned(64)));
 
-// Finish sums, of integers for rows with `scales` or of floats, and write the outputs.
+// Finish sums, and write the outputs. Without `scales` of the rows, sums are not scaled.
 INLINE void finish_rows(const struct finish *by, const int rows, const union sums *sums,
                         const float *scales, float *output)
 {
@@ -41,11 +43,12 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
         float *place = by->width == PANEL ? output + row * by->out : filled_up;
         for (int i = 0; i < PANEL; i++) {
             const int at = row * PANEL + i;
+            const float sum = by->integers ? (float)(sums->integers[at] - by->zeros[i])
+                                           : sums->floats[at];
             // The explicit operation keeps the order in which torch rounds.
             const float product =
-                scales ? __builtin_fmaf((float)(sums->integers[at] - by->zeros[i]) * by->scale[i],
-                                        scales[row], by->bias[i])
-                       : sums->floats[at] + by->bias[i];
+                scales ? __builtin_fmaf(sum * by->scale[i], scales[row], by->bias[i])
+                       : sum + by->bias[i];
             place[i] = product < by->least ? by->least : product;
         }
         if (place == filled_up)

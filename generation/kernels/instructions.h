@@ -135,6 +135,24 @@ INLINE float maximum(const float *values, int64_t count)
     return highest;
 }
 
+// The largest size of floats, and at least 1e-30, by which zeros can be divided. If a float is NaN or
+// infinite, it is NaN.
+INLINE float largest_size(const float *values, int64_t count)
+{
+    const uint32_t infinity = 0x7f800000;
+    uint32_t bits, highest = 0; // bits of sizes are ordered as the sizes are, and NaN comes last
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(&bits, values + i, 4);
+        bits &= 0x7fffffff;
+        highest = bits > highest ? bits : highest;
+    }
+    if (highest >= infinity)
+        return __builtin_nanf("");
+    float size;
+    memcpy(&size, &highest, 4);
+    return size > 1e-30f ? size : 1e-30f;
+}
+
 // Round a row of floats to bfloat16, ties to even.
 INLINE void halve_row(const float *values, int64_t count, uint16_t *halves)
 {

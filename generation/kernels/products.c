@@ -80,20 +80,11 @@ static __attribute__((noinline)) void multiply_rows(const struct product *by, in
 // which is NaN if a state is NaN or infinite.
 static float round_row(const float *states, int64_t in, float largest, int zero, uint8_t *rounded)
 {
-    const uint32_t infinity = 0x7f800000;
-    uint32_t bits, highest = 0; // bits of sizes are ordered as the sizes are, and NaN comes last
-    for (int64_t i = 0; i < in; i++) {
-        memcpy(&bits, states + i, 4);
-        bits &= 0x7fffffff;
-        highest = bits > highest ? bits : highest;
-    }
-    if (highest >= infinity) {
+    const float size = largest_size(states, in);
+    if (size != size) {
         memset(rounded, zero, (size_t)in);
-        return __builtin_nanf("");
+        return size;
     }
-    float size;
-    memcpy(&size, &highest, 4);
-    size = size > 1e-30f ? size : 1e-30f; // zeros must not be divided by zero
     const float steps = largest / size;
     for (int64_t i = 0; i < in; i++)
         rounded[i] = (uint8_t)((int)__builtin_rintf(states[i] * steps) + zero);
@@ -104,6 +95,10 @@ static float round_row(const float *states, int64_t in, float largest, int zero,
 void multiply(const struct product *by, const float *states, int64_t rows,
               const struct rounded *memory, float *output)
 {
+    if (by->digits) {
+        multiply_digits(by, states, rows, memory, output);
+        return;
+    }
     const int64_t in = by->in;
     const int64_t weight_bytes = by->sums ? 1 : by->halves ? 2 : 4;
     const int at_once = by->sums ? INT8_ROWS_AT_ONCE : ROWS_AT_ONCE;

@@ -9,6 +9,7 @@
 // Tiles of AMX are registers of 16 rows of 64 bytes. A tile of weights has 16 outputs.
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) &&                     \
     defined(__AVX512VNNI__) && !defined(NO_TILES)
+#define HAS_TILES
 enum { TILE_BYTES = 64, FEW_ROWS = 8 };
 
 static int has_tiles;
@@ -20,31 +21,37 @@ __attribute__((constructor)) static void ask_for_tiles(void)
     has_tiles = syscall(SYS_arch_prctl, request, tiles) == 0;
 }
 
-// Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 to multiply without.
-//
-// A few rows of integers are faster without tiles. Rows of floats always use them, because sums
-// without tiles are rounded differently.
-static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes)
+// Begin to use tiles. The last `weights` of eight are for weights, and the others have this many rows.
+INLINE void set_tiles(int rows, int weights)
 {
     struct {
         uint8_t palette, unused[15];
         uint16_t bytes[16];
         uint8_t rows[16];
     } sizes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        sizes.bytes[i] = TILE_BYTES;
+        sizes.rows[i] = (uint8_t)(i < 8 - weights ? rows : TILE_ROWS);
+    }
+    // GCC's own function declares that it reads 8 bytes, so GCC may drop the other sizes.
+    __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
+}
+
+// Begin to multiply rows of states in tiles. Returns the rows of a tile, or 0 to multiply without.
+//
+// A few rows of integers are faster without tiles. Rows of bfloat16 always use them, because sums
+// without tiles are rounded differently.
+INLINE int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes)
+{
     const int tile = rows < TILE_ROWS ? (int)rows : TILE_ROWS;
     const int few = by->sums ? FEW_ROWS : 0;
     if (!has_tiles || rows <= few || row_bytes % TILE_BYTES != 0)
         return 0; // tiles without rows would be an error
-    for (int i = 0; i < 8; i++) { // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
-        sizes.bytes[i] = TILE_BYTES;
-        sizes.rows[i] = (uint8_t)(i < 6 ? tile : TILE_ROWS);
-    }
-    // GCC's own function declares that it reads 8 bytes, so GCC may drop the other sizes.
-    __asm__ volatile("ldtilecfg %0" : : "m"(sizes));
+    set_tiles(tile, 2); // 0 to 3 have sums, 4 and 5 states, 6 and 7 weights
     return tile;
 }
 
-static void end_tiles(void) { _tile_release(); }
+INLINE void end_tiles(void) { _tile_release(); }
 
 #define dot_tiles(halves, sums, states, weight)                                                    \
     if (halves)                                                                                    \
@@ -109,9 +116,9 @@ INLINE void multiply_rows_in_tiles(const int halves, const int tile, const struc
     }
 }
 #else
-static int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes) { return 0; }
-static void end_tiles(void) {}
-static void multiply_rows_in_tiles(const int halves, const int tile, const struct finish *finish,
+INLINE int begin_tiles(const struct product *by, int64_t rows, int64_t row_bytes) { return 0; }
+INLINE void end_tiles(void) {}
+INLINE void multiply_rows_in_tiles(const int halves, const int tile, const struct finish *finish,
                                    const struct rounded *by, int64_t rows, int64_t row_bytes,
                                    const char *panel, float *output)
 {

@@ -1,0 +1,205 @@
+// Products of floats in the tiles of AMX, which multiply integers of 8 bits (Ootomo, Ozaki and
+// Yokota, 2024, https://arxiv.org/abs/2306.11975).
+//
+// A row of floats becomes integers of 24 bits, relative to its largest value. An integer has three
+// digits, from -128 to 127 each. Sums of products of digits are exact. Of the nine products of two
+// integers' digits, the product of the two lowest is left out, because it is smaller than a rounding
+// error.
+
+#define _DEFAULT_SOURCE
+#include "finish.h"
+#include "tiles.h"
+
+#if defined(HAS_TILES)
+// States and weights lie in tiles of 64 inputs. The tiles of a step have the highest digits, the
+// middle ones and the lowest ones.
+enum { DIGITS = 3, TILE = TILE_ROWS * TILE_BYTES, STEP = DIGITS * TILE };
+enum { BLOCKS = 8, STEPS = 4 };                     // of rows and inputs, for a core's first cache
+enum { IN_CACHE = 1 << 20 };                        // bytes of states, for its second cache
+#define LARGEST (127 * 65536. + 127 * 256 + 127)    // the integer with the largest digits
+#define WEIGHT_OF_SUMS (65536 / LARGEST / LARGEST) // of joined sums of products of two integers
+
+// Split a row of floats (in,) into digits. Tiles of the next inputs are `step` bytes apart, and tiles
+// of the next digit `size` bytes. Returns the largest size of a float, which is NaN if a float is NaN
+// or infinite. Such a row has no digits.
+INLINE float split_row(const float *values, int64_t in, int64_t step, int64_t size, int8_t *digits)
+{
+    const float largest = largest_size(values, in);
+    if (largest != largest)
+        return largest;
+    const double factor = LARGEST / largest;
+    for (int64_t first = 0; first < in; first += TILE_BYTES, digits += step)
+        for (int i = 0; i < TILE_BYTES; i++) {
+            const int32_t whole = (int32_t)__builtin_rint(values[first + i] * factor);
+            const int8_t low = (int8_t)whole;
+            const int32_t higher = (whole - low) >> 8;
+            const int8_t middle = (int8_t)higher;
+            digits[i] = (int8_t)((higher - middle) >> 8);
+            digits[size + i] = middle;
+            digits[2 * size + i] = low;
+        }
+    return largest;
+}
+
+// Tell whether this CPU multiplies floats by their digits.
+EXPORT int multiplies_digits(void) { return has_tiles; }
+
+// Copy rows of a weight (rows, in) to panels (out / 16, in / 64, DIGITS, 16, 16, 4), from output `first`
+// on. The scale of a row is written to scales (rows,). It is NaN if a weight is NaN or infinite.
+EXPORT void pack_digits(const float *weight, int64_t rows, int64_t in, int8_t *panels, int64_t first,
+                        float *scales, int threads)
+{
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        int8_t digits[in * DIGITS];
+        const float largest =
+            split_row(weight + row * in, in, DIGITS * TILE_BYTES, TILE_BYTES, digits);
+        scales[row] = (float)(largest * WEIGHT_OF_SUMS);
+        const int64_t output = first + row;
+        int8_t *place = panels + output / TILE_ROWS * in / TILE_BYTES * STEP + output % TILE_ROWS * 4;
+        for (int64_t i = 0; i < in * DIGITS; i += 4)
+            memcpy(place + i / TILE_BYTES * TILE + i % TILE_BYTES * TILE_ROWS, digits + i, 4);
+    }
+}
+
+// Sums of products of digits, for 16 rows and outputs. Each weighs 256 times as much as the next.
+enum { SUMS = 4 };
+typedef int32_t sums_of_digits[SUMS][TILE_ROWS * TILE_ROWS];
+
+// Fetch an eighth of the weights that are multiplied some steps later. If a step fetched all at once,
+// its own weights would have to wait.
+INLINE void fetch_part(const int8_t *weights, int eighth, int fetches)
+{
+    enum { AHEAD = 3 * STEP, PART = STEP / 8 };
+    for (int i = 0; fetches && i < PART; i += TILE_BYTES)
+        __builtin_prefetch(weights + AHEAD + eighth * PART + i);
+}
+
+// Add the products of some steps of states and weights to sums, which the first steps begin.
+INLINE void add_steps(const int8_t *states, const int8_t *weights, int64_t steps, int begins,
+                      int fetches, sums_of_digits sums)
+{
+    if (begins) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums[0], TILE_BYTES);
+        _tile_loadd(1, sums[1], TILE_BYTES);
+        _tile_loadd(2, sums[2], TILE_BYTES);
+        _tile_loadd(3, sums[3], TILE_BYTES);
+    }
+#pragma GCC unroll 4
+    for (int64_t step = 0; step < steps; step++, states += STEP, weights += STEP) {
+        _tile_loadd(7, weights, TILE_BYTES);
+        _tile_loadd(4, states, TILE_BYTES);
+        fetch_part(weights, 0, fetches);
+        _tile_dpbssd(0, 4, 7);
+        _tile_loadd(5, (states + TILE), TILE_BYTES);
+        fetch_part(weights, 1, fetches);
+        _tile_dpbssd(1, 5, 7);
+        _tile_loadd(6, (states + 2 * TILE), TILE_BYTES);
+        fetch_part(weights, 2, fetches);
+        _tile_dpbssd(2, 6, 7);
+        _tile_loadd(7, (weights + TILE), TILE_BYTES);
+        fetch_part(weights, 3, fetches);
+        _tile_dpbssd(1, 4, 7);
+        fetch_part(weights, 4, fetches);
+        _tile_dpbssd(2, 5, 7);
+        fetch_part(weights, 5, fetches);
+        _tile_dpbssd(3, 6, 7);
+        _tile_loadd(7, (weights + 2 * TILE), TILE_BYTES);
+        fetch_part(weights, 6, fetches);
+        _tile_dpbssd(2, 4, 7);
+        fetch_part(weights, 7, fetches);
+        _tile_dpbssd(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], TILE_BYTES);
+    _tile_stored(1, sums[1], TILE_BYTES);
+    _tile_stored(2, sums[2], TILE_BYTES);
+    _tile_stored(3, sums[3], TILE_BYTES);
+}
+
+// Join the sums of rows to floats (rows, PANEL), at 16 outputs of a panel.
+INLINE void join_sums(sums_of_digits sums, int64_t rows, float *joined)
+{
+    for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < TILE_ROWS; i++) {
+            const int64_t at = row * TILE_ROWS + i;
+            const float high = (float)sums[0][at] * 256 + (float)sums[1][at];
+            const float low = (float)sums[2][at] + (float)sums[3][at] / 256;
+            joined[row * PANEL + i] = high * 256 + low;
+        }
+}
+
+INLINE int64_t least(int64_t left, int64_t right) { return left < right ? left : right; }
+
+// Multiply up to BLOCKS blocks of 16 rows by a panel: output (rows, out), at the panel's outputs.
+static void multiply_blocks(const struct finish *finish, const int8_t *states, int64_t rows,
+                            int64_t in, const int8_t *panel, int fetches, const float *scales,
+                            float *output)
+{
+    const int64_t blocks = (rows + TILE_ROWS - 1) / TILE_ROWS, steps = in / TILE_BYTES;
+    sums_of_digits sums[BLOCKS] __attribute__((aligned(64)));
+    union sums joined[BLOCKS];
+    for (int half = 0; half < PANEL / TILE_ROWS; half++, panel += steps * STEP) {
+        for (int64_t step = 0; step < steps; step += STEPS)
+            for (int64_t block = 0; block < blocks; block++)
+                add_steps(states + (block * steps + step) * STEP, panel + step * STEP,
+                          least(STEPS, steps - step), step == 0, fetches && block == 0,
+                          sums[block]);
+        for (int64_t block = 0; block < blocks; block++)
+            join_sums(sums[block], least(TILE_ROWS, rows - block * TILE_ROWS),
+                      joined[block].floats + half * TILE_ROWS);
+    }
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * TILE_ROWS;
+        finish_rows(finish, (int)least(TILE_ROWS, rows - first), &joined[block], scales + first,
+                    output + first * finish->out);
+    }
+}
+
+void multiply_digits(const struct product *by, const float *states, int64_t rows,
+                     const struct rounded *memory, float *output)
+{
+    if (rows == 0)
+        return; // tiles without rows would be an error
+    const int64_t in = by->in, row_bytes = in * DIGITS;
+    int8_t *digits = memory->states;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        int8_t *place = digits + row / TILE_ROWS * TILE_ROWS * row_bytes;
+        memory->scales[row] = split_row(states + row * in, in, STEP, TILE,
+                                        place + row % TILE_ROWS * TILE_BYTES);
+    }
+    const int64_t at_once = BLOCKS * TILE_ROWS; // rows
+    const int64_t in_cache = IN_CACHE / row_bytes / at_once * at_once;
+    const int64_t group = in_cache ? in_cache : at_once;
+    set_tiles((int)least(TILE_ROWS, rows), 1);
+    for (int64_t start = 0; start < rows; start += group) {
+        const int64_t end = least(start + group, rows);
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < (by->out + PANEL - 1) / PANEL; panel++) {
+            const struct finish finish = prepare_finish(by, panel * PANEL);
+            const int8_t *weights = (const int8_t *)by->panels + panel * PANEL * row_bytes;
+            for (int64_t first = start; first < end; first += at_once)
+                multiply_blocks(&finish, digits + first * row_bytes, least(at_once, end - first), in,
+                                weights, first == start, memory->scales + first,
+                                output + first * by->out + panel * PANEL);
+        }
+    }
+    end_tiles();
+#pragma omp barrier
+}
+#else
+EXPORT int multiplies_digits(void) { return 0; }
+EXPORT void pack_digits(const float *weight, int64_t rows, int64_t in, int8_t *panels, int64_t first,
+                        float *scales, int threads)
+{
+}
+void multiply_digits(const struct product *by, const float *states, int64_t rows,
+                     const struct rounded *memory, float *output)
+{
+}
+#endif
