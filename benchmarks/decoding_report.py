@@ -89,8 +89,9 @@ _WEIGHTS_READ = """\
 With batches of one sentence, each step of greedy search reads all weights of the decoder layers and
 of the output layer. The encoder and the projections of its output are read once a sentence. The
 table has the rate of this reading in GB/s, with glibc and native instructions, over all files.
-Checks and other work are part of the time, so the memory was read faster than this. The memory rate
-of a copy counts reading and writing.
+Checks and other work are part of the time, so the memory was read faster than this. A weight of
+float32 counts as 4 bytes, but since 2026-11-29 our kernels read 3 bytes of it on CPUs with AMX. The
+memory rate of a copy counts reading and writing.
 """
 _PROFILES = """\
 Shares of the time of our search with the peer's rule, in compiled kernels: the layers of encoder
@@ -99,7 +100,9 @@ and decoder (`run_layers`), the output layer (`multiply_states`), the choice of 
 weight has changed since it was packed (`have_fingerprints`, and `has_fingerprint` and `same_bytes`
 in earlier files). Our aims are 600 calls of operators a step in batches of 1, and 900 in batches of
 32. A call of a kernel counts as one.
-The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread.
+The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread. Of the
+Xeon's profiles, only that with one thread, short sentences and native instructions is from today's
+code.
 """
 _WITHOUT_KERNELS = """
 Without the kernels (`VASWANI_KERNELS=0`), these operators of torch are the slowest. The numbers of
