@@ -35,7 +35,7 @@ class Product(ctypes.Structure):
 
 
 class Rounded(ctypes.Structure):
-    """Memory for rounded rows of states (R, in), and for the scale of each row (R,)."""
+    """Memory for rounded rows of states or their digits, and for the scale of each row (R,)."""
 
     _fields_ = (("states", POINTER), ("scales", POINTER))
 
@@ -63,7 +63,7 @@ class Panels(NamedTuple):
     panels: torch.Tensor  # (out / width, words, width) of 32 bits, with values of several inputs
     # With zeros up to a whole panel:
     sums: torch.Tensor | None  # of each output's int8 weights
-    scale: torch.Tensor | None  # of each output, relative to a row of states: of int8 and digits
+    scale: torch.Tensor | None  # of each output, for int8 and digits, relative to a row of states
     outputs: int
     weight_scale: torch.Tensor | None  # (out,) as it was given
     fingerprints: list[torch.Tensor]  # of the weights as they were given, in parts
@@ -149,7 +149,7 @@ class Panels(NamedTuple):
 
 def _has_digits(inputs: int) -> bool:
     """Tell whether the kernels multiply float32 weights with that many inputs by their digits."""
-    fits = inputs % _INPUTS_OF_TILE == 0 and inputs <= _MOST_INPUTS
+    fits = inputs % _INPUTS_OF_TILE == 0 and 0 < inputs <= _MOST_INPUTS
     return fits and bool(library().multiplies_digits())
 
 

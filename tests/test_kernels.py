@@ -42,14 +42,27 @@ class TestDigits:
         if not library_vaswani.library().multiplies_digits():
             pytest.skip("this CPU has no AMX, or it is turned off")
 
+    @pytest.mark.parametrize("rows", [1, 33])
     @pytest.mark.parametrize("inputs", [128, 512, 2048])
-    def test_errors_are_smaller_than_those_of_torch(self, inputs):
-        states, weight = torch.randn(33, inputs), torch.randn(70, inputs)
-        expected = states.double() @ weight.double().t()
-        panels = Panels.pack([weight])
-        own = multiply(states, panels.product(None)) - expected
-        torchs = states @ weight.t() - expected
-        assert own.square().mean() < torchs.square().mean()
+    def test_errors_are_smaller_than_those_of_floats(self, rows, inputs, monkeypatch):
+        states, weight = torch.randn(rows, inputs), torch.randn(300, inputs)
+        digits = Panels.pack([weight])
+        monkeypatch.setattr(products_vaswani, "_has_digits", lambda inputs: False)
+        floats = Panels.pack([weight])
+        assert digits.scale is not None
+        assert floats.scale is None
+        of_digits, of_floats = (
+            multiply(states, panels.product(None)) - states.double() @ weight.double().t()
+            for panels in (digits, floats)
+        )
+        assert of_digits.square().mean() < of_floats.square().mean()
+
+    def test_small_weights_keep_their_digits(self):
+        states, weight = torch.randn(5, 128), torch.randn(40, 128)
+        small, usual = Panels.pack([weight * 2.0**-95]), Panels.pack([weight])
+        expected = multiply(states, usual.product(None)) * 2.0**-95
+        output = multiply(states, small.product(None))
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("sign", [-1, 1])
     @pytest.mark.parametrize("digit", [127, -128])
@@ -65,6 +78,11 @@ class TestDigits:
         panels = Panels.pack([torch.ones(1, 2**14 + 64)])
         assert panels.scale is None
         assert multiply(torch.ones(1, 2**14 + 64), panels.product(None)).item() == 2**14 + 64
+
+    def test_no_inputs_give_the_bias(self):
+        panels = Panels.pack([torch.ones(5, 0)])
+        bias = torch.randn(5)
+        assert torch.equal(multiply(torch.ones(3, 0), panels.product(bias)), bias.expand(3, 5))
 
 
 @compiled
@@ -119,7 +137,7 @@ class TestProducts:
         torch.testing.assert_close(output, expected.relu(), rtol=1e-6, atol=1e-6)
 
     @pytest.mark.parametrize("rows", [8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 100, 150])
-    @pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (32, 192), (70, 100), (5, 512)])
+    @pytest.mark.parametrize(("outputs", "inputs"), [(100, 64), (32, 192), (70, 100), (5, 4096)])
     @pytest.mark.parametrize("kind", KINDS)
     def test_tiles_of_rows_have_the_bits_of_single_rows(self, kind, rows, outputs, inputs):
         panels, states = panels_of(kind, outputs, inputs), torch.randn(rows, inputs)

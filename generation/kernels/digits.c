@@ -2,7 +2,7 @@
 // Yokota, 2024, https://arxiv.org/abs/2306.11975).
 //
 // A row of floats becomes integers of 24 bits, relative to its largest value. An integer has three
-// digits, from -128 to 127 each. Sums of products of digits are exact. Of the nine products of two
+// digits of 8 bits. Sums of products of digits are exact. Of the nine products of two
 // integers' digits, the product of the two lowest is left out, because it is smaller than a rounding
 // error.
 
@@ -17,7 +17,8 @@ enum { DIGITS = 3, TILE = TILE_ROWS * TILE_BYTES, STEP = DIGITS * TILE };
 enum { BLOCKS = 8, STEPS = 4 };                     // of rows and inputs, for a core's first cache
 enum { IN_CACHE = 1 << 20 };                        // bytes of states, for its second cache
 #define LARGEST (127 * 65536. + 127 * 256 + 127)    // the integer with the largest digits
-#define WEIGHT_OF_SUMS (65536 / LARGEST / LARGEST) // of joined sums of products of two integers
+#define SHARE (1 / 1073741824.f)                    // by which joined sums are multiplied: 2^-30
+#define SCALE (65536 / LARGEST / LARGEST / SHARE)   // of them, if the largest values are 1
 
 // Split a row of floats (in,) into digits. Tiles of the next inputs are `step` bytes apart, and tiles
 // of the next digit `size` bytes. Returns the largest size of a float, which is NaN if a float is NaN
@@ -54,7 +55,7 @@ EXPORT void pack_digits(const float *weight, int64_t rows, int64_t in, int8_t *p
         int8_t digits[in * DIGITS];
         const float largest =
             split_row(weight + row * in, in, DIGITS * TILE_BYTES, TILE_BYTES, digits);
-        scales[row] = (float)(largest * WEIGHT_OF_SUMS);
+        scales[row] = (float)(largest * SCALE);
         const int64_t output = first + row;
         int8_t *place = panels + output / TILE_ROWS * in / TILE_BYTES * STEP + output % TILE_ROWS * 4;
         for (int64_t i = 0; i < in * DIGITS; i += 4)
@@ -62,7 +63,8 @@ EXPORT void pack_digits(const float *weight, int64_t rows, int64_t in, int8_t *p
     }
 }
 
-// Sums of products of digits, for 16 rows and outputs. Each weighs 256 times as much as the next.
+// Sums of products of digits, for 16 rows and outputs. Each counts 256 times as much as the next, and
+// the third counts 65536.
 enum { SUMS = 4 };
 typedef int32_t sums_of_digits[SUMS][TILE_ROWS * TILE_ROWS];
 
@@ -129,7 +131,7 @@ INLINE void join_sums(sums_of_digits sums, int64_t rows, float *joined)
             const int64_t at = row * TILE_ROWS + i;
             const float high = (float)sums[0][at] * 256 + (float)sums[1][at];
             const float low = (float)sums[2][at] + (float)sums[3][at] / 256;
-            joined[row * PANEL + i] = high * 256 + low;
+            joined[row * PANEL + i] = (high * 256 + low) * SHARE;
         }
 }
 
