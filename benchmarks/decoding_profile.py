@@ -60,7 +60,7 @@ def _profile(engine: TorchEngine, sources: list[list[int]], beams: int, forced: 
     on_gpu = engine.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     batch = engine.prepare(sources)
-    for _ in range(4):  # which pack weights, choose kernels for them, and begin to watch them
+    for _ in range(4):  # the first runs pack weights, choose kernels for them, and compare them
         engine.run(batch, beams, steps)
     gc.disable()  # a collection would count as time of the operator that it interrupts
     try:

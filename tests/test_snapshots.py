@@ -133,7 +133,7 @@ class TestPreparedOnce:
         assert len(calls) == 2
 
     def test_weights_that_are_away_during_the_preparation_are_seen_when_they_return(self, layer):
-        """Another thread may evaluate the model with averaged weights."""
+        """A thread that evaluates averaged weights swaps the model's own weights out and back."""
         own, other = layer.weight.data, layer.weight.data + 1
 
         def prepare(snapshot):

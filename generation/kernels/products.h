@@ -11,7 +11,8 @@ struct product {
     const void *panels;  // (out / PANEL, in / k, PANEL, k): k is 4 in int8, 2 in bfloat16, 1 in float;
                          // or digits, as `pack_digits` writes them
     const int32_t *sums; // of each output's int8 weights, or NULL
-    const float *scale;  // of each output of the panels for int8 weights and for digits, or NULL
+    const float *scale;  // of each output of the panels, for int8 and digits, or NULL; for int8, divided
+                         // by `largest`
     const float *bias;   // (out,) or NULL
     int32_t largest;     // states are rounded to integers from -largest to largest
     int32_t relu, halves; // halves: the weights are bfloat16, and states are rounded to it
