@@ -54,6 +54,7 @@ _TRAVELLING_FILES = (
     "modeling/packing_vaswani.py",
     "modeling/packed_attention_vaswani.py",
     "modeling/training_kernels_vaswani.py",
+    "modeling/training_products_vaswani.py",
     "modeling/windows_vaswani.py",
     "modeling/parallel_vaswani.py",
     "modeling/pickling_vaswani.py",

@@ -14,6 +14,7 @@ from .dropout_vaswani import drop_out
 from .packed_attention_vaswani import attention_function
 from .pickling_vaswani import PicklableModule
 from .quantization_vaswani import AdaptableModule
+from .training_products_vaswani import project, project_each
 
 
 def eager_attention_forward(
@@ -83,11 +84,14 @@ class VaswaniAttention(PicklableModule, AdaptableModule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from (B, Q, D) to itself, or to `encoder_hidden_states` (B, K, D)."""
         hidden_states = _cast_once(hidden_states)
-        query = self._split_heads(self.q_proj(hidden_states), self.d_k)  # (B, H, Q, d_k)
         if encoder_hidden_states is None:
-            key, value = self._self_keys_values(hidden_states, past_key_values)
+            layers = self.q_proj, self.k_proj, self.v_proj
+            query, *keys_values = project_each(layers, hidden_states)
+            key, value = self._self_keys_values(keys_values, past_key_values)
         else:
+            query = project(self.q_proj, hidden_states)
             key, value = self._cross_keys_values(encoder_hidden_states, past_key_values)
+        query = self._split_heads(query, self.d_k)  # (B, H, Q, d_k)
         implementation = self.config._attn_implementation
         attention = attention_function(
             implementation, attention_mask, query, eager_attention_forward
@@ -96,22 +100,21 @@ class VaswaniAttention(PicklableModule, AdaptableModule):
         output, weights = attention(
             self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
         )  # (B, Q, H, d_v), (B, H, Q, K) or None
-        return self.out_proj(output.flatten(2)), weights  # (B, Q, D)
+        return project(self.out_proj, output.flatten(2)), weights  # (B, Q, D)
 
     def _split_heads(self, states: torch.Tensor, width: int) -> torch.Tensor:
         # With tensor parallelism, H is the number of heads of this process.
         return states.unflatten(-1, (-1, width)).transpose(1, 2)  # (B, H, Q or K, width)
 
-    def _keys_values(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        states = _cast_once(states)
-        keys = self._split_heads(self.k_proj(states), self.d_k)
-        return keys, self._split_heads(self.v_proj(states), self.d_v)
+    def _in_heads(self, keys_values: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = keys_values
+        return self._split_heads(keys, self.d_k), self._split_heads(values, self.d_v)
 
     def _self_keys_values(
-        self, states: torch.Tensor, past: Cache | None
+        self, projections: list[torch.Tensor], past: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project new positions, and append them to the cache."""
-        keys_values = self._keys_values(states)
+        """Append the keys and values of new positions to the cache."""
+        keys_values = self._in_heads(projections)
         if past is None:
             return keys_values
         own = past.self_attention_cache if isinstance(past, EncoderDecoderCache) else past
@@ -121,13 +124,14 @@ class VaswaniAttention(PicklableModule, AdaptableModule):
         self, states: torch.Tensor, past: EncoderDecoderCache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the source in the first step; later steps read the cache."""
-        if past is None:
-            return self._keys_values(states)
-        if past.is_updated.get(self.layer_idx):
+        if past is not None and past.is_updated.get(self.layer_idx):
             cached = past.cross_attention_cache.layers[self.layer_idx]
             return cached.keys, cached.values  # type: ignore[return-value, union-attr]
+        keys_values = self._in_heads(project_each((self.k_proj, self.v_proj), _cast_once(states)))
+        if past is None:
+            return keys_values
         past.is_updated[self.layer_idx] = True
-        return past.cross_attention_cache.update(*self._keys_values(states), self.layer_idx)
+        return past.cross_attention_cache.update(*keys_values, self.layer_idx)
 
 
 def _cast_once(states: torch.Tensor) -> torch.Tensor:

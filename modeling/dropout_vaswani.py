@@ -41,6 +41,11 @@ def in_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_batched(gradient: torch.Tensor) -> bool:
+    """Tell whether a gradient stands for several (`is_grads_batched=True`), and has no memory."""
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
 def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Set elements to 0 with probability `p` in training, and divide the others by 1 - p (5.4).
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from ..generation.library_vaswani import FLOATS, address, library, trains
+from .training_products_vaswani import multiply_matrices
 
 # Most bytes of a chunk's logits.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
@@ -144,7 +145,7 @@ def _loss_and_gradients(
             inputs = states[:, chunk].flatten(0, 1)
             if spare := -len(inputs) % multiple:
                 inputs = F.pad(inputs, (0, 0, 0, spare))
-            filled = torch.mm(inputs, matrix.t(), out=buffer[: len(inputs)])
+            filled = multiply_matrices(inputs, matrix.t(), buffer[: len(inputs)])
             if bias is not None:
                 filled += bias.to(dtype)
             logits = filled[: passes * len(targets[chunk])]  # (P * C, V)
@@ -156,12 +157,12 @@ def _loss_and_gradients(
                 total += _loss_and_gradient_of_two(
                     first, second, targets[chunk, None], epsilon, r_drop, exact
                 )
-            of_states = (filled @ matrix)[: len(logits)]
+            of_states = multiply_matrices(filled, matrix)[: len(logits)]
             hidden_gradient[:, chunk] = of_states.unflatten(0, (passes, -1))
             if product is None:
-                weight_gradient.addmm_(filled.t(), inputs)
+                multiply_matrices(filled.t(), inputs, weight_gradient, adds=True)
             else:
-                weight_gradient += torch.mm(filled.t(), inputs, out=product)
+                weight_gradient += multiply_matrices(filled.t(), inputs, product)
             if bias_gradient is not None:
                 bias_gradient += filled.sum(dim=0, dtype=exact)
     if bias is not None and bias_gradient is not None:

@@ -48,6 +48,7 @@ from .pickling_vaswani import PicklableModule
 from .positions_vaswani import LearnedPositions, SinusoidalPositions
 from .quantization_vaswani import AdaptableModule, RoundableModel, has_int8, init_int8
 from .training_kernels_vaswani import add_and_normalize
+from .training_products_vaswani import project
 
 if TYPE_CHECKING:
     # transformers copies the files that remote code imports. This line makes transformers copy the
@@ -70,13 +71,9 @@ class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer)
         self.self_attn = VaswaniAttention(config, num_heads, layer_idx, is_causal)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
         # fairseq keeps torch's bound for these layers: Xavier's times the gain is 1 / sqrt(inputs).
-        width = config.d_model
-        self.fc1 = linear_with_gain(
-            width, ffn_dim, fairseq_gain=math.sqrt((width + ffn_dim) / width / 6)
-        )
-        self.fc2 = linear_with_gain(
-            ffn_dim, width, fairseq_gain=math.sqrt((width + ffn_dim) / ffn_dim / 6)
-        )
+        width, both = config.d_model, config.d_model + ffn_dim
+        self.fc1 = linear_with_gain(width, ffn_dim, fairseq_gain=math.sqrt(both / width / 6))
+        self.fc2 = linear_with_gain(ffn_dim, width, fairseq_gain=math.sqrt(both / ffn_dim / 6))
         self.final_layer_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
     def add_norm(
@@ -93,8 +90,8 @@ class VaswaniLayer(PicklableModule, AdaptableModule, GradientCheckpointingLayer)
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """FFN(x) = max(0, x W_1 + b_1) W_2 + b_2 (section 3.3, equation 2)."""
-        inner = self.activation_fn(self.fc1(hidden_states))  # (B, T, d_ff)
-        return self.fc2(drop_out(inner, self.activation_dropout, self.training))
+        inner = self.activation_fn(project(self.fc1, hidden_states))  # (B, T, d_ff)
+        return project(self.fc2, drop_out(inner, self.activation_dropout, self.training))
 
 
 class VaswaniEncoderLayer(VaswaniLayer):

@@ -25,6 +25,7 @@ from ..generation.library_vaswani import (
     trains,
 )
 from ..generation.linear_vaswani import is_changed
+from .dropout_vaswani import in_torch_func, is_batched
 from .packing_vaswani import PackedMask
 
 _LANES = 16  # floats of the widest vector
@@ -108,8 +109,8 @@ def add_and_normalize(
     return normalized
 
 
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+def _refuse_second_derivative(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled() or in_torch_func() or is_batched(gradient):
         raise RuntimeError(
             "The compiled kernels of training have no second derivatives (create_graph=True) and "
             "no batched ones (is_grads_batched=True): set attn_implementation='eager', which "
@@ -162,7 +163,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _refuse_second_derivative()
+        _refuse_second_derivative(gradient)
         *states, log_sums = ctx.saved_tensors
         gradients = [torch.empty_like(each) for each in states]
         _run("attend_packed_backward", ctx, *states, as_stored(gradient), log_sums, *gradients)
@@ -217,7 +218,7 @@ class _SumAndNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _refuse_second_derivative()
+        _refuse_second_derivative(gradient)
         sums, moments, weight, bias = ctx.saved_tensors
         ctx.norm.weight, ctx.norm.bias = address(weight), address(bias)
         threads = torch.get_num_threads()

@@ -155,7 +155,8 @@ ATTRIBUTES = {
     "transformers.PreTrainedTokenizerFast": "_auto_class",
     "transformers.models.auto.configuration_auto.CONFIG_MAPPING": "_extra_content",
     "torch": "_C _int_mm _make_per_channel_quantized_tensor",
-    "torch._C": "_are_functorch_transforms_active _len_torch_dispatch_stack",
+    "torch._C": "_are_functorch_transforms_active _functorch _len_torch_dispatch_stack",
+    "torch._C._functorch": "is_legacy_batchedtensor",
 }
 # Operators of torch.ops.mkldnn, torch.ops.onednn and torch.ops.quantized, with their schemas.
 OPERATORS = {

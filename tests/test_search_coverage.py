@@ -314,8 +314,8 @@ def test_a_subclass_of_a_layers_part_is_run(tiny_model, source, searches):
     expected = model.generate(**source, num_beams=3)
 
     class Reversed(type(model.model.decoder.layers[0].self_attn)):
-        def _keys_values(self, states):
-            return super()._keys_values(-states)
+        def _in_heads(self, keys_values):
+            return super()._in_heads([-each for each in keys_values])
 
     model.model.decoder.layers[0].self_attn.__class__ = Reversed
     assert not torch.equal(model.generate(**source, num_beams=3), expected)

@@ -373,6 +373,9 @@ def test_a_second_derivative_is_refused_with_the_way_out(model_and_batch, is_pac
     loss = model(**batch).logits.square().mean()
     with pytest.raises(RuntimeError, match="attn_implementation='eager'"):
         torch.autograd.grad(loss, weight, create_graph=True)
+    loss = model(**batch).logits.square().mean()
+    with pytest.raises(RuntimeError, match="attn_implementation='eager'"):
+        torch.autograd.grad(loss, weight, torch.ones(2), is_grads_batched=True)
     model.set_attn_implementation("eager")
     loss = model(**batch).logits.square().mean()
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)

@@ -1,23 +1,11 @@
-// Products of floats in the tiles of AMX, which multiply integers of 8 bits (Ootomo, Ozaki and
-// Yokota, 2024, https://arxiv.org/abs/2306.11975).
-//
-// A row of floats becomes integers of 24 bits, relative to its largest value. An integer has three
-// digits of 8 bits. Sums of products of digits are exact. Of the nine products of two integers' digits,
-// that of the two lowest is left out, because it is smaller than a rounding error.
+// Products of rows of floats by packed weights, by their digits (`digits.h`).
 
 #define _DEFAULT_SOURCE
-#include "finish.h"
-#include "tiles.h"
+#include "digits.h"
 
 #if defined(HAS_TILES)
-// States and weights lie in tiles of 64 inputs. The tiles of a step have the highest digits, the
-// middle ones and the lowest ones.
-enum { DIGITS = 3, TILE = TILE_ROWS * TILE_BYTES, STEP = DIGITS * TILE };
-enum { BLOCKS = 8, STEPS = 4 };                   // of rows and inputs, for a core's first cache
-enum { IN_CACHE = 1 << 20 };                      // bytes of states, for its second cache
-#define LARGEST (127 * 65536. + 127 * 256 + 127)  // the integer with the largest digits
-#define SHARE (1 / 1073741824.f)                  // by which joined sums are multiplied: 2^-30
-#define SCALE (65536 / LARGEST / LARGEST / SHARE) // of them, if the largest values are 1
+enum { BLOCKS = 8, STEPS = 4 };  // of rows and inputs, for a core's first cache
+enum { IN_CACHE = 1 << 20 };     // bytes of states, for its second cache
 
 // Split a row of floats (in,) into digits. Tiles of the next inputs are `step` bytes apart, and tiles
 // of the next digit `size` bytes. Returns the largest size of a float, which is NaN if a float is NaN
