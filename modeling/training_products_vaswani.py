@@ -8,6 +8,7 @@ Shapes: R rows of states; a layer maps `in` features to `out`.
 
 import ctypes
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,15 @@ _ROWS_OF_TILE = 16
 _MEMORY = 2**22  # bytes for digits of the right side, if a single group of inputs needs less
 # Smaller products are as fast by torch.
 _LEAST_MULTIPLICATIONS, _LEAST_SIZE = 2**27, 64
+
+
+class _Kept(threading.local):
+    """Memory that a thread uses again, because the first use of new memory takes time."""
+
+    memory = torch.empty(0, dtype=torch.int8, device="cpu")
+
+
+_kept = _Kept()
 
 
 class _Side(ctypes.Structure):
@@ -167,11 +177,19 @@ def _multiply(
     products.bias[: len(stored)] = [None if bias is None else address(bias) for bias in stored]
     products.outputs[: len(outputs)] = list(map(address, outputs))
     rows = sum(-(-right_side.rows[i] // _ROWS_OF_TILE) * _ROWS_OF_TILE for i in range(len(right)))
-    size = max(rows * library().bytes_of_row(), _MEMORY)
-    memory = torch.empty(size, dtype=torch.int8, device="cpu")
+    memory = _memory(rows * library().bytes_of_row())
     library().multiply_matrices(
-        *(ctypes.byref(products), address(memory), size, torch.get_num_threads())
+        *(ctypes.byref(products), address(memory), len(memory), torch.get_num_threads())
     )
+
+
+def _memory(least: int) -> torch.Tensor:
+    """Return memory of at least that many bytes, which a thread keeps if they are few."""
+    if least > _MEMORY:
+        return torch.empty(least, dtype=torch.int8, device="cpu")
+    if len(_kept.memory) != _MEMORY:
+        _kept.memory = torch.empty(_MEMORY, dtype=torch.int8, device="cpu")
+    return _kept.memory
 
 
 def _side(matrices: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Side]:

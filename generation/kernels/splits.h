@@ -42,8 +42,8 @@ INLINE vector bits_of_size(floats values)
     return _mm512_and_si512(_mm512_castps_si512(values), in_all_lanes(0x7fffffff));
 }
 
-// Compute the factors that turn values into integers, and the scales that turn integers back into values.
-// Both are NaN if a value is NaN or infinite. Bits are those of the largest sizes.
+// Compute the factors that turn values into integers, and the scales that turn integers back, from the
+// bits of the largest sizes. Both are NaN if a value is NaN or infinite.
 INLINE void scale_by(vector bits, floats *factors, floats *scales)
 {
     const vector infinite = in_all_lanes(0x7f800000), nan = in_all_lanes(0x7fc00000);
