@@ -59,6 +59,7 @@ KERNELS = {
     "pack_digits": "pnnpnpi",
     "multiplies_matrices": "",
     "bytes_of_row": "",
+    "bytes_of_thread": "",
     "multiply_matrices": "ppni",
     "take_fingerprint": "ppi",
     "have_fingerprints": "pnpi",

@@ -30,7 +30,10 @@ class _CheapDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return mask.to(gradient.dtype).mul_(gradient).mul_(ctx.scale), None
+        kept = mask.to(gradient.dtype)
+        if is_batched(gradient):  # which `mul_` cannot multiply
+            return kept * gradient * ctx.scale, None
+        return kept.mul_(gradient).mul_(ctx.scale), None
 
 
 def in_torch_func() -> bool:

@@ -27,11 +27,11 @@ from ..generation.library_vaswani import (
     trains,
 )
 from ..generation.linear_vaswani import is_changed
-from .dropout_vaswani import in_torch_func, is_batched
+from .dropout_vaswani import is_batched
 
 _MOST_MATRICES = 3  # of a side
 _ROWS_OF_TILE = 16
-_MEMORY = 2**22  # bytes for digits of the right side, if a single group of inputs needs less
+_MEMORY = 2**22  # bytes for digits, if a single group of inputs needs less
 # Smaller products are as fast by torch.
 _LEAST_MULTIPLICATIONS, _LEAST_SIZE = 2**27, 64
 
@@ -77,8 +77,8 @@ def project(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
 def project_each(layers: Sequence[nn.Module], states: torch.Tensor) -> list[torch.Tensor]:
     """Call linear layers with states (..., in), in training by the kernel if it can compute them.
 
-    It cannot compute layers with hooks, and those of a subclass, such as an adapter's. Small
-    products are left to torch.
+    The kernel computes neither layers with hooks nor subclasses of nn.Linear, such as an adapter's.
+    Small products are left to torch.
     """
     if not _computes(layers, states):
         return [layer(states) for layer in layers]
@@ -93,10 +93,13 @@ def multiply_matrices(
 
     With `adds`, the product is added to the output.
     """
+    shape = len(left), right.shape[1]
     fit = left.shape[1] == right.shape[0]
+    if output is not None:
+        fit = fit and output.shape == shape and output.dtype == left.dtype
     if fit and _multiplies(left, right) and _pays(len(left), left.shape[1], right.shape[1]):
         if output is None:
-            output = left.new_empty(len(left), right.shape[1])
+            output = left.new_empty(shape)
         _multiply([left], [right], [output], adds=adds)
         return output
     if adds and output is not None:
@@ -105,7 +108,7 @@ def multiply_matrices(
 
 
 def _computes(layers: Sequence[Any], states: torch.Tensor) -> bool:
-    """Tell whether the kernel can compute layers, and pays."""
+    """Tell whether the kernel can compute the layers, and is faster than torch."""
     if _is_recorded() or states.dim() < 2 or not all(map(_is_plain, layers)):
         return False
     tensors, outs = [states], [layer.out_features for layer in layers]
@@ -167,7 +170,7 @@ def _multiply(
 ) -> None:
     """Multiply each left matrix (R, in) by each right one (in, out), and add a bias (out,).
 
-    One of the sides has a single matrix.
+    At least one side has a single matrix.
     """
     inputs = left[0].shape[1]
     left, left_side = _side(left)
@@ -177,10 +180,9 @@ def _multiply(
     products.bias[: len(stored)] = [None if bias is None else address(bias) for bias in stored]
     products.outputs[: len(outputs)] = list(map(address, outputs))
     rows = sum(-(-right_side.rows[i] // _ROWS_OF_TILE) * _ROWS_OF_TILE for i in range(len(right)))
-    memory = _memory(rows * library().bytes_of_row())
-    library().multiply_matrices(
-        *(ctypes.byref(products), address(memory), len(memory), torch.get_num_threads())
-    )
+    threads = torch.get_num_threads()
+    memory = _memory(threads * library().bytes_of_thread() + rows * library().bytes_of_row())
+    library().multiply_matrices(*(ctypes.byref(products), address(memory), len(memory), threads))
 
 
 def _memory(least: int) -> torch.Tensor:
@@ -232,7 +234,7 @@ class _Linear(torch.autograd.Function):
         of_states: Any = None
         of_weights: dict[int, torch.Tensor] = {}
         # With `create_graph`, torch's operators record the second derivative.
-        if torch.is_grad_enabled() or in_torch_func() or is_batched(above[0]):
+        if torch.is_grad_enabled() or not trains(*above) or any(map(is_batched, above)):
             if needs_states:
                 pairs = zip(of_rows, weights, strict=True)
                 of_states = sum(gradient @ weight for gradient, weight in pairs)

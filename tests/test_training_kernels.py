@@ -383,6 +383,17 @@ def test_a_second_derivative_is_refused_with_the_way_out(model_and_batch, is_pac
     assert second.abs().sum() > 0
 
 
+def test_batched_gradients_are_computed_by_eager_layers(model_and_batch):
+    model, batch = model_and_batch(dropout=0.3)
+    model.set_attn_implementation("eager")
+    batch["decoder_input_ids"] = batch.pop("labels").clamp(min=3)
+    weight = model.model.decoder.layers[0].fc1.weight
+    loss = model(**batch).logits.square().mean()
+    (wanted,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, weight, torch.tensor([1.0, 2.0]), is_grads_batched=True)
+    torch.testing.assert_close(found, torch.stack([wanted, 2 * wanted]))
+
+
 def test_tensors_that_wait_elsewhere_for_the_backward_pass_give_the_same(model_and_batch):
     model, batch = model_and_batch(dropout=0.3)
     expected = loss_and_gradients(model, batch)

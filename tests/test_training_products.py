@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 from vaswani.generation.library_vaswani import library
 from vaswani.modeling import training_products_vaswani
 from vaswani.modeling.training_products_vaswani import multiply_matrices, project, project_each
@@ -147,6 +148,17 @@ class TestProducts:
         wanted = left.double() @ right.double()
         assert error(multiply_matrices(left, right), wanted) < 2e-7
 
+    def test_products_from_2_27_multiplications_on_use_the_kernel(self, monkeypatch, calls):
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            training_products_vaswani, "_multiply", lambda *args, **_: calls.append(1)
+        )
+        right = torch.randn(512, 512)
+        multiply_matrices(torch.randn(511, 512), right)
+        assert not calls
+        multiply_matrices(torch.randn(512, 512), right)
+        assert len(calls) == 1
+
     def test_small_products_and_other_dtypes_are_left_to_torch(self, monkeypatch, calls):
         left, right = torch.randn(100, 100), torch.randn(100, 100)
         for dtype in (torch.float64, torch.bfloat16):
@@ -214,15 +226,27 @@ class TestLayers:
         assert calls
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
-    def test_batched_gradients_are_those_of_torch(self, calls):
-        (layer,) = layers_of(70, 40)
+    @pytest.mark.parametrize("used", [0, 1])  # number of the output with a gradient
+    def test_batched_gradients_are_those_of_torch(self, used, calls):
+        layers = layers_of(70, 40, 40)
         states, above = torch.randn(50, 70, requires_grad=True), torch.randn(3, 50, 40)
+        inputs = [states, layers[used].weight]
         found, wanted = (
-            torch.autograd.grad(output, [states, layer.weight], above, is_grads_batched=True)
-            for output in (project(layer, states), layer(states))
+            torch.autograd.grad(output, inputs, above, is_grads_batched=True)
+            for output in (project_each(layers, states)[used], layers[used](states))
         )
         assert calls
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+    def test_a_mode_of_the_backward_pass_sees_torchs_operators(self):
+        (layer,) = layers_of(70, 40)
+        states = torch.randn(50, 70, requires_grad=True)
+        counts = []
+        for output in (project(layer, states), layer(states)):
+            with FlopCounterMode(display=False) as counter:
+                output.sum().backward()
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0
 
     def test_a_transposed_weight_gets_its_gradient(self, calls):
         (layer,) = layers_of(70, 70)

@@ -7,6 +7,8 @@
 #define _DEFAULT_SOURCE
 #include "splits.h"
 
+#include <omp.h>
+
 #if defined(HAS_SPLITS)
 enum { BLOCKS = 16 }; // of rows that a thread splits at once, for its second cache
 
@@ -22,7 +24,7 @@ struct side {
     int32_t count, by_columns;
 };
 
-// Products of each left matrix by each right one. One of the sides has a single matrix.
+// Products of each left matrix by each right one. At least one side has a single matrix.
 struct products_of_matrices {
     int64_t inputs;
     struct side left, right;
@@ -31,7 +33,7 @@ struct products_of_matrices {
     int32_t adds;                // add to the outputs, without the bias
 };
 
-// Sums of products of digits, for 16 rows and outputs. Each counts 256 times as much as the next.
+// Sums of products of digits, for 16 rows and outputs. A sum counts 256 times as much as the next one.
 enum { SUMS = 4 };
 typedef int32_t sums_of_digits[SUMS][TILE_ROWS * LANES];
 
@@ -64,7 +66,7 @@ INLINE void finish_row(const struct target *to, int64_t row)
     _mm512_mask_storeu_ps(place, to->lanes, joined);
 }
 
-// Sum the products of some steps, and finish rows of `pending` in between.
+// Sum the products of some steps. A core can finish rows of `pending` while the tiles multiply.
 static void sum_steps(const int8_t *left, const int8_t *right, int64_t steps, sums_of_digits sums,
                       const struct target *pending)
 {
@@ -138,7 +140,7 @@ struct right_digits {
     float *scales;
 };
 
-// The digits of a part of a right matrix, which has that number.
+// The digits of a part of right matrix number `matrix`.
 static struct right_digits digits_of(const struct right_digits *all, const struct side *right,
                                      int matrix, const struct part *part)
 {
@@ -152,13 +154,20 @@ static struct right_digits digits_of(const struct right_digits *all, const struc
     return found;
 }
 
+// Memory of a thread, for rows of a left matrix.
+struct of_thread {
+    int8_t digits[BLOCKS * TILE_ROWS * GROUP * DIGITS];
+    float scales[BLOCKS * TILE_ROWS];
+    sums_of_digits sums[2];
+} __attribute__((aligned(64)));
+
 // Multiply rows of a left matrix by a group of inputs.
 static void multiply_rows(const struct products_of_matrices *by, int matrix, const struct part *at,
-                          const struct right_digits *all)
+                          const struct right_digits *all, struct of_thread *memory)
 {
-    int8_t digits[BLOCKS * TILE_ROWS * GROUP * DIGITS] __attribute__((aligned(64)));
-    float scales[BLOCKS * TILE_ROWS] __attribute__((aligned(64)));
-    sums_of_digits sums[2] __attribute__((aligned(64)));
+    int8_t *digits = memory->digits;
+    float *scales = memory->scales;
+    sums_of_digits *sums = memory->sums;
     const int64_t steps = in_steps(at->inputs);
     for (int64_t row = 0; row < at->rows; row += UNIT * TILE_ROWS) {
         struct part unit = *at;
@@ -196,20 +205,23 @@ static void multiply_rows(const struct products_of_matrices *by, int matrix, con
         finish_row(&pending, row);
 }
 
-// Number of bytes of a row of a right matrix in the memory of `multiply_matrices`.
+// Number of bytes that a row of a right matrix or a thread needs for `multiply_matrices`.
 EXPORT int bytes_of_row(void) { return GROUP * DIGITS + sizeof(float); }
+EXPORT int bytes_of_thread(void) { return sizeof(struct of_thread); }
 
-// Multiply matrices. The memory is for all rows of right matrices, each up to whole tiles. A multiple
-// of that is for several groups, which saves passes over the outputs.
+// Multiply matrices. The memory must hold what threads need, and one group of inputs of all right
+// matrices, with rows filled up to whole tiles. More memory holds several groups, which saves passes
+// over the outputs.
 EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *memory, int64_t size,
                               int threads)
 {
     const struct side *left = &by->left, *right = &by->right;
-    struct right_digits all = {.digits = memory};
+    struct of_thread *of_threads = (struct of_thread *)memory;
+    struct right_digits all = {.digits = memory + threads * bytes_of_thread()};
     for (int i = 0; i < right->count; i++)
         all.outs += in_tiles(right->rows[i]);
-    all.groups = size / all.outs / bytes_of_row();
-    all.scales = (float *)(memory + all.groups * all.outs * GROUP * DIGITS);
+    all.groups = (size - threads * bytes_of_thread()) / all.outs / bytes_of_row();
+    all.scales = (float *)(all.digits + all.groups * all.outs * GROUP * DIGITS);
     const int64_t blocks = parts_of_side(left, TILE_ROWS);
     // A thread multiplies its rows in several pieces, so that threads have equal numbers of rows.
     const int64_t of_thread = parts_of(blocks, threads), quarter = parts_of(of_thread, 4);
@@ -234,7 +246,7 @@ EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *mem
                 for (int64_t input = first; input < end; input += GROUP) {
                     struct part part = group_of(by, input);
                     const int i = find_part(left, at_once, piece, &part);
-                    multiply_rows(by, i, &part, &all);
+                    multiply_rows(by, i, &part, &all, of_threads + omp_get_thread_num());
                 }
         }
         end_tiles();
@@ -243,5 +255,6 @@ EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *mem
 #else
 EXPORT int multiplies_matrices(void) { return 0; }
 EXPORT int bytes_of_row(void) { return 0; }
+EXPORT int bytes_of_thread(void) { return 0; }
 EXPORT void multiply_matrices(const void *by, int8_t *memory, int64_t size, int threads) {}
 #endif

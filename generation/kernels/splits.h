@@ -24,7 +24,7 @@ INLINE int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1)
 // Number of tiles of this many inputs.
 INLINE int64_t in_steps(int64_t inputs) { return parts_of(inputs, TILE_BYTES); }
 
-// A mask of the first lanes, of which this many are left.
+// A mask of the first `left` lanes, at most all of them.
 INLINE __mmask16 lanes_of(int64_t left)
 {
     return (__mmask16)(left >= LANES ? -1 : left > 0 ? (1 << left) - 1 : 0);
