@@ -31,7 +31,7 @@ from .dropout_vaswani import is_batched
 
 _MOST_MATRICES = 3  # of a side
 _ROWS_OF_TILE = 16
-_MEMORY = 2**22  # bytes for digits, if a single group of inputs needs less
+_MEMORY = 2**22  # bytes for digits of the right side, if a single group of inputs needs less
 # Smaller products are as fast by torch.
 _LEAST_MULTIPLICATIONS, _LEAST_SIZE = 2**27, 64
 
@@ -111,8 +111,11 @@ def _computes(layers: Sequence[Any], states: torch.Tensor) -> bool:
     """Tell whether the kernel can compute the layers, and is faster than torch."""
     if _is_recorded() or states.dim() < 2 or not all(map(_is_plain, layers)):
         return False
-    tensors, outs = [states], [layer.out_features for layer in layers]
     *shape, inputs = states.shape
+    outs = [layer.out_features for layer in layers]
+    if min(outs) < _LEAST_SIZE or not _pays(math.prod(shape), inputs, sum(outs)):
+        return False
+    tensors = [states]
     for layer, out in zip(layers, outs, strict=True):
         if layer.weight.shape != (out, inputs):
             return False
@@ -121,9 +124,7 @@ def _computes(layers: Sequence[Any], states: torch.Tensor) -> bool:
             if layer.bias.shape != (out,):
                 return False
             tensors.append(layer.bias)
-    if not _multiplies(*tensors) or _is_dual(*tensors):
-        return False
-    return min(outs) >= _LEAST_SIZE and _pays(math.prod(shape), inputs, sum(outs))
+    return _multiplies(*tensors) and not _is_dual(*tensors)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -181,16 +182,20 @@ def _multiply(
     products.outputs[: len(outputs)] = list(map(address, outputs))
     rows = sum(-(-right_side.rows[i] // _ROWS_OF_TILE) * _ROWS_OF_TILE for i in range(len(right)))
     threads = torch.get_num_threads()
-    memory = _memory(threads * library().bytes_of_thread() + rows * library().bytes_of_row())
+    memory = _memory(threads, rows * library().bytes_of_row())
     library().multiply_matrices(*(ctypes.byref(products), address(memory), len(memory), threads))
 
 
-def _memory(least: int) -> torch.Tensor:
-    """Return memory of at least that many bytes, which a thread keeps if they are few."""
+def _memory(threads: int, least: int) -> torch.Tensor:
+    """Return memory for threads, and at least that many bytes for digits of the right side.
+
+    A thread of Python keeps memory for `_MEMORY` bytes of digits.
+    """
+    size = threads * library().bytes_of_thread() + max(least, _MEMORY)
     if least > _MEMORY:
-        return torch.empty(least, dtype=torch.int8, device="cpu")
-    if len(_kept.memory) != _MEMORY:
-        _kept.memory = torch.empty(_MEMORY, dtype=torch.int8, device="cpu")
+        return torch.empty(size, dtype=torch.int8, device="cpu")
+    if len(_kept.memory) != size:
+        _kept.memory = torch.empty(size, dtype=torch.int8, device="cpu")
     return _kept.memory
 
 

@@ -50,29 +50,12 @@ EXPORT void pack_digits(const float *weight, int64_t rows, int64_t in, int8_t *p
     }
 }
 
-// Sums of products of digits, for 16 rows and outputs. Each counts 256 times as much as the next, and
-// the third counts 65536.
-enum { SUMS = 4 };
-typedef int32_t sums_of_digits[SUMS][TILE_ROWS * TILE_ROWS];
-
-// Fetch an eighth of the weights that are multiplied some steps later. If a step fetched all at once,
-// its own weights would have to wait.
-INLINE void fetch_part(const int8_t *weights, int eighth, int fetches)
-{
-    enum { AHEAD = 3 * STEP, PART = STEP / 8 };
-    for (int i = 0; fetches && i < PART; i += TILE_BYTES)
-        __builtin_prefetch(weights + AHEAD + eighth * PART + i);
-}
-
 // Add the products of some steps of states and weights to sums, which the first steps begin.
 INLINE void add_steps(const int8_t *states, const int8_t *weights, int64_t steps, int begins,
                       int fetches, sums_of_digits sums)
 {
     if (begins) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        begin_sums();
     } else {
         _tile_loadd(0, sums[0], TILE_BYTES);
         _tile_loadd(1, sums[1], TILE_BYTES);
@@ -80,34 +63,9 @@ INLINE void add_steps(const int8_t *states, const int8_t *weights, int64_t steps
         _tile_loadd(3, sums[3], TILE_BYTES);
     }
 #pragma GCC unroll 4
-    for (int64_t step = 0; step < steps; step++, states += STEP, weights += STEP) {
-        _tile_loadd(7, weights, TILE_BYTES);
-        _tile_loadd(4, states, TILE_BYTES);
-        fetch_part(weights, 0, fetches);
-        _tile_dpbssd(0, 4, 7);
-        _tile_loadd(5, (states + TILE), TILE_BYTES);
-        fetch_part(weights, 1, fetches);
-        _tile_dpbssd(1, 5, 7);
-        _tile_loadd(6, (states + 2 * TILE), TILE_BYTES);
-        fetch_part(weights, 2, fetches);
-        _tile_dpbssd(2, 6, 7);
-        _tile_loadd(7, (weights + TILE), TILE_BYTES);
-        fetch_part(weights, 3, fetches);
-        _tile_dpbssd(1, 4, 7);
-        fetch_part(weights, 4, fetches);
-        _tile_dpbssd(2, 5, 7);
-        fetch_part(weights, 5, fetches);
-        _tile_dpbssd(3, 6, 7);
-        _tile_loadd(7, (weights + 2 * TILE), TILE_BYTES);
-        fetch_part(weights, 6, fetches);
-        _tile_dpbssd(2, 4, 7);
-        fetch_part(weights, 7, fetches);
-        _tile_dpbssd(3, 5, 7);
-    }
-    _tile_stored(0, sums[0], TILE_BYTES);
-    _tile_stored(1, sums[1], TILE_BYTES);
-    _tile_stored(2, sums[2], TILE_BYTES);
-    _tile_stored(3, sums[3], TILE_BYTES);
+    for (int64_t step = 0; step < steps; step++)
+        add_step(states + step * STEP, weights + step * STEP, fetches);
+    store_sums(sums);
 }
 
 // Join the sums of rows to floats (rows, PANEL), at 16 outputs of a panel.
@@ -121,8 +79,6 @@ INLINE void join_sums(sums_of_digits sums, int64_t rows, float *joined)
             joined[row * PANEL + i] = (high * 256 + low) * SHARE;
         }
 }
-
-INLINE int64_t least(int64_t left, int64_t right) { return left < right ? left : right; }
 
 // Multiply up to BLOCKS blocks of 16 rows by a panel: output (rows, out), at the panel's outputs.
 static void multiply_blocks(const struct finish *finish, const int8_t *states, int64_t rows,

@@ -33,10 +33,6 @@ struct products_of_matrices {
     int32_t adds;                // add to the outputs, without the bias
 };
 
-// Sums of products of digits, for 16 rows and outputs. A sum counts 256 times as much as the next one.
-enum { SUMS = 4 };
-typedef int32_t sums_of_digits[SUMS][TILE_ROWS * LANES];
-
 // Where sums go: to `rows` rows of an output.
 struct target {
     const int32_t (*sums)[TILE_ROWS * LANES];
@@ -72,32 +68,13 @@ static void sum_steps(const int8_t *left, const int8_t *right, int64_t steps, su
 {
     const int64_t at_once = parts_of(pending->rows, steps);
     int64_t row = 0;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t step = 0; step < steps; step++, left += STEP, right += STEP) {
-        _tile_loadd(7, right, TILE_BYTES);
-        _tile_loadd(4, left, TILE_BYTES);
-        _tile_dpbssd(0, 4, 7);
-        _tile_loadd(5, (left + TILE), TILE_BYTES);
-        _tile_dpbssd(1, 5, 7);
-        _tile_loadd(6, (left + 2 * TILE), TILE_BYTES);
-        _tile_dpbssd(2, 6, 7);
-        _tile_loadd(7, (right + TILE), TILE_BYTES);
-        _tile_dpbssd(1, 4, 7);
+    begin_sums();
+    for (int64_t step = 0; step < steps; step++) {
+        add_step(left + step * STEP, right + step * STEP, 0);
         for (const int64_t end = least(row + at_once, pending->rows); row < end; row++)
             finish_row(pending, row);
-        _tile_dpbssd(2, 5, 7);
-        _tile_dpbssd(3, 6, 7);
-        _tile_loadd(7, (right + 2 * TILE), TILE_BYTES);
-        _tile_dpbssd(2, 4, 7);
-        _tile_dpbssd(3, 5, 7);
     }
-    _tile_stored(0, sums[0], TILE_BYTES);
-    _tile_stored(1, sums[1], TILE_BYTES);
-    _tile_stored(2, sums[2], TILE_BYTES);
-    _tile_stored(3, sums[3], TILE_BYTES);
+    store_sums(sums);
 }
 
 // A number of rows, as whole tiles.

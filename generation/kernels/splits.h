@@ -17,8 +17,6 @@ struct part {
     int64_t row, rows, input, inputs;
 };
 
-INLINE int64_t least(int64_t left, int64_t right) { return left < right ? left : right; }
-
 INLINE int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 // Number of tiles of this many inputs.
