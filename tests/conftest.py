@@ -12,6 +12,7 @@ import transformers
 from loopback_hub import LoopbackHub
 from networks import enliven
 from num2words import num2words
+from small_corpus import write_corpus
 from torch import nn
 from transformers import GenerationMixin
 from vaswani.generation import generation_vaswani
@@ -89,6 +90,27 @@ def tiny_model(tiny_config):
         return model.to(dtype).eval()
 
     return build
+
+
+@pytest.fixture
+def uneven_model(tiny_model):
+    """A small model in float32, with different numbers for all sizes."""
+    return tiny_model(
+        dtype=torch.float32,
+        vocab_size=330,
+        d_model=32,
+        decoder_layers=3,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=40,
+    )
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A corpus like Multi30k with a dozen sentences."""
+    write_corpus(tmp_path / "data")
+    monkeypatch.setenv("VASWANI_DATA", str(tmp_path / "data"))
 
 
 @pytest.fixture

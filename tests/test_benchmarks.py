@@ -1,82 +1,35 @@
-"""The benchmarks: peers compute the same as our model, and reports are complete."""
+"""The benchmarks of decoding: peers compute the same as our model, and reports are complete."""
 
 import datetime
 import functools
-import gzip
 import itertools
 import json
 import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import base_model
+import decoding_profile
+import decoding_report
+import engines
+import host
+import int8
+import memory
 import pytest
+import quantization
+import ratios
 import torch
-import yaml
+import worker
 from forks import FORKS
-from torch import nn
-from vaswani.commands.main import main
+from small_corpus import ENGLISH, GERMAN, random_pairs
 
+import generation
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-# Put benchmarks/ before the root, where `generation` and `training` are folders.
-sys.path.insert(0, str(BENCHMARKS))
-
-import base_model  # noqa: E402
-import decoding_profile  # noqa: E402
-import decoding_report  # noqa: E402
-import engines  # noqa: E402
-import host  # noqa: E402
-import int8  # noqa: E402
-import memory  # noqa: E402
-import passes  # noqa: E402
-import punctuation  # noqa: E402
-import quantization  # noqa: E402
-import ratios  # noqa: E402
-import score  # noqa: E402
-import training_processes  # noqa: E402
-import training_run  # noqa: E402
-import worker  # noqa: E402
-
-import generation  # noqa: E402
-import training  # noqa: E402
-
-ENGLISH = ["a man rides a red bike .", "two dogs run .", "a woman reads a book in the park ."] * 4
-GERMAN = ["ein mann fährt rad .", "zwei hunde rennen .", "eine frau liest im park ein buch ."] * 4
 
 
 def needs_ctranslate2():
     if engines.ctranslate2 is None:
         pytest.skip("ctranslate2 is not installed: pip install 'vaswani[convert]'")
-
-
-@pytest.fixture
-def corpus(tmp_path, monkeypatch):
-    """A corpus like Multi30k with a dozen sentences."""
-    folder = tmp_path / "data" / "multi30k"
-    folder.mkdir(parents=True)
-    for language, lines in (("en", ENGLISH), ("de", GERMAN)):
-        for split in ("train", "val", "test_2016_flickr"):
-            with gzip.open(folder / f"{split}.lc.norm.tok.{language}.gz", "wt") as file:
-                file.write("\n".join(lines) + "\n")
-    monkeypatch.setenv("VASWANI_DATA", str(tmp_path / "data"))
-
-
-@pytest.fixture
-def model(tiny_model):
-    """A small model in float32, with different numbers for all sizes."""
-    return tiny_model(
-        dtype=torch.float32,
-        vocab_size=330,
-        d_model=32,
-        decoder_layers=3,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=40,
-    )
 
 
 def build_all(workshop):
@@ -89,57 +42,53 @@ def build_all(workshop):
     ]
 
 
-def random_pairs(lengths, vocab_size=330):
-    generator = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randint(3, vocab_size, (n,), generator=generator).tolist()  # noqa: E731
-    return [[*draw(n), 2] for n in lengths], [draw(n + 2) for n in reversed(lengths)]
-
-
-def test_marian_twin_has_our_logits_under_padding(model):
-    twin = engines.marian_twin(model)
+def test_marian_twin_has_our_logits_under_padding(uneven_model):
+    twin = engines.marian_twin(uneven_model)
     sources, targets = random_pairs([1, 5, 17, 60])
-    assert engines.distance_to_marian(model, twin, sources, targets) < 1e-4
+    assert engines.distance_to_marian(uneven_model, twin, sources, targets) < 1e-4
     with torch.no_grad():
         twin.model.decoder.embed_positions.weight[1:].zero_()
-    assert engines.distance_to_marian(model, twin, sources, targets) > 1e-2
+    assert engines.distance_to_marian(uneven_model, twin, sources, targets) > 1e-2
 
 
-def test_ctranslate2_twin_scores_as_we_do(model, tmp_path):
+def test_ctranslate2_twin_scores_as_we_do(uneven_model, tmp_path):
     needs_ctranslate2()
-    folder = engines.save_for_ctranslate2(model, tmp_path / "twin", "float32")
+    folder = engines.save_for_ctranslate2(uneven_model, tmp_path / "twin", "float32")
     engine = engines.CTranslate2Engine(folder, "float32", "cpu", threads=1, eos=2)
     sources, targets = random_pairs([1, 5, 17, 60])
-    assert engines.distance_to_ctranslate2(model, engine, sources, targets) < 1e-4
+    assert engines.distance_to_ctranslate2(uneven_model, engine, sources, targets) < 1e-4
     with torch.no_grad():
-        model.model.encoder.layers[1].self_attn.v_proj.weight[0] += 1
-    assert engines.distance_to_ctranslate2(model, engine, sources, targets) > 1e-3
+        uneven_model.model.encoder.layers[1].self_attn.v_proj.weight[0] += 1
+    assert engines.distance_to_ctranslate2(uneven_model, engine, sources, targets) > 1e-3
 
 
 @pytest.mark.parametrize("beams", [1, 4])
-def test_every_engine_can_be_made_to_write_a_given_number_of_tokens(model, tmp_path, beams):
+def test_every_engine_can_be_made_to_write_a_given_number_of_tokens(uneven_model, tmp_path, beams):
     with torch.no_grad():
         # This model would write the end token at once.
-        model.lm_head.weight[2] = 3 * model.model.decoder.layers[-1].final_layer_norm.bias
-    workshop = engines.Workshop(model, "cpu", tmp_path, threads=1)
+        uneven_model.lm_head.weight[2] = (
+            3 * uneven_model.model.decoder.layers[-1].final_layer_norm.bias
+        )
+    workshop = engines.Workshop(uneven_model, "cpu", tmp_path, threads=1)
     built = build_all(workshop)
     sources, _ = random_pairs([4, 9])
     for engine in built:
         batch = engine.prepare(sources)
         output = engine.run(batch, beams, forced=7)
         assert [len(row) for row in engine.ids(output, forced=7)] == [7, 7], engine.label
-        assert model.generation_config.eos_token_id == 2
+        assert uneven_model.generation_config.eos_token_id == 2
         assert all(row[-1] == 2 for row in engine.ids(engine.run(batch, beams))), engine.label
 
 
-def test_building_engines_leaves_our_weights_alone(model, tmp_path):
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
-    for name, tensor in model.state_dict().items():
+def test_building_engines_leaves_our_weights_alone(uneven_model, tmp_path):
+    before = {name: tensor.clone() for name, tensor in uneven_model.state_dict().items()}
+    build_all(engines.Workshop(uneven_model, "cpu", tmp_path, threads=1))
+    for name, tensor in uneven_model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
-    built = build_all(engines.Workshop(model, "cpu", tmp_path, threads=1))
+def test_greedy_outputs_of_all_float32_engines_are_equal(uneven_model, tmp_path):
+    built = build_all(engines.Workshop(uneven_model, "cpu", tmp_path, threads=1))
     sources, _ = random_pairs([3, 8, 8, 12])
     outputs = {
         engine.label: engine.ids(engine.run(engine.prepare(sources), 1, forced=12), forced=12)
@@ -150,14 +99,14 @@ def test_greedy_outputs_of_all_float32_engines_are_equal(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_report_of_speed_is_whole(model, corpus, tmp_path, capsys, monkeypatch):
+def test_a_report_of_speed_is_whole(uneven_model, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(generation, "host_facts", functools.cache(generation.host_facts))
     monkeypatch.setattr(worker.multiprocessing, "get_context", lambda _: FORKS)
     monkeypatch.setattr(base_model, "_SAMPLE", 8)  # the corpus has 12 long sources
     monkeypatch.setattr(generation, "SENTENCES", 3)
     lines = ENGLISH + GERMAN
     tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
-    model.save_pretrained(tmp_path / "tiny")
+    uneven_model.save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
     command = ["--model", str(tmp_path / "tiny"), "--rounds", "1", "--sentences", "3"]
     command += ["--batches", "1", "2", "--beams", "2", "--texts", "short", "long"]
@@ -349,8 +298,8 @@ def test_hosts_have_the_lengths_of_their_translations(tmp_path):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_hypotheses_of_a_sentence_are_counted(model, tmp_path, beams):
-    workshop = engines.Workshop(model, "cpu", tmp_path, threads=1)
+def test_hypotheses_of_a_sentence_are_counted(uneven_model, tmp_path, beams):
+    workshop = engines.Workshop(uneven_model, "cpu", tmp_path, threads=1)
     text = base_model.Text(None, 330)
     rows = decoding_profile.hypotheses_a_sentence(workshop, text, [beams], 40)
     # The step that reads the start token extends nothing.
@@ -434,11 +383,11 @@ def test_variables_are_restored_after_an_engine(monkeypatch):
     assert "CT2_FORCE_CPU_ISA" not in os.environ
 
 
-def test_a_twin_that_computes_something_else_ends_the_run(model, tmp_path, monkeypatch):
+def test_a_twin_that_computes_something_else_ends_the_run(uneven_model, tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "distance_to_marian", lambda *_: float("nan"))
     text = base_model.Text(None, 330)
     with pytest.raises(SystemExit, match="MarianMT computes something else"):
-        generation.check_twins(model, tmp_path, text)
+        generation.check_twins(uneven_model, tmp_path, text)
 
 
 def test_more_sentences_than_the_test_set_has_are_refused():
@@ -503,10 +452,10 @@ def test_help_is_the_manual(capsys):
     assert "--profile FILE" in printed
 
 
-def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
+def test_memory_grows_with_the_batch_and_not_from_loading(uneven_model, tmp_path):
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peak memory is read from /proc, which only Linux has")
-    model.save_pretrained(tmp_path / "tiny")
+    uneven_model.save_pretrained(tmp_path / "tiny")
     peaks = []
     for size in (1, 64):
         sources, _ = random_pairs([200] * size)
@@ -516,85 +465,11 @@ def test_memory_grows_with_the_batch_and_not_from_loading(model, tmp_path):
     assert large > small + 5
 
 
-class InThisProcess:
-    """A worker in the process of the test."""
-
-    def __init__(self, make, *arguments):
-        self.make, self.arguments = make, arguments
-
-    def wait(self):
-        self.work = self.make(*self.arguments)
-
-    def __call__(self, *job):
-        return self.work(*job)
-
-    def close(self):
-        pass
-
-
-@pytest.fixture
-def small_training(corpus, tmp_path, monkeypatch, model):
-    """The training benchmark with small models on the corpus of a dozen sentences."""
-    monkeypatch.setattr(VaswaniConfig, "preset", lambda *_, **__: model.config)
-    for module in (training, passes, base_model):
-        monkeypatch.setattr(module, "VOCAB_SIZE", 330)
-    monkeypatch.setattr(training, "DEFAULT_MODEL", tmp_path / "vocabulary")
-    (tmp_path / "vocabulary").mkdir()
-    monkeypatch.setattr(training, "Worker", InThisProcess)
-    monkeypatch.setattr(training_processes, "run_alone", lambda job, _: training_run.measure(job))
-    monkeypatch.setattr(training, "PAUSE", 0)
-
-
-def test_marian_and_we_are_trained_with_the_same_loss(model):
-    contenders = {}
-    for name, network in (("ours", model), ("MarianMT", engines.marian_twin(model))):
-        contenders[name] = passes.NetworkContender.__new__(passes.NetworkContender)
-        contenders[name].name, contenders[name].model = name, network.train()
-        for module in network.modules():
-            if isinstance(getattr(module, "dropout", None), float):
-                module.dropout = 0.0
-    sources, targets = random_pairs([3, 9, 14])
-    batch = base_model.padded(sources, targets)
-    losses = [contenders[name].loss(batch) for name in ("ours", "MarianMT")]
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_training")
-def test_training_report_is_whole(tmp_path, capsys):
-    report = tmp_path / "out" / "training.json"
-    parts = ["--parts", "trainer", "network", "loss"]
-    training.main(["--quick", "--tokens", "64", *parts, "--json", str(report)])
-    results = json.loads(report.read_text())
-    assert {"command", "commit", "hardware", "versions", "date", "aims"} < results.keys()
-    assert results["matrix_flops_per_second"]["float32"] > 0
-    for part, names in (
-        ("trainer", {"packed", "sorted", "MarianMT"}),
-        ("network", {"ours", "MarianMT"}),
-        ("loss", {"ours", "plain", "torch"}),
-    ):
-        missing = set() if hasattr(nn.functional, "linear_cross_entropy") else {"torch"}
-        assert {row["name"] for row in results[part]} == names - missing
-        for row in results[part]:
-            assert row["tokens_per_second"] > 0
-    ours, theirs = results["network"]
-    assert ours["padding"] == theirs["padding"] < 0.5
-    assert ours["flops"] == pytest.approx(theirs["flops"], rel=0.1)
-    rate = results["matrix_flops_per_second"]["float32"]
-    assert ours["share_of_matrix_rate"] == ours["flops_per_second"] / rate
-    packed, _, marian = results["trainer"]
-    assert packed["padding"] == 0 < marian["padding"]
-    pairs = {(ratio["own"], ratio["peer"]) for ratio in results["ratios"]["trainer"]}
-    assert pairs == {("packed", "sorted"), ("packed", "MarianMT")}
-    assert {ratio["peer"] for ratio in results["ratios"]["loss"]} >= {"plain"}
-    assert "ours over" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_report_of_quantized_forms_is_whole(model, corpus, tmp_path, capsys):
+def test_report_of_quantized_forms_is_whole(uneven_model, corpus, tmp_path, capsys):
     lines = ENGLISH + GERMAN
     tokenizer = VaswaniTokenizer.train_from_iterator(lines, vocab_size=330, show_progress=False)
-    for part in (model, tokenizer):
+    for part in (uneven_model, tokenizer):
         part.save_pretrained(tmp_path / "tiny")
     report = tmp_path / "report.json"
     forms = ["bfloat16", "quantize_dynamic, int8"]
@@ -610,11 +485,11 @@ def test_report_of_quantized_forms_is_whole(model, corpus, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("\n".join(quantization.table(results["forms"])) + "\n")
 
 
-def test_int8_scores_enter_the_card_of_the_rounded_model(model, corpus, tmp_path):
+def test_int8_scores_enter_the_card_of_the_rounded_model(uneven_model, corpus, tmp_path):
     tokenizer = VaswaniTokenizer.train_from_iterator(
         ENGLISH + GERMAN, vocab_size=330, show_progress=False
     )
-    for part in (model, tokenizer):
+    for part in (uneven_model, tokenizer):
         part.save_pretrained(tmp_path / "tiny")
     data = tmp_path / "data" / "multi30k" / "test_2016_flickr.lc.norm.tok"
     files = [f"{data}.{language}.gz" for language in ("en", "de")]
@@ -642,154 +517,6 @@ def test_differences_of_int8_have_the_mean_and_the_largest_loss():
     assert int8.differences(results) == {"mean": -0.067, "largest_loss": 0.3}
 
 
-def test_training_ratios_are_medians_and_aims_are_judged():
-    row = {"precision": "float32", "tokens_per_batch": 4096}
-    rows = [
-        {"name": "ours", "rounds": [30.0, 20.0, 40.0], "peak_mb": 10.0, **row},
-        {"name": "MarianMT", "rounds": [10.0, 10.0, 10.0], "peak_mb": 40.0, **row},
-    ]
-    ratios = training.compare(rows, "MarianMT")
-    assert [(ratio["speed"], ratio["memory"]) for ratio in ratios] == [(3.0, 0.25)]
-    args = training.parse_args(["--earlier", "0.1"])
-    aims = training.judge({"trainer": ratios, "network": ratios}, args)
-    assert [aim["met"] for aim in aims] == [True, True, True]
-    slower = [{**ratios[0], "speed": 1.3, "memory": 0.6}]
-    assert [aim["met"] for aim in training.judge({"trainer": slower}, args)] == [False, False]
-    earlier = {"trainer": [{**slower[0], "peer": "0.1"}]}
-    for size, met in (("base", True), ("tiny", False)):
-        args.size = size
-        assert [aim["met"] for aim in training.judge(earlier, args)] == [met]
-
-
-@pytest.mark.slow
-def test_an_earlier_version_trains_in_turns_with_this_one(corpus, tmp_path, monkeypatch):
-    git = ["git", "-C", str(BENCHMARKS.parent), "rev-parse", "HEAD"]
-    if subprocess.run(git, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this is not a clone of the repository")
-    monkeypatch.setattr(base_model, "VOCAB_SIZE", 330)
-    monkeypatch.setattr(training, "TINY_VOCAB_SIZE", 330)
-    monkeypatch.setattr(training, "DEFAULT_MODEL", tmp_path)
-    report, spent = tmp_path / "training.json", tmp_path / "profile.json"
-    options = ["--quick", "--parts", "trainer", "--size", "tiny", "--earlier", "HEAD"]
-    training.main([*options, "--tokens", "64", "--json", str(report)])
-    rows = json.loads(report.read_text())["trainer"]
-    assert [row["name"] for row in rows] == ["packed", "sorted", "MarianMT", "HEAD"]
-    assert rows[0]["padding"] == 0
-    assert rows[1]["padding"] == rows[3]["padding"]
-    assert rows[1]["tokens_of_rounds"] == rows[3]["tokens_of_rounds"]
-    training.main([*options, "--tokens", "64", "--profile", str(spent)])
-    for row in json.loads(spent.read_text())["profiles"]:
-        assert row["calls"] > 100
-        assert row["ms"] >= sum(operator["ms"] for operator in row["operators"])
-        assert "aten::mm" in {operator["name"] for operator in row["operators"]}
-    with pytest.raises(SystemExit, match=r"--earlier nowhere: .*nowhere"):
-        training.main([*options, "--earlier", "nowhere"])
-
-
-def test_a_training_that_imports_another_package_is_refused(tmp_path, monkeypatch):
-    files = [str(tmp_path / "vaswani" / "__init__.py"), str(BENCHMARKS / "elsewhere.py")]
-
-    def run(command, **_):
-        Path(command[3]).write_text(json.dumps({"seconds": 1.0, "files": files}))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(training_processes.subprocess, "run", run)
-    job = training_run.Job("packed", "float32", "cpu", 1, {}, "", "")
-    with pytest.raises(RuntimeError, match=r"imported .*elsewhere\.py, which is not in"):
-        training_processes.run_alone(job, tmp_path)
-    files.pop()
-    assert training_processes.run_alone(job, tmp_path) == {"seconds": 1.0}
-
-
-def test_what_dies_of_a_batch_has_a_row_that_says_so_and_no_ratio():
-    class Contender:
-        def __init__(self, most):
-            self.most = most
-
-        def __call__(self, tokens, updates, seed):
-            if tokens > self.most:
-                raise RuntimeError("its process ended with exit code -9")
-            return {"seconds": 1.0, "tokens": tokens, "peak_mb": 1.0}
-
-    workers = {("ours", "float32"): Contender(9000), ("MarianMT", "float32"): Contender(5000)}
-    rows = training.take_turns(workers, [(4096, 1), (8192, 1)], 2)
-    assert [row.get("died") for row in rows] == [
-        None,
-        None,
-        "its process ended with exit code -9",
-        None,
-    ]
-    assert [ratio["tokens_per_batch"] for ratio in training.compare(rows, "MarianMT")] == [4096]
-
-
-def test_the_bootstrap_of_an_ingredient_is_renewed_with_its_seed(monkeypatch):
-    monkeypatch.setattr(score, "pairs_of", lambda *_: [("a", "b")])
-    p_values = iter([0.5, 0.25])
-    monkeypatch.setattr(score, "bootstrap", lambda *_: next(p_values))
-    found, rows = {"valid": [1.0], "test": [2.0], "translations": ["b"]}, []
-    for seed, expected in ((1, 0.5), (2, 0.5), (1, 0.25)):
-        ingredients = score.Ingredients({Path(f"run-{seed}"): {"seed": seed}}, 1, rows)
-        ingredients.add("beams", found, found)
-        rows = list(ingredients.rows.values())
-        assert (rows[0]["bootstrap_p_value"], rows[0]["bootstrap_seed"]) == (expected, 1)
-    assert rows[0]["seeds"] == [1, 2]
-
-
-def test_scores_are_compared_by_t_tests_and_a_paired_bootstrap():
-    # By hand: mean 41.2, standard deviation 0.1, so t = 0.2 / (0.1 / sqrt(3)).
-    published = score.against_published([41.1, 41.2, 41.3], 41.0)
-    assert published["t"] == pytest.approx(0.2 / (0.1 / 3**0.5), abs=0.01)
-    assert 0.07 < published["p_value"] < 0.08
-    pairs = score.paired([2.0, 3.0, 4.0], [1.0, 2.1, 2.9])
-    assert pairs["difference"] == 1.0
-    assert pairs["p_value"] < 0.01
-    assert score.paired([2.0], [1.0]) == {"difference": 1.0, "p_value": None}
-    assert score.paired([2.0, 3.1], [1.0, 2.1]) == {"difference": 1.0, "p_value": None}
-    assert score.paired([2.0, 3.0], [2.0, 3.0]) == {"difference": 0.0, "p_value": 1.0}
-    assert score.against_published([41.2, 41.2], 41.0) == {"t": None, "p_value": None}
-    assert score.against_published([41.2, 41.2], 41.2) == {"t": None, "p_value": 1.0}
-    references = [f"der satz mit der zahl {number} und noch mehr" for number in range(40)]
-    worse = [reference.replace("satz", "wort") for reference in references]
-    assert score.bootstrap(references, worse, references, "none") < 0.01
-    assert score.bootstrap(references, references, references, "none") == 1
-    first, second = ([*worse[:i], *references[i : i + 20], *worse[i + 20 :]] for i in (0, 20))
-    assert score.bootstrap(first, second, references, "none") > 0.3
-
-
-@pytest.mark.parametrize("program", [score, punctuation])
-def test_a_missing_scipy_ends_a_benchmark_before_its_trainings(program, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    monkeypatch.setattr(sys, "argv", ["program", *(["multi30k-tiny"] if program is score else [])])
-    monkeypatch.setattr(program.subprocess, "run", lambda *args, **kwargs: pytest.fail("trained"))
-    with pytest.raises(SystemExit, match="pip install scipy"):
-        program.main()
-
-
-@pytest.mark.parametrize("saved", ["steps: 6\nseed: 1\n", None])
-def test_a_run_of_another_recipe_is_not_taken_for_this_one(tmp_path, saved):
-    run = tmp_path / "small-seed1"
-    run.mkdir()
-    (run / "results.json").write_text("{}")
-    if saved:
-        run.with_suffix(".yaml").write_text(saved)
-    with pytest.raises(SystemExit, match="missing or differs from the recipe asked for"):
-        next(score.train_all({run: {"steps": 7, "seed": 1}}, 1))
-    run.with_suffix(".yaml").write_text("steps: 7\nseed: 1\n")
-    assert next(score.train_all({run: {"steps": 7, "seed": 1}}, 1)) == {}
-
-
-def test_an_ensemble_has_what_most_seeds_say(tmp_path):
-    outputs = {"1": "a\nb\nc\nx\n", "2": "a\nd\nc\ny\n", "3": "e\nd\nc\nz\n"}
-    for seed, text in outputs.items():
-        (tmp_path / seed).mkdir()
-        (tmp_path / seed / "test.txt").write_text(text)
-    (tmp_path / "test.tsv").write_text("1\ta\n2\tb\n3\tc\n4\tx\n")
-    recipe = {"score": "exact_match", "test": [str(tmp_path / "test.tsv")]}
-    found = score.ensemble(recipe, [tmp_path / seed for seed in outputs])
-    assert found == {"members": 3, "test": 75.0}  # a, d, c, and x of the first seed
-
-
 def test_a_file_of_earlier_measurements_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "load", lambda *_, **__: pytest.fail("loaded"))
     name = host.host_name(generation.circumstances()["hardware"])
@@ -799,7 +526,7 @@ def test_a_file_of_earlier_measurements_is_not_overwritten(tmp_path, monkeypatch
         generation.main(["--results", str(tmp_path), "--name", "again"])
 
 
-def test_an_interrupted_measurement_keeps_its_finished_rounds(model, tmp_path, monkeypatch):
+def test_an_interrupted_measurement_keeps_its_finished_rounds(uneven_model, tmp_path, monkeypatch):
     turns = iter([1.0, 2.0])
 
     def turn(*_):
@@ -809,7 +536,9 @@ def test_an_interrupted_measurement_keeps_its_finished_rounds(model, tmp_path, m
         return [{"seconds": seconds, "page_faults": 0, "outputs": [[5, 2]]}]
 
     row = {"text": "short", "beams": 1, "batch": 1, "sentences": 1}
-    monkeypatch.setattr(generation, "load", lambda *_, **__: (model, SimpleNamespace(forced=None)))
+    monkeypatch.setattr(
+        generation, "load", lambda *_, **__: (uneven_model, SimpleNamespace(forced=None))
+    )
     for name, value in (("host_facts", {}), ("check_twins", {}), ("weights_sha256", None)):
         monkeypatch.setattr(generation, name, lambda *_, value=value: value)
     monkeypatch.setattr(generation, "jobs_of", lambda *_: [(row, None, [])])
@@ -835,151 +564,3 @@ def test_the_process_of_an_engine_has_the_allocator(allocator):
     job.wait()
     assert ("tcmalloc" in job()) == (allocator == "tcmalloc")
     job.close()
-
-
-def first_alone(monkeypatch):
-    """Run the first command in a process, and the others in this one, which is faster."""
-    alone, lock = iter([True]), threading.Lock()
-
-    def run_command(command, cwd, **options):
-        if next(alone, False):
-            return subprocess.run(command, cwd=cwd, **options)
-        with lock, monkeypatch.context() as patch:
-            patch.chdir(cwd)
-            return main(command[3:])
-
-    return run_command
-
-
-def test_the_ingredient_muon_is_compared_with_the_same_recipe_without_it():
-    assert "Muon" not in score.variants({"steps": 7})
-    assert score.variants({"muon": True, "steps": 7})["Muon"] == ("without", {"steps": 7})
-
-
-def test_the_ingredient_weight_decay_is_compared_with_the_same_recipe_without_it():
-    recipe = {"steps": 7, "trainer": {"weight_decay": 0.1, "adam_beta1": 0.9}}
-    undecayed = {"steps": 7, "trainer": {"weight_decay": 0.0, "adam_beta1": 0.9}}
-    assert score.variants(recipe)["weight decay"] == ("without", undecayed)
-    assert "weight decay" not in score.variants(undecayed)
-
-
-def test_a_seed_counts_once(capsys):
-    with pytest.raises(SystemExit):
-        score.parse_args(["multi30k-muon", "--seeds", "1", "2", "1"])
-    assert "give each seed once, got 1 2 1" in capsys.readouterr().err
-
-
-def test_pairs_of_a_recipe_are_read_with_its_columns(tmp_path, monkeypatch):
-    (tmp_path / "test.jsonl").write_text('{"en": "a", "de": "b"}\n')
-    recipe = {"columns": ["en", "de"], "test": [str(tmp_path / "test.jsonl")]}
-    assert score.pairs_of(recipe, "test") == [("a", "b")]
-    monkeypatch.setattr(score, "read_pairs", lambda *found: found)
-    asked = (["user/pairs@de-en:test"], ["en", "de"], "test")
-    assert score.pairs_of(recipe | {"test": asked[0]}, "test") == asked
-
-
-@pytest.mark.slow
-def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
-    corpus, tmp_path, monkeypatch, capsys
-):
-    data = tmp_path / "data" / "multi30k"
-    files = {
-        name: [str(data / f"{split}.lc.norm.tok.{language}.gz") for language in ("en", "de")]
-        for name, split in (("train", "train"), ("valid", "val"), ("test", "test_2016_flickr"))
-    }
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16}
-    recipe = files | {
-        "vocab-size": 330,
-        "set": sizes | {"encoder_attention_heads": 2, "decoder_attention_heads": 2},
-        "max-source-tokens": 60,
-        "max-target-tokens": 60,
-        "steps": 6,
-        "warmup": 4,
-        "save-steps": 2,
-        "eval-steps": 3,
-        "average": 2,
-        "beams": 2,
-        "batching": "packed",
-        "bleu-tokenize": "none",
-    }
-    (tmp_path / "small.yaml").write_text(json.dumps(recipe))
-    monkeypatch.setattr(score, "RECIPES", tmp_path)
-    monkeypatch.setattr(score, "subprocess", SimpleNamespace(run=first_alone(monkeypatch)))
-    command = ["small", "--seeds", "1", "2", "--ingredients", "--at-once", "2"]
-    command += ["--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "report.json")]
-    score.main(command)
-    report = json.loads((tmp_path / "report.json").read_text())
-    runs = {path.parent.name: path for path in (tmp_path / "runs").glob("*/results.json")}
-    assert set(runs) == {
-        f"small-{run}seed{seed}"
-        for run in ("", "without-label-smoothing-", "without-packed-batches-", "with-BPE-dropout-")
-        for seed in (1, 2)
-    }
-    of_seeds = [json.loads(runs[f"small-seed{seed}"].read_text()) for seed in (1, 2)]
-    bleu = [run["test"]["bleu"] for run in of_seeds]
-    assert report["test"]["seeds"] == bleu
-    assert report["test"]["mean"] == round(sum(bleu) / 2, 2)
-    assert of_seeds[0]["valid"] != of_seeds[1]["valid"], "seeds differ"
-    assert [point["step"] for point in report["runs"][0]["curve"]] == [3, 6]
-    rows = {row["ingredient"]: row for row in report["ingredients"]}
-    assert list(rows) == [
-        "average of the last 2",
-        "length penalty of GNMT, alpha 0.6",
-        "score / length",
-        "label smoothing",
-        "packed batches",
-        "BPE-dropout",
-    ]
-    assert rows["average of the last 2"]["test"]["with"] == bleu
-    without = [
-        json.loads(runs[f"small-without-packed-batches-seed{seed}"].read_text()) for seed in (1, 2)
-    ]
-    packed = rows["packed batches"]["test"]
-    assert packed["without"] == [run["test"]["bleu"] for run in without]
-    assert packed["difference"] == round((sum(bleu) - sum(packed["without"])) / 2, 2)
-    assert [run["test"]["bleu"] for run in rows["packed batches"]["runs"]] == packed["without"]
-    assert 0 <= rows["packed batches"]["bootstrap_p_value"] <= 1
-    assert rows["packed batches"]["bootstrap_seed"] == 1
-
-    times = {path: path.stat().st_mtime_ns for path in runs.values()}
-    capsys.readouterr()
-    score.main([*command[:3], "--runs", str(tmp_path / "runs")])
-    assert f"seed 1: bleu {bleu[0]}" in capsys.readouterr().out
-
-    more = {name: value for name, value in recipe.items() if name not in ("vocab-size", "set")}
-    more |= {"model": "runs/small", "r-drop": 2, "steps": 2}
-    (tmp_path / "more.yaml").write_text(json.dumps(more))
-    score.main(
-        ["more", "--seeds", "2", "--ingredients", *command[-4:-1], str(tmp_path / "more.json")]
-    )
-    assert f"small: bleu {bleu[1]}" in capsys.readouterr().out
-    of_both = [
-        yaml.safe_load((tmp_path / "runs" / f"more-{run}.yaml").read_text())
-        for run in ("seed2", "without-second-stage-seed2")
-    ]
-    first = score.ROOT / of_both[0]["model"]
-    assert first.samefile(tmp_path / "runs" / "small-seed2")
-    assert of_both[0] == {**of_both[1], "r-drop": 2}
-    more = json.loads((tmp_path / "more.json").read_text())["ingredients"]
-    assert [row["ingredient"].split()[0] for row in more] == [
-        "average",
-        "length",
-        "score",
-        "second",
-    ]
-    assert {path: path.stat().st_mtime_ns for path in runs.values()} == times
-
-    third = ["small", "--seeds", "3", *command[-4:], "--ingredients", "score / length"]
-    score.main(third)
-    extended = json.loads((tmp_path / "report.json").read_text())
-    assert [run["seed"] for run in extended["runs"]] == [1, 2, 3]
-    assert extended["test"]["seeds"][:2] == bleu
-    assert extended["log"] == report["log"], "the log of the first seed"
-    rows = {row["ingredient"]: row for row in extended["ingredients"]}
-    assert rows["score / length"]["seeds"] == [1, 2, 3]
-    assert rows["packed batches"] == report["ingredients"][4]
-    with pytest.raises(SystemExit, match="'magic' is none of 'average of the last 2'"):
-        score.main([*third[:-1], "magic"])
-    (tmp_path / "small.yaml").write_text(json.dumps({**recipe, "steps": 7}))
-    with pytest.raises(SystemExit, match="seeds of another recipe, or of other settings"):
-        score.main(third)
