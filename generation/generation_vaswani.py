@@ -55,6 +55,18 @@ _CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
 _FAST_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
+def _check_types(inputs: Any, generation_config: Any) -> None:
+    """Refuse lists and dictionaries, which transformers does not name in its errors."""
+    for name, value, kind, way in (
+        ("inputs", inputs, torch.Tensor, "torch.tensor(inputs)"),
+        ("generation_config", generation_config, GenerationConfig, "GenerationConfig(**settings)"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be a {kind.__name__}, not a {type(value).__name__}: pass {way}."
+            )
+
+
 def _search_settings(config: Any) -> SearchSettings:
     """Return the settings of the fast search from the prepared generation config of a call."""
     ends = config._eos_token_tensor
@@ -105,6 +117,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         A call without `attention_mask` masks the padding, as decoders of transformers do.
         """
         refuse_packed(kwargs)
+        _check_types(inputs, generation_config)
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         mask = self._mask_of_padding(inputs, generation_config, kwargs)
@@ -340,7 +353,9 @@ class VaswaniGenerationMixin(GenerationMixin):
 
         Raises:
             NotCovered: transformers' search must run.
+            ValueError: sources and prompts differ in number.
         """
+        self._check_sources(prompt, config, model_kwargs)
         given = {name for name, value in model_kwargs.items() if value is not None}
         rules = token_rules(logits_processor, prompt.shape[1], config)
         uncovered = {
@@ -385,6 +400,21 @@ class VaswaniGenerationMixin(GenerationMixin):
             elif type(criterion) is not MaxLengthCriteria:
                 raise NotCovered(type(criterion).__name__)
         return limits - prompt.shape[1], rules
+
+    @staticmethod
+    def _check_sources(prompt: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> None:
+        """Refuse sources whose number is not that of the prompts, if transformers would fail."""
+        encoded = model_kwargs.get("encoder_outputs")
+        if encoded is None:  # a language model
+            return
+        sources = len(encoded[0]) // config.num_beams
+        if sources == 1 != len(prompt) and config.num_beams == 1:
+            raise NotCovered("one source of several prompts")
+        if sources != len(prompt):
+            raise ValueError(
+                f"generate has {sources} sources, but decoder_input_ids has {len(prompt)} prompts: "
+                "pass one prompt for each source."
+            )
 
     def _runs_as_written(self) -> bool:
         """Tell whether the fast search computes what the modules' own `forward` would compute.

@@ -215,7 +215,8 @@ def multiply(
     rounding = _8_BITS if _rounds_to_8_bits() else _7_BITS
     compiling = torch.compiler.is_compiling()
     kernel = _float_product
-    if _has_int8_product() and rounding is _8_BITS:  # without VNNI, it is slow
+    # Without VNNI, torch's product is slow. With one input, its sums are wrong.
+    if _has_int8_product() and rounding is _8_BITS and values.shape[1] > 1:
         kernel = _int8_product
     elif not compiling and compiled_rounding(values.shape[1]):
         kernel = _compiled_product

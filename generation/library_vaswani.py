@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from huggingface_hub import constants
+from torch.autograd.forward_ad import unpack_dual
 from transformers.utils import logging
 
 _FOLDER = Path(__file__).with_name("kernels")
@@ -291,6 +292,13 @@ def _seconds_of_waiting() -> float:
 CORES = _Cores()
 
 
+def threads_of_training() -> int:
+    """Return how many threads a kernel of training has, and look at the cores."""
+    threads = torch.get_num_threads()
+    CORES.look(threads)
+    return threads
+
+
 def is_as_stored(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor has the values in its memory, one after the other."""
     return tensor.is_contiguous() and not tensor.is_neg()
@@ -320,7 +328,7 @@ def trains(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernels can train with these tensors: plain ones of one dtype on a CPU.
 
     They cannot if a program records or transforms torch's operators, as `make_fx` and torch.func
-    do.
+    do, or computes derivatives forwards.
     """
     if torch.compiler.is_compiling():  # first, because the compiler cannot trace the others
         return False
@@ -330,6 +338,7 @@ def trains(*tensors: torch.Tensor) -> bool:
         tensor.is_cpu
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.dtype == tensors[0].dtype
+        and unpack_dual(tensor).tangent is None
         for tensor in tensors
     )
     return plain and tensors[0].dtype in COMPUTED and library() is not None
@@ -355,5 +364,6 @@ __all__ = [
     "compute",
     "is_as_stored",
     "library",
+    "threads_of_training",
     "trains",
 ]

@@ -184,7 +184,7 @@ class VaswaniScoringMixin:
         log_probs: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
         with self.evaluating():
             for rows, inputs, labels in self._forced_batches(pairs, max_tokens):
-                states = self.model(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
+                states = self.model(**inputs, use_cache=False, return_dict=True)[0]  # (B, T, D)
                 labels = labels.to(states.device)
                 real = labels != -100
                 values = self._token_log_probs(states[real], labels[real]).cpu()
@@ -330,7 +330,7 @@ class VaswaniScoringMixin:
                 rows = slice(start, start + size)
                 part = {name: value[rows] for name, value in inputs.items()}
                 part["decoder_input_ids"] = sequences[rows, :-1]
-                states = self.model(**part, use_cache=False).last_hidden_state  # (B, T, D)
+                states = self.model(**part, use_cache=False, return_dict=True)[0]  # (B, T, D)
                 states = states[:, prompt_length - 1 :]
                 counted = real[rows].to(states.device)
                 tokens = sequences[rows, prompt_length:].to(states.device)

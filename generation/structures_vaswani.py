@@ -134,6 +134,7 @@ class Positions:
 
     def listed(self, hypotheses: int) -> Listed:
         """Return the structure, for B * K hypotheses. It is valid until the next lists."""
+        assert hypotheses % self.lists == 0
         addresses = self.places.data_ptr(), self.counts.data_ptr()
         return Listed(*addresses, self.longest, hypotheses // self.lists)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F  # noqa: N812
 
 # On a CPU, PyTorch draws a random number for each element, which takes longer than the products of
@@ -62,6 +63,7 @@ def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
         or kept in (0, _CHANCES)
         or torch.compiler.is_compiling()
         or in_torch_func()
+        or unpack_dual(states).tangent is not None
     ):
         return F.dropout(states, p)
     return _CheapDropout.apply(states, kept)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ..generation.library_vaswani import FLOATS, address, library, trains
+from ..generation.library_vaswani import FLOATS, address, library, threads_of_training, trains
 from .training_products_vaswani import multiply_matrices
 
 # Most bytes of a chunk's logits.
@@ -255,7 +255,9 @@ def _loss_and_gradient(
         at_target, at_average = values.gather(1, gold), values.mean(dim=-1, keepdim=True)
         highest, chances = values.amax(dim=-1, keepdim=True), values.softmax(dim=-1)
         log_sum = highest - chances.amax(dim=-1, keepdim=True).log()  # of exp(values)
-        total += (log_sum - (1 - epsilon) * at_target - epsilon * at_average).sum()
+        total += (log_sum - (1 - epsilon) * at_target).sum()
+        if epsilon:  # without smoothing, a logit may be minus infinity
+            total -= epsilon * at_average.sum()
         chances.sub_(epsilon / vocab_size)
         chances.scatter_add_(1, gold, chances.new_full(gold.shape, epsilon - 1))
         logits[part] = chances
@@ -273,7 +275,7 @@ def _compiled_losses(
     if not (trains(logits) and targets.is_cpu and targets.dtype == torch.int64):
         return None
     tokens, vocab_size = logits.shape
-    targets, threads = targets.contiguous(), min(torch.get_num_threads(), tokens)
+    targets, threads = targets.contiguous(), min(threads_of_training(), tokens)
     losses = torch.empty(tokens, dtype=torch.float64, device="cpu")
     room = None if logits.dtype == torch.float32 else torch.empty(threads, vocab_size, **FLOATS)
     could = library().smooth_loss(

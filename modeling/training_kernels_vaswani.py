@@ -22,6 +22,7 @@ from ..generation.library_vaswani import (
     address,
     as_stored,
     library,
+    threads_of_training,
     trains,
 )
 from ..generation.linear_vaswani import is_changed
@@ -171,7 +172,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _run(kernel: str, ctx: Any, *tensors: torch.Tensor) -> None:
-    threads = torch.get_num_threads()
+    threads = threads_of_training()
     room = torch.empty(threads, ctx.room, **FLOATS)
     run = getattr(library(), kernel)
     run(ctypes.byref(ctx.sides), *map(address, tensors), address(room), ctx.room, threads)
@@ -210,7 +211,7 @@ class _SumAndNorm(torch.autograd.Function):
         library().add_and_normalize(
             ctypes.byref(norm),
             *map(address, (states, output, sums, moments, normalized)),
-            torch.get_num_threads(),
+            threads_of_training(),
         )
         ctx.norm, ctx.dtype = norm, output.dtype
         ctx.save_for_backward(sums, moments, *weights)
@@ -221,7 +222,7 @@ class _SumAndNorm(torch.autograd.Function):
         _refuse_second_derivative(gradient)
         sums, moments, weight, bias = ctx.saved_tensors
         ctx.norm.weight, ctx.norm.bias = address(weight), address(bias)
-        threads = torch.get_num_threads()
+        threads = threads_of_training()
         gradient = as_stored(gradient)  # a copy must live until the kernel has read it
         of_states = torch.empty_like(sums)
         of_output = torch.empty_like(sums, dtype=ctx.dtype)

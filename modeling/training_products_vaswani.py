@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.forward_ad import unpack_dual
 
 from ..generation.library_vaswani import (
     COUNT,
@@ -24,6 +23,7 @@ from ..generation.library_vaswani import (
     as_stored,
     is_as_stored,
     library,
+    threads_of_training,
     trains,
 )
 from ..generation.linear_vaswani import is_changed
@@ -124,7 +124,7 @@ def _computes(layers: Sequence[Any], states: torch.Tensor) -> bool:
             if layer.bias.shape != (out,):
                 return False
             tensors.append(layer.bias)
-    return _multiplies(*tensors) and not _is_dual(*tensors)
+    return _multiplies(*tensors)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -140,11 +140,6 @@ def _is_recorded() -> bool:
         or torch.jit.is_tracing()
         or torch.nn.modules.module._has_any_global_hook()
     )
-
-
-def _is_dual(*tensors: torch.Tensor) -> bool:
-    """Tell whether a derivative is computed forwards."""
-    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def _pays(rows: int, inputs: int, outs: int) -> bool:
@@ -181,7 +176,7 @@ def _multiply(
     products.bias[: len(stored)] = [None if bias is None else address(bias) for bias in stored]
     products.outputs[: len(outputs)] = list(map(address, outputs))
     rows = sum(-(-right_side.rows[i] // _ROWS_OF_TILE) * _ROWS_OF_TILE for i in range(len(right)))
-    threads = torch.get_num_threads()
+    threads = threads_of_training()
     memory = _memory(threads, rows * library().bytes_of_row())
     library().multiply_matrices(*(ctypes.byref(products), address(memory), len(memory), threads))
 

@@ -470,6 +470,9 @@ def test_return_dict_false_in_the_config_gives_tuples_and_traces(folder, batch):
     model = AutoModelForSeq2SeqLM.from_pretrained(folder, return_dict=False)
     inputs = (*batch.values(), torch.tensor([[2, 5], [2, 6]]))
     expected = model(*inputs, return_dict=True).logits
+    pairs = [[5, 6, 2]], [[7, 2]]
+    scores = AutoModelForSeq2SeqLM.from_pretrained(folder).score(*pairs).sums
+    assert torch.equal(model.score(*pairs).sums, scores)
     output = model(*inputs)
     assert isinstance(output, tuple)
     assert torch.equal(output[0], expected)

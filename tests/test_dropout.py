@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from vaswani.modeling import dropout_vaswani
 from vaswani.modeling.dropout_vaswani import drop_out
 
@@ -66,6 +67,14 @@ def test_compiled_training_draws_as_torch_does(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_types_are_kept(dtype):
     assert drop_out(torch.ones(8, dtype=dtype), 0.5, training=True).dtype == dtype
+
+
+def test_a_derivative_is_computed_forwards():
+    states, direction = torch.rand(2, 40, 9).unbind()
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(drop_out(forward_ad.make_dual(states, direction), 0.5, True))
+        torch.testing.assert_close(dual.tangent, dual.primal / states * direction)
+    assert 0 < (dual.primal == 0).sum() < states.numel()
 
 
 def test_torch_func_differentiates_dropout():

@@ -307,6 +307,39 @@ def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complai
         tiny_model().generate(**call)
 
 
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (
+            {"inputs": [[3, 4]]},
+            r"inputs must be a Tensor, not a list: pass torch\.tensor\(inputs\)",
+        ),
+        ({"generation_config": {"num_beams": 2}}, "must be a GenerationConfig, not a dict"),
+    ],
+)
+def test_lists_and_dictionaries_are_refused_by_name(tiny_model, call, complaint):
+    with pytest.raises(TypeError, match=complaint):
+        tiny_model().generate(**{"inputs": torch.tensor([[3, 4]]), **call})
+
+
+def test_prompts_of_one_source_are_continued_as_each_alone(tiny_model, searches):
+    model, source = tiny_model(dtype=torch.float32), torch.tensor([[3, 4, 5]])
+    prompts = torch.tensor([[2, 5], [2, 6], [2, 5]])
+    call = {"num_beams": 1, "max_new_tokens": 6}
+    found = model.generate(source, decoder_input_ids=prompts, **call)
+    assert searches["_sample"] == 1
+    for prompt, row in zip(prompts, found, strict=True):
+        (alone,) = model.generate(source, decoder_input_ids=prompt[None], **call)
+        assert row.tolist()[: len(alone)] == alone.tolist()
+
+
+@pytest.mark.parametrize(("sources", "prompts", "beams"), [(3, 1, 1), (3, 1, 4), (1, 3, 4)])
+def test_another_number_of_prompts_than_sources_is_refused(tiny_model, sources, prompts, beams):
+    ids, prompt = torch.full((sources, 4), 5), torch.full((prompts, 1), 2)
+    with pytest.raises(ValueError, match=f"has {sources} sources, but .* has {prompts} prompts"):
+        tiny_model(dtype=torch.float32).generate(ids, decoder_input_ids=prompt, num_beams=beams)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab_size", [40, 9000])
 @pytest.mark.parametrize("values", [(3, 0), slice(None)])

@@ -129,6 +129,11 @@ class TestProducts:
         assert (values.abs().amax(dim=1)[others] >= 126).all()
         assert (values[3] == 0).all()
 
+    def test_a_layer_with_one_input_is_multiplied_exactly(self):
+        states, weight = torch.randn(9, 1), torch.randn(31, 1)
+        product = multiply(states, *round_weight(weight), None)
+        torch.testing.assert_close(product, states @ weight.t(), rtol=0.02, atol=1e-6)
+
     @pytest.fixture(params=[8, 7])
     def rounding(self, request, monkeypatch):
         """The rounding of states on CPUs with VNNI, and on others."""

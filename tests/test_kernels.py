@@ -411,6 +411,15 @@ class TestCrowdedCores:
         assert len(looks) > 2
         assert set(looks) == {torch.get_num_threads()}
 
+    @compiled
+    def test_each_update_looks(self, monkeypatch):
+        looks = []
+        monkeypatch.setattr(library_vaswani.CORES, "look", looks.append)
+        model = model_with().train()
+        model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[7, 2]])).loss.backward()
+        assert len(looks) > 2
+        assert set(looks) == {torch.get_num_threads()}
+
     @pytest.mark.slow
     @compiled
     def test_waiting_threads_sleep_and_compute_the_same(self):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad
 from torch.nn import functional as F  # noqa: N812
 from vaswani.corpora.packed_collator import packed
@@ -361,6 +362,21 @@ def test_transforms_of_torch_func_compute_without_the_kernels(model_and_batch):
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     torch.testing.assert_close(grad(loss_of)(weights), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_derivatives_are_computed_forwards_without_the_kernels(tiny_model):
+    model = tiny_model(dtype=torch.float32, dropout=0.0, attn_implementation="eager").train()
+    states, direction = torch.randn(2, 3, 5, model.config.d_model).unbind()
+
+    def loss(embeddings):
+        labels = torch.full((3, 4), 5)
+        return model(inputs_embeds=embeddings, labels=labels, skip_logits=False).loss
+
+    with forward_ad.dual_level():
+        dual = loss(forward_ad.make_dual(states, direction))
+        tangent = forward_ad.unpack_dual(dual).tangent
+    (gradient,) = torch.autograd.grad(loss(states.requires_grad_()), states)
+    torch.testing.assert_close(tangent, (gradient * direction).sum(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

@@ -37,7 +37,9 @@ static double smooth_row(float *values, int64_t count, int64_t target, float eps
     for (int64_t i = 0; i < count; i++)
         values[i] = values[i] * scale - of_each;
     values[target] -= 1 - epsilon;
-    return __builtin_log(chances) - (1 - epsilon) * at_target - epsilon * total / (double)count;
+    // Without smoothing, a logit may be minus infinity.
+    const double of_all = epsilon == 0 ? 0 : epsilon * total / (double)count;
+    return __builtin_log(chances) - (1 - epsilon) * at_target - of_all;
 }
 
 // Replace logits (C, V) by the gradient of the loss, and compute the loss of each token (C,).
