@@ -97,8 +97,8 @@ def shares_of(
     Args:
         sizes: number of pairs of each corpus.
         weights: weights from the command line. If at least one is given, None means 1.
-        temperature: shares are sizes to the power of 1 / temperature. With 1 the shares are the
-            sizes, and large values make all corpora equally frequent.
+        temperature: shares are proportional to sizes to the power of 1 / temperature. Large values
+            make all corpora equally frequent.
 
     Raises:
         ValueError: both weights and a temperature are given.
@@ -109,7 +109,7 @@ def shares_of(
             "--temperature and weights (=WEIGHT) both set how often a corpus is seen: drop one."
         )
     if temperature:
-        return [float(size) ** (1 / temperature) for size in sizes]
+        return [(size / max(sizes)) ** (1 / temperature) for size in sizes]
     return [1.0 if weight is None else weight for weight in weights] if weighted else None
 
 

@@ -80,7 +80,8 @@ class TokenBatchStream(IterableDataset):
         these batches.
 
         Raises:
-            DataError: a whole pass gave no batch, for example because the rules drop all pairs.
+            DataError: a whole pass gave no batch, for example because there are no rows, or the
+                rules drop all pairs; rows are not tokenized.
         """
         info = get_worker_info()
         worker = info.id if info else 0
@@ -109,6 +110,8 @@ class TokenBatchStream(IterableDataset):
                     "The training data have no rows in a second pass: pass an iterable that starts "
                     "again from its beginning, or fewer updates (max_steps)."
                 )
+            if not read and (info is None or info.num_workers == 1):
+                raise DataError("The training data have no rows: check the files or the iterable.")
             if not read:
                 return  # this worker has no shard
             if state is before and before["rows"] is None and not before["given"]:
@@ -140,6 +143,11 @@ class TokenBatchStream(IterableDataset):
             block = self.encode(block)
         if not block:
             return []
+        if missing := {"input_ids", "labels"} - block[0].keys():
+            raise DataError(
+                f"A row of the stream has no {min(missing)!r}, only {', '.join(block[0])}: "
+                "tokenize the rows."
+            )
         lengths = [(len(row["input_ids"]), len(row["labels"])) for row in block]
         sampler = self.sampler(lengths, *self.budgets, seed=self.seed, warn=False)
         sampler.set_epoch(number * _MOST_WORKERS + worker)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,10 @@ class TokenBatchSampler(Sampler[list[int]]):
         mixture: Mixture | None = None,
         warn: bool = True,
     ) -> None:
-        self.max_source_tokens = max_source_tokens
-        self.max_target_tokens = (
-            max_source_tokens if max_target_tokens is None else max_target_tokens
-        )
-        for name in ("max_source_tokens", "max_target_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if max_target_tokens is None:
+            max_target_tokens = max_source_tokens
+        self.max_source_tokens = _whole("max_source_tokens", max_source_tokens)
+        self.max_target_tokens = _whole("max_target_tokens", max_target_tokens)
         if batches_per_update < 1:
             raise InputError(f"batches_per_update must be at least 1, got {batches_per_update}.")
         self.seed = seed
@@ -261,6 +259,14 @@ class PackedBatchSampler(TokenBatchSampler):
             start = end if start else math.ceil(end * first)
             ends.append(start)
         return np.array(ends, dtype=np.int64)
+
+
+def _whole(name: str, number: Any) -> int:
+    """Return a budget as an integer. 4e3 is an integer too."""
+    numeric = isinstance(number, Real) and not isinstance(number, bool)
+    if not (numeric and 1 <= number < math.inf and number == int(number)):
+        raise InputError(f"{name} must be an integer of at least 1, got {number!r}.")
+    return int(number)
 
 
 def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:

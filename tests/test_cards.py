@@ -700,11 +700,12 @@ def test_a_trainer_writes_the_card_of_the_model_it_saved(tmp_path, warnings):
     trainer = make_trainer(tmp_path, max_steps=2, logging_strategy="steps", logging_steps=1)
     trainer.train()
     trainer.save_model()
-    trainer.create_model_card(language=["en", "de"], license="mit", tags="mine")
+    trainer.create_model_card(["en", "de"], "mit", "mine", "A name", dataset="user/pairs")
     card = tmp_path / "README.md"
     data = ModelCard.load(card).data
     assert (data.language, data.license) == (["en", "de"], "mit")
     assert {"mine", "vaswani"} <= set(data.tags)
+    assert (data.datasets, data.base_model) == (["user/pairs"], None)
     text = card.read_text("utf-8")
     report = json.loads((tmp_path / "training.json").read_text())
     assert report["arguments"]["learning_rate"] == 1e-3
@@ -713,6 +714,8 @@ def test_a_trainer_writes_the_card_of_the_model_it_saved(tmp_path, warnings):
     assert "| updates | 2 |" in text
     assert f"| time | {report['training_minutes']} minutes |" in text
     assert '"learning_rate": 0.001' in text
+    with pytest.raises(TypeError, match="langauge"):
+        trainer.create_model_card(langauge="en")
     assert (tmp_path / "learning_curve.png").exists()
     card.write_text(text + "Mine.\n", encoding="utf-8")
     trainer.create_model_card()

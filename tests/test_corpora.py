@@ -288,7 +288,8 @@ def test_a_mixture_takes_its_shares_and_sees_all_pairs_of_a_corpus_equally_often
 def test_temperature_makes_shares_more_equal_and_weights_are_shares():
     assert shares_of([100, 900], [None, None], None) is None
     assert shares_of([100, 900], [2.0, None], None) == [2, 1]
-    assert shares_of([100, 900], [None, None], 1) == [100, 900]
+    assert shares_of([100, 900], [None, None], 1) == pytest.approx([1 / 9, 1])
+    assert shares_of([10, 10**6], [None, None], 0.001) == [0, 1]
     small, large = shares_of([100, 900], [None, None], 5)
     assert large / small == pytest.approx(9 ** (1 / 5))
     with pytest.raises(ValueError, match="--temperature and weights"):

@@ -77,6 +77,12 @@ def test_a_write_that_fails_leaves_the_curve_that_was_there(monkeypatch, tmp_pat
     assert (tmp_path / "curve.png").read_bytes() == before
 
 
+def test_losses_of_a_diverging_run_are_drawn_without_perplexities(drawn, tmp_path):
+    log = [{"step": 1, "loss": 1000.0}, {"step": 1, "eval_loss": 5.0}, {"step": 2, "loss": 900.0}]
+    draw_learning_curve(log, tmp_path / "curve.png")
+    assert drawn["validation"] == [(1, 5.0)]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "log", [[], LOG[:1], LOG[5:], [{"step": 1, "loss": 0.0}], [{"step": 0, "loss": 1.0}]]

@@ -446,6 +446,16 @@ def test_unequal_numbers_of_lines_are_refused_with_the_line(translator):
         evaluate_generation(model, tokenizer, [], [])
 
 
+def test_sentences_before_an_error_do_not_count_in_the_next_call(translator):
+    model, tokenizer, sources, references = translator
+    metric = TranslationMetric()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="references end after line 10"):
+            evaluate_generation(model, tokenizer, sources, references[:10], metric, window=4)
+    found = evaluate_generation(model, tokenizer, sources[:7], references[:7], metric)
+    assert found == evaluate_generation(model, tokenizer, sources[:7], references[:7])
+
+
 def test_settings_without_meaning_are_refused(translator):
     model, tokenizer, sources, _ = translator
     for settings in ({"window": 0}, {"batch_tokens": 0}, {"num_return_sequences": 2}):

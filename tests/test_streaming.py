@@ -173,6 +173,31 @@ def test_training_on_a_stream_resumes_with_the_same_weights(form, workers, tmp_p
         other.train(resume_from_checkpoint=True)
 
 
+def test_a_stream_continues_with_the_settings_of_its_checkpoint(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "stream_buffer": 16}
+    make_trainer(tmp_path, data=Rows(), **changes).train()
+    for name, value in (("stream_buffer", 8), ("max_source_tokens", 50), ("drop_oversize", True)):
+        resumed = make_trainer(tmp_path, data=Rows(), **changes | {"max_steps": 4, name: value})
+        with pytest.raises(ValueError, match=f"was saved with {name}=.*, but this run has {value}"):
+            resumed.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_rows_or_columns_ends_with_an_error(workers, tmp_path):
+    class Given(IterableDataset):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __iter__(self):
+            return iter(self.rows)
+
+    changes = {"max_steps": 2, "dataloader_num_workers": workers}
+    with pytest.raises(ValueError, match=r"have no rows|gave no batch"):
+        make_trainer(tmp_path, data=Given([]), **changes).train()
+    with pytest.raises(ValueError, match="no 'input_ids', only src: tokenize the rows"):
+        make_trainer(tmp_path, data=Given([{"src": "a"}] * 4), **changes).train()
+
+
 def test_streams_and_data_with_a_length_do_not_continue_each_other(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     for name, first, other, complaint in (

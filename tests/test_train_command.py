@@ -298,6 +298,17 @@ def test_patience_follows_the_direction_of_its_score():
         training_arguments(args, d_model=512)
 
 
+def test_the_best_checkpoint_is_kept_beside_those_to_average():
+    words = ["--train", "x.tsv", "--valid", "x.tsv", "--output", "unused", "--average", "5"]
+    words += ["--trainer", "save_strategy=steps"]
+    for best, kept in (([], 5), (["metric_for_best_model=bleu"], 6)):
+        arguments = training_arguments(make_parser().parse_args([*words, *best]), d_model=512)
+        assert arguments.save_total_limit == kept
+    args = make_parser().parse_args([*words, "load_best_model_at_end=true", "save_total_limit=5"])
+    with pytest.raises(RunError, match="--average 5 needs as many checkpoints"):
+        training_arguments(args, d_model=512)
+
+
 def test_beams_of_the_command_line_override_those_in_the_recipe_of_a_run(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     words = ["--train", "x.tsv", "--output", "run", "--generation", "length_penalty=1"]

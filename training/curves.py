@@ -21,6 +21,7 @@ with needs("vaswani[train]"):
 
 logger = logging.get_logger(__name__)
 
+_HIGHEST = 700  # loss whose exponential is a finite number
 _PERPLEXITIES = [mark * 10**power for power in range(6) for mark in (1, 2, 5)]
 _NAMES = {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match, %"}
 _TRAINING, _VALIDATION = "#9aa3b5", "#2f6db5"
@@ -32,7 +33,8 @@ def draw_learning_curve(
     """Draw the training loss, the validation loss with its perplexity, and a validation score.
 
     The two losses are not comparable: the training loss has label smoothing and dropout (5.4), the
-    validation loss has neither. The file is written completely or not at all.
+    validation loss has neither. Losses whose exponential is infinite have no perplexities. The file
+    is written completely or not at all.
 
     Args:
         log: a Trainer's `state.log_history`.
@@ -51,8 +53,8 @@ def draw_learning_curve(
     _style(losses, "loss, nats per target token")
     if losses.lines:
         losses.legend(frameon=False, labelcolor=INK)
-    if validation:
-        lowest, highest = losses.get_ylim()
+    lowest, highest = losses.get_ylim()
+    if validation and highest < _HIGHEST:
         right = losses.secondary_yaxis("right", functions=(np.exp, _log))
         marks = [mark for mark in _PERPLEXITIES if lowest <= math.log(mark) <= highest]
         right.set_yticks(marks, [f"{mark:,}" for mark in marks], color=INK)

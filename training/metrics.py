@@ -6,6 +6,7 @@
 Everything works offline. Memory does not grow with the number of sentences, except for their text.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -314,34 +315,48 @@ def evaluate_generation(
     """
     metric = TranslationMetric() if metric is None else metric
     target_tokenizer = _reader_of(model, tokenizer, target_tokenizer)
+    done = 0
+    try:
+        for chunk in _chunks_of_pairs(sources, references, window):
+            predictions = generate_texts(
+                model,
+                tokenizer,
+                [source for source, _ in chunk],
+                target_tokenizer=target_tokenizer,
+                batch_tokens=batch_tokens,
+                window=window,
+                **generate_kwargs,
+            )
+            metric.add_batch(
+                predictions=list(predictions), references=[reference for _, reference in chunk]
+            )
+            done += len(chunk)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            metric.compute()  # forgets the sentences, which must not count in the next call
+        raise
+    if not done:
+        raise ValueError("There is nothing to evaluate: sources and references hold no line.")
+    return metric.compute()
+
+
+def _chunks_of_pairs(
+    sources: Iterable[str], references: Iterable[Any], size: int
+) -> Iterator[list[tuple[str, Any]]]:
+    """Yield sources with their references, and refuse unequal numbers of them."""
     pairs = itertools.zip_longest(sources, references)
     done = 0
-    while chunk := list(itertools.islice(pairs, window)):
+    while chunk := list(itertools.islice(pairs, size)):
         for number, (source, reference) in enumerate(chunk, start=done + 1):
             if source is None or reference is None:
-                ended, longer = (
-                    ("sources", "references") if source is None else ("references", "sources")
-                )
+                sides = ("sources", "references")
+                ended, longer = sides if source is None else sides[::-1]
                 raise ValueError(
                     f"There are more {longer} than {ended}: the {ended} end after line "
                     f"{number - 1}. Every source needs a reference."
                 )
-        predictions = generate_texts(
-            model,
-            tokenizer,
-            [source for source, _ in chunk],
-            target_tokenizer=target_tokenizer,
-            batch_tokens=batch_tokens,
-            window=window,
-            **generate_kwargs,
-        )
-        metric.add_batch(
-            predictions=list(predictions), references=[reference for _, reference in chunk]
-        )
+        yield chunk
         done += len(chunk)
-    if not done:
-        raise ValueError("There is nothing to evaluate: sources and references hold no line.")
-    return metric.compute()
 
 
 def nbest_accuracy(candidates: Iterable[Sequence[str]], references: Iterable[str]) -> list[float]:

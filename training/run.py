@@ -484,8 +484,7 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "eval_strategy": "steps" if options.valid else "no",
         "eval_steps": options.eval_steps,
         "save_steps": options.save_steps or options.eval_steps,
-        # Keep one more checkpoint for the best one, which may be older than those to average.
-        "save_total_limit": max(options.average, 5) + bool(options.patience),
+        "save_total_limit": max(options.average, 5),
         "metric_for_best_model": options.score if options.patience else None,
         "predict_with_generate": True,
         "generation_num_beams": 1,
@@ -499,10 +498,13 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         raise RunError(str(error)) from error
     if options.patience and arguments.eval_strategy == "no":
         raise RunError("--patience needs evaluations: leave out --trainer eval_strategy=no.")
+    # transformers always keeps the best checkpoint, which may be older than those to average.
+    keeps_best = arguments.metric_for_best_model is not None
+    if "save_total_limit" not in options.trainer:
+        arguments.save_total_limit += keeps_best
     limit = arguments.save_total_limit
     if options.average > 1 and (
-        arguments.save_strategy == "no"
-        or 0 < (limit or 0) < options.average + bool(options.patience)
+        arguments.save_strategy == "no" or 0 < (limit or 0) < options.average + keeps_best
     ):
         raise RunError(
             f"--average {options.average} needs as many checkpoints, but the run keeps fewer: "

@@ -44,7 +44,7 @@ class RunTrainer(VaswaniTrainer):
             return super()._get_train_sampler(train_dataset)
         # Without given lengths, transformers would tokenise every pair to count its tokens.
         batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        seed = self._seed_of_data()
         self._sampler = EpochSampler(batch, self.lengths.max(axis=1).tolist(), seed)
         return self._sampler
 

@@ -153,14 +153,17 @@ class SafeSaving(Seq2SeqTrainer):
         language: str | None = None,
         license: str | None = None,
         tags: str | list[str] | None = None,
+        model_name: str | None = None,
         finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
         dataset_tags: str | list[str] | None = None,
-        **others: Any,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
     ) -> None:
         """Write training.json and the card made from it into the output folder.
 
         A card that was edited is kept. An adapter or a model of another class gets transformers'
-        card.
+        card, which alone has `model_name`, `tasks` and `dataset_args`.
         """
         output = Path(self.args.output_dir or "trainer_output")
         if not self._has_whole_model(output):
@@ -168,9 +171,12 @@ class SafeSaving(Seq2SeqTrainer):
                 language,
                 license,
                 tags,
-                finetuned_from=finetuned_from,
-                dataset_tags=dataset_tags,
-                **others,
+                model_name,
+                finetuned_from,
+                tasks,
+                dataset_tags,
+                dataset,
+                dataset_args,
             )
             return
         log = self.state.log_history
@@ -192,7 +198,7 @@ class SafeSaving(Seq2SeqTrainer):
             license=license,
             tags=tags,
             base_model=finetuned_from,
-            datasets=dataset_tags,
+            datasets=dataset_tags or dataset,
         )
 
     def _write_card(self, folder: Path, **options: Any) -> None:

@@ -32,24 +32,29 @@ class StreamStates:
             if batch is not None:
                 yield batch
 
-    def save(self, checkpoint: str, args: TrainingArguments) -> None:
-        """Write the states of a process if its data are a stream."""
+    def save(self, checkpoint: str, args: TrainingArguments, settings: dict[str, Any]) -> None:
+        """Write the states of a process, and the settings, if its data are a stream."""
         if self.states:
             # A worker without a batch has no state, so the number of workers is saved too.
-            text = json.dumps({"workers": _workers(args), "states": self.states})
+            text = json.dumps(
+                {"workers": _workers(args), "settings": settings, "states": self.states}
+            )
             _file(checkpoint, args.process_index).write_text(text, encoding="utf-8")
 
-    def load(self, checkpoint: str, args: TrainingArguments, update: int) -> None:
+    def load(
+        self, checkpoint: str, args: TrainingArguments, update: int, settings: dict[str, Any]
+    ) -> None:
         """Read the states of a process, and start its streams there.
 
         Args:
             checkpoint: folder of the checkpoint.
             args: arguments of the run.
             update: number of updates of the checkpoint.
+            settings: those of this run that decide which rows a batch has.
 
         Raises:
-            InputError: the checkpoint has no streams, or another number of processes, loader
-                workers or accumulated batches.
+            InputError: the checkpoint has no streams, other settings, or another number of
+                processes, loader workers or accumulated batches.
         """
         processes = stream_processes(checkpoint)
         if not processes:
@@ -69,6 +74,13 @@ class StreamStates:
                 f"has {args.dataloader_num_workers}: resume with "
                 f"dataloader_num_workers={saved['workers']}."
             )
+        for name, before in saved["settings"].items():
+            if settings[name] != before:
+                raise InputError(
+                    f"{checkpoint} was saved with {name}={before!r}, but this run has "
+                    f"{settings[name]!r}: a stream would lose or repeat rows. Resume with the "
+                    "setting of the checkpoint."
+                )
         # A checkpoint inside an update has read batches of the next one.
         accumulated = sum(state["total"] for state in saved["states"].values()) // max(update, 1)
         if update and accumulated != args.gradient_accumulation_steps:

@@ -108,7 +108,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
 
         Each data-parallel group and worker reads its own shards.
         """
-        data, args = self.train_dataset, self.args
+        data = self.train_dataset
         collator = self._get_collator_with_removed_columns(self.data_collator, "training")
         if self.batching == "packed":
             collator = PackedCollator(collator, self._multiple_of_tokens())
@@ -119,7 +119,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
             collator,
             data.encode if isinstance(data, TextStream) else None,
             PackedBatchSampler if self.batching == "packed" else TokenBatchSampler,
-            seed=args.seed if args.data_seed is None else args.data_seed,
+            seed=self._seed_of_data(),
             buffer=self.stream_buffer,
             states=self._streams.start,
             drop_oversize=self.drop_oversize,
@@ -168,7 +168,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
             lengths,
             max_source_tokens,
             self.max_target_tokens,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            seed=self._seed_of_data(),
             drop_oversize=self.drop_oversize,
             batches_per_update=batches_per_update,
             mixture=self.mixture,
@@ -193,7 +193,16 @@ class TokenBatchLoading(Seq2SeqTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self._streams.save(output_dir, self.args)
+        self._streams.save(output_dir, self.args, self._settings_of_stream())
+
+    def _settings_of_stream(self) -> dict[str, Any]:
+        """Return the settings that decide which rows of a stream a batch has."""
+        names = ("max_source_tokens", "max_target_tokens", "batching", "stream_buffer")
+        own = {name: getattr(self, name) for name in (*names, "drop_oversize")}
+        return own | {"seed": self._seed_of_data()}
+
+    def _seed_of_data(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
 
 def data_parallel_rank(process: int, processes: int, tensor_parallel: int) -> tuple[int, int]:

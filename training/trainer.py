@@ -155,13 +155,13 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self.lengths = lengths
         self.drop_oversize = drop_oversize
         self.batching = batching
-        self.noam_warmup_steps = noam_warmup_steps
-        self.noam_factor = noam_factor
+        self.noam_warmup_steps = _python_number(noam_warmup_steps)
+        self.noam_factor = _python_number(noam_factor)
         self.muon = float(muon)
         self.r_drop = float(self.objective.alpha) if isinstance(self.objective, RDrop) else 0.0
         self.mixture = mixture
         self._sentences_in_update: torch.Tensor | None = None
-        self.stream_buffer = stream_buffer
+        self.stream_buffer = _python_number(stream_buffer)
         self._streams = StreamStates()
         self._own_special_tokens = _special_tokens(self.model)
         self._refuse_options_of_other_data()
@@ -250,7 +250,13 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             self._check_checkpoint(Path(resume_from_checkpoint))
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self._has_stream and not self.state.global_step:
+            raise InputError(
+                "The training data gave no batch, so the model is untrained: check that each "
+                "process and loader worker has rows."
+            )
+        return output
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make a model by `model_init`, and note its special tokens."""
@@ -282,7 +288,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self._warn_of_other_processes(checkpoint)
         if self.max_source_tokens and self._has_stream:
             state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
-            self._streams.load(str(checkpoint), self.args, state.global_step)
+            settings = self._settings_of_stream()
+            self._streams.load(str(checkpoint), self.args, state.global_step, settings)
         elif stream_processes(checkpoint):
             raise InputError(
                 f"{checkpoint} was saved by a run on a stream: resume with that stream and "
