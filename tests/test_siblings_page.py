@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import Page
+from documents import Page, printed_by
 from test_conversion_onnx import exporting
 from vaswani.commands.main import main
 
@@ -26,7 +26,7 @@ def test_the_blocks_run_as_printed(number_words, tiny_model, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("train.de").write_bytes(number_words[1].read_bytes())
     tiny_model().save_pretrained("runs/quickstart")
-    (making, _), (moving, _), _ = PAGE.python()
+    _, (making, _), (moving, _), _ = PAGE.python()
     names = {}
     with pytest.raises(ValueError, match="vocab_size"):  # number words have fewer pieces
         exec(making.replace("4000", "20"), names)
@@ -42,6 +42,15 @@ def test_the_blocks_run_as_printed(number_words, tiny_model, tmp_path, monkeypat
     )
 
 
+def test_a_classifier_is_trained_as_printed(number_words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in number_words:
+        Path(path.name).write_bytes(path.read_bytes())
+    (training, expected), *_ = PAGE.python()
+    printed = printed_by(training, "siblings.md")  # with the trainer's figures
+    assert printed.endswith(f"\n{expected}")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_language_model_is_served_as_printed(number_words, tmp_path, monkeypatch, capsys):
@@ -49,7 +58,7 @@ def test_a_language_model_is_served_as_printed(number_words, tmp_path, monkeypat
     pytest.importorskip("ctranslate2", reason="pip install 'vaswani[convert]'")
     monkeypatch.chdir(tmp_path)
     Path("train.de").write_bytes(number_words[1].read_bytes())
-    (making, _), _, (serving, _) = PAGE.python()
+    _, (making, _), _, (serving, _) = PAGE.python()
     names = {}
     exec(making.replace("4000", "400"), names)
     for command in PAGE.commands(containing="convert"):

@@ -182,9 +182,9 @@ DATA = {
 
 
 def main() -> None:
-    """Compare the two on number words and on Multi30k, with few and with many pairs."""
+    """Compare the two on each data set, with few and with many pairs."""
     parser = arguments(__doc__, "siblings-one-stream.json", updates=800)
-    parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
+    parser.add_argument("--data", nargs="+", choices=DATA, default=["number words"])
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for data in args.data:
