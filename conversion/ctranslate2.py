@@ -211,7 +211,8 @@ class VaswaniLoader(ModelLoader):
         """
         config = model.config
         problems = _problems(config, self.max_positions)
-        if tokenizer is not None and target_tokenizer is None:
+        # A tokenizer made in memory has no folder.
+        if tokenizer is not None and target_tokenizer is None and tokenizer.name_or_path:
             # CTranslate2's own converter does not look for a second tokenizer.
             folder = Path(tokenizer.name_or_path)
             if (folder / TARGET_TOKENIZER).is_dir():

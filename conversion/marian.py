@@ -29,7 +29,7 @@ Differences from MarianTokenizer:
 * If vocab.json lacks pieces of the .spm file, a warning names them. Other pieces replace them, not
   "<unk>".
 * A ">>xx<<" that vocab.json lacks is text.
-* Letters with several separate accents, and half-width Hangul, may be normalised differently.
+* Separate accents in an unusual order, and half-width Hangul, may be normalised differently.
 * The scripts around OPUS-MT models that rewrite punctuation are not run.
 
 The generation config searches as Marian does, with length_penalty_type="hf" and Marian's exponent

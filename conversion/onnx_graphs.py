@@ -204,6 +204,12 @@ class GraphDecoder:
         return torch.from_numpy(outputs["logits"][:, -1])
 
 
+def refuse_string(texts: Any) -> None:
+    """Raise TypeError for one string, whose characters would be texts."""
+    if isinstance(texts, str):
+        raise TypeError(f"texts is the string {texts[:40]!r}: pass a list of texts.")
+
+
 def padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Array, Array]:
     """Pad rows of token ids on the "left" or "right": ids, and 1 at real tokens, (B, T) each."""
     lengths = np.array([len(row) for row in rows])
@@ -223,4 +229,4 @@ def run_graph(session: Any, feed: dict[str, Array]) -> dict[str, Array]:
     return {name.removeprefix("output."): array for name, array in outputs}
 
 
-__all__ = ["Array", "GraphDecoder", "OnnxModel", "padded", "run_graph"]
+__all__ = ["Array", "GraphDecoder", "OnnxModel", "padded", "refuse_string", "run_graph"]

@@ -10,7 +10,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig
 from ..generation.limits_vaswani import check_position_limit
 from .loading import open_tokenizers
-from .onnx_graphs import Array, GraphDecoder, OnnxModel, padded
+from .onnx_graphs import Array, GraphDecoder, OnnxModel, padded, refuse_string
 
 
 class OnnxLanguageModel(OnnxModel):
@@ -30,8 +30,10 @@ class OnnxLanguageModel(OnnxModel):
             The texts with their continuations.
 
         Raises:
+            TypeError: `texts` is one string.
             ValueError: the folder has no tokenizer.
         """
+        refuse_string(texts)
         tokenizer, _ = open_tokenizers(self.folder)
         if tokenizer is None:
             raise ValueError(f"{self.folder} holds no tokenizer: pass token ids to generate.")

@@ -8,7 +8,7 @@ import torch
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..generation.limits_vaswani import check_position_limit, length_limits, length_rule
 from .loading import open_tokenizers
-from .onnx_graphs import Array, GraphDecoder, OnnxModel, padded, run_graph
+from .onnx_graphs import Array, GraphDecoder, OnnxModel, padded, refuse_string, run_graph
 
 
 class OnnxTranslator(OnnxModel):
@@ -23,14 +23,25 @@ class OnnxTranslator(OnnxModel):
     def translate(self, texts: Sequence[str], **settings: Any) -> list[str]:
         """Translate texts with the tokenizer of the folder; the settings are those of `generate`.
 
+        The translation of an empty text is empty.
+
         Raises:
+            TypeError: `texts` is one string.
             ValueError: the folder has no tokenizer.
         """
+        refuse_string(texts)
         source, target = open_tokenizers(self.folder)
         if source is None:
             raise ValueError(f"{self.folder} holds no tokenizer: pass token ids to generate.")
-        ids = self.generate(source(list(texts)).input_ids, **settings)
-        return (target or source).batch_decode(ids, skip_special_tokens=True)
+        translations = [""] * len(texts)
+        filled = [index for index, text in enumerate(texts) if text.strip()]
+        if filled:
+            encoded = source([texts[index] for index in filled]).input_ids
+            ids = self.generate(encoded, **settings)
+            written = (target or source).batch_decode(ids, skip_special_tokens=True)
+            for index, text in zip(filled, written, strict=True):
+                translations[index] = text
+        return translations
 
     def generate(
         self,
@@ -109,6 +120,8 @@ class OnnxTranslator(OnnxModel):
             raise ValueError(
                 "Nothing limits the translations: pass max_new_tokens or max_length_offset."
             )
+        if limit < 1:
+            raise ValueError(f"A translation has at least 1 new token, but its limit is {limit}.")
         return torch.full_like(lengths, limit)
 
     def padded(self, sources: Sequence[Sequence[int]]) -> tuple[Array, Array]:

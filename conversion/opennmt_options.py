@@ -177,8 +177,9 @@ def model_config(options: dict[str, Any], vocabularies: Vocabularies) -> Vaswani
     if pads[0] != pads[1]:
         raise ConversionError(f"{PAD!r} has different ids in the two vocabularies: {pads}.")
     tied = options["share_decoder_embeddings"]
+    # The last rate of a schedule is that of the end of the training.
     dropout, attention_dropout = (
-        options[name][0] if isinstance(options[name], list) else options[name]
+        options[name][-1] if isinstance(options[name], list) else options[name]
         for name in ("dropout", "attention_dropout")
     )
     widths = [options[name] for name in _WIDTHS if options.get(name, -1) > 0]

@@ -7,6 +7,7 @@ lacks are refused under the names of SentencePiece's options.
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,11 @@ from .errors import ConversionError, refuse
 logger = logging.get_logger(__name__)
 
 SPACE = "▁"
+# Katakana of half width with a voicing mark, and the kana that they stand for.
+_HALF_WIDTH = (chr(code) + mark for code in range(0xFF66, 0xFF9E) for mark in "ﾞﾟ")
+_KANA = {
+    parts: kana for parts in _HALF_WIDTH if len(kana := unicodedata.normalize("NFKC", parts)) == 1
+}
 # SentencePiece's numbers for types of models and types of pieces.
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
@@ -88,9 +94,10 @@ class SentencePiece:
         """List the steps that normalise a text before it is split."""
         steps: list[normalizers.Normalizer] = []
         if self.charsmap:
-            steps.append(normalizers.Precompiled(self.charsmap))
+            table = normalizers.Precompiled(self.charsmap)
+            steps += [*_compositions(table, set("".join(self.pieces))), table]
         if self.single_spaces:
-            steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+            steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
             steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         steps.append(normalizers.Replace(" ", SPACE))
         if self.prefix:
@@ -229,6 +236,21 @@ def _parse(path: Path) -> Any:
     if not complete or not scores or not all(map(math.isfinite, scores)):
         raise ConversionError(f"{path} is not a complete SentencePiece model.")
     return model
+
+
+def _compositions(
+    table: normalizers.Precompiled, characters: set[str]
+) -> list[normalizers.Normalizer]:
+    """List the steps that compose characters, which SentencePiece does by its table.
+
+    The tokenizers library looks up the shortest match in the table, or single characters.
+    """
+    steps: list[normalizers.Normalizer] = []
+    if table.normalize_str("e\u0301") == "é":
+        steps.append(normalizers.NFC())
+    if table.normalize_str("ｶ") == "カ" and characters & set(_KANA.values()):
+        steps += [normalizers.Replace(parts, kana) for parts, kana in _KANA.items()]
+    return steps
 
 
 def _problems(model: Any) -> list[str]:

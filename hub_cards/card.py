@@ -142,7 +142,10 @@ def may_be_written(card: Path) -> bool:
     """Tell whether a card is missing, unchanged by hand, or transformers' empty draft."""
     if not card.exists():
         return True
-    text = card.read_text(encoding="utf-8")
+    try:
+        text = card.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
     mark = _MARKED.search(text)
     if mark and mark.end() == len(text):
         return _sha256(text[: mark.start()]) == mark[1]
@@ -181,8 +184,8 @@ def add_to_push(
         write_model_card(source, repo_id=repo_id, output=pushed)
     else:
         _copy(source / CARD, pushed / CARD)
-        _copy_linked((source / CARD).read_text(encoding="utf-8"), source, pushed)
-    linked = _linked_files((pushed / CARD).read_text(encoding="utf-8"))
+        _copy_linked((source / CARD).read_text(encoding="utf-8", errors="replace"), source, pushed)
+    linked = _linked_files((pushed / CARD).read_text(encoding="utf-8", errors="replace"))
     for name in (CARD, *linked):
         files_timestamps.pop(name.partition("/")[0], None)
 

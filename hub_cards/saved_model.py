@@ -49,11 +49,16 @@ class SavedModel:
         if not isinstance(fields, dict):
             raise ValueError(f"{self.folder / 'config.json'} holds no JSON object.")
         generates = (self.folder / "generation_config.json").exists()
-        if fields.get("model_type") != "vaswani" or not generates:
-            held = (fields.get("architectures") or [fields.get("model_type")])[0]
+        held = (fields.get("architectures") or [fields.get("model_type")])[0]
+        translates = held == "VaswaniForConditionalGeneration"
+        if fields.get("model_type") != "vaswani" or not (generates or translates):
             raise ValueError(
                 f"{self.folder} holds a {held}: cards are for VaswaniForConditionalGeneration, "
                 "which translates."
+            )
+        if not generates:
+            raise FileNotFoundError(
+                f"{self.folder} holds no generation_config.json: save the model there again."
             )
         self.config = VaswaniConfig.from_pretrained(self.folder)
         if not self.weights:
@@ -134,7 +139,11 @@ class SavedModel:
         """Log of the training run, and the name of its file."""
         if self.run and self.run.content.get("log"):
             return self.run.content["log"], self.run.name
-        return _json_object(self.folder / _TRAINER_STATE).get("log_history", []), _TRAINER_STATE
+        log = _json_object(self.folder / _TRAINER_STATE).get("log_history")
+        is_log = isinstance(log, list) and all(
+            isinstance(entry, dict) and "step" in entry for entry in log
+        )
+        return log if is_log and log else [], _TRAINER_STATE
 
     def vocabulary(self) -> str:
         """Describe the vocabulary in words."""

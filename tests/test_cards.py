@@ -602,6 +602,20 @@ def test_a_card_that_was_changed_stays_until_told_otherwise(run, warnings, befor
     assert card.read_text("utf-8") != changed
 
 
+def test_a_card_that_is_not_utf8_stays(bare, warnings):
+    card = bare / "README.md"
+    card.write_bytes(b"na\xefve")
+    write_model_card(bare)
+    assert card.read_bytes() == b"na\xefve"
+    assert "was changed by hand" in warnings()
+
+
+@pytest.mark.parametrize("log", [None, [{"loss": 1.0}], ["loss"]])
+def test_a_log_of_another_program_is_left_out(bare, log):
+    write_json(bare / "trainer_state.json", {"log_history": log})
+    assert "learning" not in text_of(bare).split("## ")[0]
+
+
 def test_loading_and_saving_by_huggingface_hub_changes_nothing(run):
     card = write_model_card(run, license="mit")
     before = card.read_bytes()
@@ -687,6 +701,11 @@ def test_folders_without_a_translator_are_refused(bare, tiny_config):
     VaswaniModel(tiny_config()).save_pretrained("runs/stacks")
     with pytest.raises(ValueError, match="runs/stacks holds a VaswaniModel"):
         write_model_card("runs/stacks")
+    settings = (bare / "generation_config.json").read_bytes()
+    (bare / "generation_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no generation_config\.json"):
+        write_model_card(bare)
+    (bare / "generation_config.json").write_bytes(settings)
     (bare / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"numbers holds no model\.safetensors"):
         write_model_card(bare)
@@ -714,8 +733,8 @@ def test_a_trainer_writes_the_card_of_the_model_it_saved(tmp_path, warnings):
     assert "| updates | 2 |" in text
     assert f"| time | {report['training_minutes']} minutes |" in text
     assert '"learning_rate": 0.001' in text
-    with pytest.raises(TypeError, match="langauge"):
-        trainer.create_model_card(langauge="en")
+    with pytest.raises(TypeError, match="title"):
+        trainer.create_model_card(title="en")
     assert (tmp_path / "learning_curve.png").exists()
     card.write_text(text + "Mine.\n", encoding="utf-8")
     trainer.create_model_card()

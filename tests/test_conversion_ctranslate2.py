@@ -223,6 +223,17 @@ def test_symbols_that_are_always_unknown_need_no_place_in_the_model(tiny_model, 
         save(model, tmp_path / "tagged", tokenizer=tokenizer)
 
 
+def test_a_tokenizer_in_memory_has_no_target_tokenizer_beside_it(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, foreign = (
+        VaswaniTokenizer.train_from_iterator([letters], kind="char", show_progress=False)
+        for letters in ("abcdefghijklmnop", "ABCDEFGHIJKLMNOP")
+    )
+    foreign.save_pretrained("target_tokenizer")
+    save(tiny_model(vocab_size=len(own)), tmp_path / "out", tokenizer=own)
+    assert not list((tmp_path / "out").glob("target_vocabulary*"))
+
+
 def test_two_vocabularies_have_a_tokenizer_each(tiny_model, tmp_path):
     tokenizers = [
         VaswaniTokenizer.train_from_iterator(

@@ -4,12 +4,14 @@ import io
 import json
 import math
 import re
+import unicodedata
 import zipfile
 
 import numpy as np
 import pytest
 import torch
 from marian_formulas import OPTIONS, SIZE, marian_logits, marian_weights
+from tokenizers import normalizers
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
 from transformers import MarianTokenizer as TheirTokenizer
@@ -17,6 +19,7 @@ from vaswani.commands.main import main
 from vaswani.conversion import marian, marian_folder, marian_vocabulary, to_marian
 from vaswani.conversion import sentencepiece as converted_pieces
 from vaswani.conversion.errors import ConversionError
+from vaswani.conversion.sentencepiece import SentencePiece
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -510,6 +513,28 @@ def test_random_text_gets_the_ids_of_marian(both_tokenizers, spms):
     for _ in range(200):
         text = "".join(generator.choice(letters, size=generator.integers(1, 40)))
         assert ours(text).input_ids == theirs(text).input_ids, text
+
+
+def test_separate_accents_and_voicing_marks_are_composed(spms, tmp_path):
+    """Text of any language can be decomposed. Files of macOS and some keyboards are."""
+    lines = ["Tiếng Việt ữ ộ", "한국어 문장", "ガンダム パン", "ᾷ ṩ Ǖ", "naïve", "ｶﾞﾝﾀﾞﾑ ﾊﾟﾝ"]
+    for number, spm in enumerate((trained(lines * 9), spms["source"])):
+        path = tmp_path / f"{number}.spm"
+        path.write_bytes(spm)
+        normalize = normalizers.Sequence(SentencePiece.read(path).normalizers()).normalize_str
+        theirs = sentencepiece.SentencePieceProcessor(model_proto=spm)
+        for form in ("NFC", "NFD"):
+            for line in lines if number == 0 else lines[:5]:
+                text = unicodedata.normalize(form, line)
+                assert normalize(text) == theirs.normalize(text), ascii(text)
+
+
+def test_a_table_without_compositions_composes_nothing(tmp_path):
+    (tmp_path / "own.tsv").write_text("78\t79\n", encoding="utf-8")  # x becomes y
+    spm = trained(SOURCE_LINES, normalization_rule_tsv=str(tmp_path / "own.tsv"))
+    (tmp_path / "own.spm").write_bytes(spm)
+    steps = SentencePiece.read(tmp_path / "own.spm").normalizers()
+    assert normalizers.Sequence(steps).normalize_str("xe\u0301") == "▁ye\u0301"
 
 
 def test_special_tokens_in_a_text_are_text(both_tokenizers, spms, vocabulary):

@@ -266,6 +266,8 @@ def test_no_sources_give_no_translations_and_empty_ones_are_refused(tiny_model, 
     assert translator.generate([]) == []
     with pytest.raises(ValueError, match="Source 1 has no tokens"):
         translator.generate([[4, 2], []])
+    with pytest.raises(ValueError, match="at least 1 new token, but its limit is 0"):
+        translator.generate([[4, 2]], max_new_tokens=0)
 
 
 def test_settings_that_the_search_lacks_are_refused_at_once(tiny_model, translator_of):
@@ -364,7 +366,12 @@ def test_text_goes_in_and_out_by_the_tokenizers_of_the_folder(tiny_model, tmp_pa
         **tokenizers[0](texts, padding=True, return_tensors="pt"), num_beams=2
     )
     expected = tokenizers[1].batch_decode(ids, skip_special_tokens=True)
-    assert OnnxTranslator(tmp_path / "out").translate(texts, num_beams=2) == expected
+    expected[1] = ""
+    translator = OnnxTranslator(tmp_path / "out")
+    assert translator.translate(texts, num_beams=2) == expected
+    assert translator.translate(["", " "]) == ["", ""]
+    with pytest.raises(TypeError, match="texts is the string 'cab': pass a list of texts"):
+        translator.translate("cab")
 
 
 @pytest.mark.slow

@@ -243,6 +243,14 @@ def test_no_learned_token_can_decode_as_a_byte_or_a_special_token(kind, options)
             assert "<0x41>" not in tokens
 
 
+@pytest.mark.parametrize("space_after", [False, True])
+def test_long_words_of_wordpiece_take_little_time_and_come_back(space_after):
+    tokenizer = train("wordpiece", space_after=space_after)
+    text = "a " + "ab" * 20_000 + " b"  # takes hours if the whole word is searched
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
 def test_a_padded_batch_is_padded_right_and_masked_and_restored():
     batch = BPE(NASTY, text_target=NASTY, padding=True, return_tensors="pt")
     lengths = [len(BPE(text)["input_ids"]) for text in NASTY]

@@ -37,6 +37,9 @@ def subword_backend(model: models.Model, space_after: bool, split_punctuation: b
     splits = [pre_tokenizers.Split(end, "merged_with_previous") for end in ends]
     if split_punctuation:
         splits.append(pre_tokenizers.Split(Regex(_PUNCTUATION[space_after]), "isolated"))
+    if isinstance(model, models.WordPiece):
+        # The time of WordPiece grows with the third power of the length of a word.
+        splits.append(pre_tokenizers.Split(Regex(r"[\s\S]{500}"), "isolated"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="never", split=not space_after), *splits]
     )

@@ -32,6 +32,7 @@ The tokenizer never lowercases, and never changes a Unicode form. Do that to the
 import copy
 import functools
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -395,11 +396,9 @@ def separates_words(tokenizer: Any) -> bool:
     state = json.loads(backend.to_str())
     if state["model"].get("dropout"):
         return False
-    for space_after in (False, True):
-        for split_punctuation in (False, True):
-            known = json.loads(
-                subword_backend(models.BPE(), space_after, split_punctuation).to_str()
-            )
-            if all(state[part] == known[part] for part in ("normalizer", "pre_tokenizer")):
-                return True
+    choices = (False, True)
+    for model, *options in itertools.product((models.BPE(), models.WordPiece()), choices, choices):
+        known = json.loads(subword_backend(model, *options).to_str())
+        if all(state[part] == known[part] for part in ("normalizer", "pre_tokenizer")):
+            return True
     return False
