@@ -114,6 +114,7 @@ METHODS = {
         "_get_output_dir": "self trial",
         "_get_train_sampler": "self train_dataset",
         "_hp_search_setup": "self trial",
+        "_issue_warnings_after_load": "self load_result",
         "_load_optimizer_and_scheduler": "self checkpoint",
         "_pad_tensors_to_max_len": "self tensor max_length",
         "_push_from_checkpoint": "self checkpoint_folder",

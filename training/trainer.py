@@ -306,6 +306,14 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "gradient_accumulation_steps, so that an update has the same sentences."
             )
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Name no tied weights, because a checkpoint holds them once."""
+        model: Any = self.model
+        tied = getattr(model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        others = type(load_result)(missing, load_result.unexpected_keys)
+        super()._issue_warnings_after_load(others)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         given = getattr(self.lr_scheduler, "base_lrs", None)
         try:
