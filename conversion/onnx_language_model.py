@@ -1,6 +1,6 @@
 """Language models as the ONNX graphs of `onnx.save`, with the searches of `generate`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ class OnnxLanguageModel(OnnxModel):
     parts: ClassVar[tuple[str, ...]] = ("prefill", "decode")
     config_class: ClassVar[type[VaswaniConfig]] = VaswaniDecoderConfig
 
-    def write(self, texts: Sequence[str], **settings: Any) -> list[str]:
+    def write(self, texts: Iterable[str], **settings: Any) -> list[str]:
         """Continue texts with the tokenizer of the folder; the settings are those of `generate`.
 
         Returns:

@@ -1,6 +1,6 @@
 """Translation with the ONNX graphs of `onnx.save`, by the searches of `generate`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,7 @@ class OnnxTranslator(OnnxModel):
     parts: ClassVar[tuple[str, ...]] = ("encoder", "prefill", "decode")
     config_class: ClassVar[type[VaswaniConfig]] = VaswaniConfig
 
-    def translate(self, texts: Sequence[str], **settings: Any) -> list[str]:
+    def translate(self, texts: Iterable[str], **settings: Any) -> list[str]:
         """Translate texts with the tokenizer of the folder; the settings are those of `generate`.
 
         The translation of an empty text is empty.
@@ -30,6 +30,7 @@ class OnnxTranslator(OnnxModel):
             ValueError: the folder has no tokenizer.
         """
         refuse_string(texts)
+        texts = list(texts)
         source, target = open_tokenizers(self.folder)
         if source is None:
             raise ValueError(f"{self.folder} holds no tokenizer: pass token ids to generate.")

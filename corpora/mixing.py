@@ -109,7 +109,7 @@ def shares_of(
             "--temperature and weights (=WEIGHT) both set how often a corpus is seen: drop one."
         )
     if temperature:
-        return [(size / max(sizes)) ** (1 / temperature) for size in sizes]
+        return [(size / max(1, *sizes)) ** (1 / temperature) for size in sizes]
     return [1.0 if weight is None else weight for weight in weights] if weighted else None
 
 

@@ -52,6 +52,7 @@ _SLOWER = "transformers' search runs, which takes longer. The fast search does n
 _ATTENTION = ("eager", "sdpa", "flex_attention")
 _CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
 # Modes that the fast search may cover.
+_UNEQUAL = "generate has {} sources, but {} prompts (decoder_input_ids): pass one for each source."
 _FAST_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
@@ -124,6 +125,9 @@ class VaswaniGenerationMixin(GenerationMixin):
         if mask is not None:
             kwargs["attention_mask"] = mask
         lengths = self._source_lengths(inputs, kwargs)
+        prompts = kwargs.get("decoder_input_ids")
+        if prompts is not None and len(lengths) not in (1, len(prompts)):
+            raise ValueError(_UNEQUAL.format(len(lengths), len(prompts)))
         rule = self._length_rule_of_call(generation_config, kwargs)
         if rule is not None:
             prompt = self._prompt_length(generation_config, kwargs)
@@ -411,10 +415,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         if sources == 1 != len(prompt) and config.num_beams == 1:
             raise NotCovered("one source of several prompts")
         if sources != len(prompt):
-            raise ValueError(
-                f"generate has {sources} sources, but decoder_input_ids has {len(prompt)} prompts: "
-                "pass one prompt for each source."
-            )
+            raise ValueError(_UNEQUAL.format(sources, len(prompt)))
 
     def _runs_as_written(self) -> bool:
         """Tell whether the fast search computes what the modules' own `forward` would compute.

@@ -37,12 +37,17 @@ class _CheapDropout(torch.autograd.Function):
         return kept.mul_(gradient).mul_(ctx.scale), None
 
 
-def in_torch_func() -> bool:
-    """Tell whether torch.func transforms this call, which our autograd functions do not support.
+def in_torch_func(*tensors: torch.Tensor) -> bool:
+    """Tell whether torch.func transforms this call, or a tensor has a derivative forwards.
 
-    With a `setup_context`, they would support it, but each normal call would take longer.
+    Our autograd functions support neither. With a `setup_context`, they would support torch.func,
+    but each normal call would take longer.
     """
-    return torch._C._are_functorch_transforms_active()
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.compiler.is_compiling():  # the compiler cannot trace the rest
+        return False
+    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def is_batched(gradient: torch.Tensor) -> bool:
@@ -62,8 +67,7 @@ def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
         not states.is_cpu
         or kept in (0, _CHANCES)
         or torch.compiler.is_compiling()
-        or in_torch_func()
-        or unpack_dual(states).tangent is not None
+        or in_torch_func(states)
     ):
         return F.dropout(states, p)
     return _CheapDropout.apply(states, kept)

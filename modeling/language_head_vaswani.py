@@ -41,7 +41,7 @@ class LanguageHead:
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
             r_drop: weight of the divergence of two passes, as in `compute_loss`.
         """
-        may_skip = self._has_whole_head() and not in_torch_func()
+        may_skip = self._has_whole_head() and not in_torch_func(hidden_states)
         if skip_logits is None:
             skip_logits = self.training and may_skip
         logits, loss = None, None
@@ -92,8 +92,10 @@ class LanguageHead:
         Raises:
             ValueError: a label is neither -100 nor an entry of the target vocabulary.
         """
-        labels, size = labels.to(hidden_states.device, torch.long), self.lm_head.out_features
-        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        labels = labels.to(hidden_states.device, torch.long)
+        # Adapters wrap the head. Without logits, it is a plain layer.
+        size = self.lm_head.out_features if logits is None else logits.shape[-1]
+        if labels.is_cpu and not torch.compiler.is_compiling() and not in_torch_func():
             wrong = labels[(labels != -100) & ((labels < 0) | (labels >= size))]
             if wrong.numel():
                 raise ValueError(

@@ -54,6 +54,14 @@ def trained(model, updates=30):
     return losses, gradients
 
 
+def test_tokens_that_train_alone_learn_in_a_tied_model(tied):
+    model = adapted(tied, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    losses, _ = trained(model)
+    assert losses[-1] < losses[0]
+    found = logits(model)
+    torch.testing.assert_close(logits(model.merge_and_unload()), found)
+
+
 def test_an_adapter_of_embeddings_serves_both_stacks_of_an_untied_model(tied):
     untie_embeddings(tied)
     model = adapted(tied, target_modules=["embed_tokens"])

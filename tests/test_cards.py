@@ -613,7 +613,8 @@ def test_a_card_that_is_not_utf8_stays(bare, warnings):
 @pytest.mark.parametrize("log", [None, [{"loss": 1.0}], ["loss"]])
 def test_a_log_of_another_program_is_left_out(bare, log):
     write_json(bare / "trainer_state.json", {"log_history": log})
-    assert "learning" not in text_of(bare).split("## ")[0]
+    assert "learning_curve.png" not in text_of(bare)
+    assert not (bare / "learning_curve.png").exists()
 
 
 def test_loading_and_saving_by_huggingface_hub_changes_nothing(run):

@@ -180,6 +180,10 @@ def test_a_stream_continues_with_the_settings_of_its_checkpoint(tmp_path):
         resumed = make_trainer(tmp_path, data=Rows(), **changes | {"max_steps": 4, name: value})
         with pytest.raises(ValueError, match=f"was saved with {name}=.*, but this run has {value}"):
             resumed.train(resume_from_checkpoint=True)
+    budget = {"max_target_tokens": resumed.max_source_tokens}  # the default
+    resumed = make_trainer(tmp_path, data=Rows(), **changes | {"max_steps": 3} | budget)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
 
 
 @pytest.mark.parametrize("workers", [0, 2])

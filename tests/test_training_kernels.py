@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F  # noqa: N812
 from vaswani.corpora.packed_collator import packed
 from vaswani.generation import library_vaswani
@@ -351,6 +351,21 @@ def test_evaluation_adds_and_normalises_by_torch(model_and_batch, monkeypatch):
     assert calls
 
 
+def test_gradients_of_single_sentences_are_computed_at_once(tiny_model):
+    model = tiny_model(dropout=0.0, tie_word_embeddings=False).train()
+    parameters = dict(model.named_parameters())
+    ids = torch.randint(3, model.config.vocab_size, (4, 5))
+
+    def loss(parameters, row):
+        call = {"input_ids": row[None], "labels": row[None], "skip_logits": False}
+        return functional_call(model, parameters, (), call).loss
+
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, ids)
+    for number, row in enumerate(ids):
+        for name, expected in grad(loss)(parameters, row).items():
+            torch.testing.assert_close(found[name][number], expected)
+
+
 def test_transforms_of_torch_func_compute_without_the_kernels(model_and_batch):
     model, batch = model_and_batch(dropout=0.0)
     batch["decoder_input_ids"] = batch.pop("labels").clamp(min=3)
@@ -369,8 +384,7 @@ def test_derivatives_are_computed_forwards_without_the_kernels(tiny_model):
     states, direction = torch.randn(2, 3, 5, model.config.d_model).unbind()
 
     def loss(embeddings):
-        labels = torch.full((3, 4), 5)
-        return model(inputs_embeds=embeddings, labels=labels, skip_logits=False).loss
+        return model(inputs_embeds=embeddings, labels=torch.full((3, 4), 5)).loss
 
     with forward_ad.dual_level():
         dual = loss(forward_ad.make_dual(states, direction))

@@ -138,7 +138,8 @@ class LearningCurve(TrainerCallback):
             path = folder / "learning_curve.png"
             try:
                 draw_learning_curve(state.log_history, path, self.score)
-            except OSError as error:  # training must not end because of a picture
+            # Training must not end because of a picture, or of losses that no axis can have.
+            except (OSError, ValueError) as error:
                 logger.warning(f"{path} could not be written: {error}")
 
     def on_train_end(

@@ -74,7 +74,8 @@ class StreamStates:
                 f"has {args.dataloader_num_workers}: resume with "
                 f"dataloader_num_workers={saved['workers']}."
             )
-        for name, before in saved["settings"].items():
+        # Checkpoints of clones before 0.2 have no settings.
+        for name, before in saved.get("settings", {}).items():
             if settings[name] != before:
                 raise InputError(
                     f"{checkpoint} was saved with {name}={before!r}, but this run has "

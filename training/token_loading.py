@@ -199,6 +199,8 @@ class TokenBatchLoading(Seq2SeqTrainer):
         """Return the settings that decide which rows of a stream a batch has."""
         names = ("max_source_tokens", "max_target_tokens", "batching", "stream_buffer")
         own = {name: getattr(self, name) for name in (*names, "drop_oversize")}
+        if own["max_target_tokens"] is None:
+            own["max_target_tokens"] = own["max_source_tokens"]
         return own | {"seed": self._seed_of_data()}
 
     def _seed_of_data(self) -> int:
