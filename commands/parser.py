@@ -51,10 +51,16 @@ class CommandParser(argparse.ArgumentParser):
             error.message += f": did you mean {nearest[0]}?" if nearest else ""
             raise
 
+    def finder(self) -> argparse.ArgumentParser:
+        """Return a parser for a few options beforehand, with the errors of this one."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.error = self.error  # type: ignore[method-assign]
+        return finder
+
     def with_recipe(self, args: Sequence[str] | None) -> list[str]:
         """Put the options of --recipe before those of the command line."""
         words = list(sys.argv[1:] if args is None else args)
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder = self.finder()
         finder.add_argument("--recipe", action="append", default=[])
         recipes = finder.parse_known_args(words)[0].recipe
         if len(recipes) > 1:
@@ -148,10 +154,10 @@ def recipe_arguments(path: str) -> list[str]:
             )
             arguments += [f"--{name}", *fields]
         elif isinstance(value, list):
-            if any(isinstance(item, bool) for item in value):
+            if any(isinstance(item, bool | None) for item in value):
                 raise ValueError(
-                    f"recipe {path}: {name} holds true or false, as YAML reads yes and no: put "
-                    "such a word into quotation marks"
+                    f"recipe {path}: {name} holds true, false or null, as YAML reads yes, no and "
+                    "~: put such a word into quotation marks"
                 )
             arguments += [f"--{name}", *map(str, value)]
         elif value is None:

@@ -22,6 +22,7 @@ recipe.yaml to repeat the run, and README.md, the model card.
 """
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 from ..configuration.errors import InputError
 from .data_options import FORMS, add_data_options
 from .output_options import add_output_options
-from .parser import CommandError, CommandParser
+from .parser import CommandError, CommandParser, settings
 from .train_parser import TrainParser
 from .training_options import add_model_options, add_training_options
 from .vocabulary_options import add_vocabulary_options
@@ -77,11 +78,23 @@ def recipe_of(args: argparse.Namespace) -> str:
     import yaml
 
     recipe = {
-        name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        name.replace("_", "-"): _as_written(value)
         for name, value in vars(args).items()
         if name not in _NOT_REPEATED and value not in (None, [], {})
     }
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+
+
+def _as_written(value: Any) -> Any:
+    """Write an option so that a recipe gives it back, such as the text "2024"."""
+    if isinstance(value, dict):
+        return {
+            name: json.dumps(item)
+            if isinstance(item, str) and settings([f"x={item}"])["x"] != item
+            else item
+            for name, item in value.items()
+        }
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _write_recipe_and_card(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ class TrainParser(CommandParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse a command line with its recipe and preset, check it, and print warnings."""
         words = self.with_recipe(args)
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder = self.finder()
         finder.add_argument("--preset")
         finder.add_argument("--model")
         found = finder.parse_known_args(words)[0]
@@ -49,7 +49,7 @@ class TrainParser(CommandParser):
 
     def _override_recipe(self, args: argparse.Namespace, given: Sequence[str]) -> None:
         """Let the length and the beams of the command line override those in a recipe."""
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder = self.finder()
         finder.add_argument("--steps")
         finder.add_argument("--epochs")
         finder.add_argument("--beams")

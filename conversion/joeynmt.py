@@ -15,6 +15,8 @@ Differences between JoeyNMT and this package:
   it is pre-norm without the LayerNorm after the stack, which has no counterpart here. The version
   in joeynmt_version decides.
 * Dropout. Both stacks get the rates of the decoder.
+* Label smoothing. JoeyNMT spreads it over the entries of the target's vocabulary other than the
+  right one and padding, this package over all. The rate is carried over as it is.
 * Tied embeddings. With tied_embeddings but not tied_softmax, the output has two equal tables.
 * Tokenizers. Levels word (at single spaces), char, and bpe with SentencePiece are carried over, and
   so are lowercase and normalize. If the tokens of source and target differ, the target's tokenizer

@@ -55,7 +55,7 @@ def describe(place: str) -> Description:
     data = next(filter(None, (r.data_of("train") for r in runs)), None)
     return Description(
         languages=languages,
-        training_data=data or ", ".join(_listed(card.get("datasets"))) or None,
+        training_data=data or ", ".join(map(str, _listed(card.get("datasets")))) or None,
         pairs=run.pairs if run else None,
         samples=list(dict.fromkeys(sample["source"] for sample in run.samples)) if run else [],
     )
@@ -83,7 +83,7 @@ def _metadata(card: Path | None) -> dict[str, Any]:
         return {}
     try:
         return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
         return {}
 
 
@@ -112,7 +112,15 @@ def _recipe(path: Path | None) -> Results | None:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return Results(path, path.name, {"settings": settings}) if isinstance(settings, dict) else None
+    if not isinstance(settings, dict):
+        return None
+    known = {name: value for name, value in settings.items() if _is_text(value)}
+    return Results(path, path.name, {"settings": known})
+
+
+def _is_text(value: Any) -> bool:
+    """Tell whether a setting is a string, or a list of strings."""
+    return all(isinstance(part, str) for part in _listed(value))
 
 
 def _listed(value: Any) -> list[Any]:

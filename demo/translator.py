@@ -173,9 +173,11 @@ class Translator:
         """
         beams = _whole("The beam size", beams, MAX_BEAMS)
         count = _whole("The number of translations", count, MAX_BEAMS)
-        if length_penalty is None or not 0 <= length_penalty <= MAX_LENGTH_PENALTY:
+        own = self.model.generation_config.length_penalty or 0.0
+        lowest, highest = min(0.0, own), max(MAX_LENGTH_PENALTY, own)
+        if length_penalty is None or not lowest <= length_penalty <= highest:
             raise ValueError(
-                f"The length penalty must be between 0 and {MAX_LENGTH_PENALTY:g}, got "
+                f"The length penalty must be between {lowest:g} and {highest:g}, got "
                 f"{_shown(length_penalty)}."
             )
         results = self.pipeline(

@@ -8,7 +8,7 @@ vaswani is special to this package. Other encoder-decoder models are fine-tuned 
 
 import argparse
 
-from datasets import load_dataset
+from datasets import Features, Value, load_dataset
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -39,6 +39,7 @@ pairs = load_dataset(
     index_col=False,
     quoting=3,  # csv.QUOTE_NONE: quotation marks are part of the text
     keep_default_na=False,
+    features=Features({"source": Value("string"), "target": Value("string")}),  # also numbers
 )
 # Some models split the two sides differently.
 reader = model.target_tokenizer(tokenizer) if hasattr(model, "target_tokenizer") else tokenizer

@@ -139,7 +139,10 @@ class SavedModel:
         """Log of the training run, and the name of its file."""
         if self.run and self.run.content.get("log"):
             return self.run.content["log"], self.run.name
-        log = _json_object(self.folder / _TRAINER_STATE).get("log_history")
+        try:
+            log = _json_object(self.folder / _TRAINER_STATE).get("log_history")
+        except ValueError:  # another program may have written the file
+            log = None
         is_log = isinstance(log, list) and all(
             isinstance(entry, dict) and "step" in entry for entry in log
         )
@@ -247,12 +250,20 @@ def same_weights(first: Path, second: Path) -> bool:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing or holds none."""
+    """Read a JSON object; empty if the file is missing.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object.")
+    return content
 
 
 __all__ = ["RESULTS", "SavedModel", "count_parameters", "describe_rounding", "same_weights"]

@@ -610,6 +610,15 @@ def test_a_card_that_is_not_utf8_stays(bare, warnings):
     assert "was changed by hand" in warnings()
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_a_damaged_file_is_named_instead_of_described(bare, name):
+    path = bare / name
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        write_model_card(bare)
+    assert not (bare / "README.md").exists()
+
+
 @pytest.mark.parametrize("log", [None, [{"loss": 1.0}], ["loss"]])
 def test_a_log_of_another_program_is_left_out(bare, log):
     write_json(bare / "trainer_state.json", {"log_history": log})

@@ -371,6 +371,32 @@ def test_a_recipe_says_its_files_and_their_languages(tmp_path):
     assert describe(str(tmp_path)) == Description(["en", "de"], "news/train")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("README.md", "---\nlanguage: {a: b}\ntags: 5\n---\n"),
+        ("recipe.yaml", "train: 5\nlanguages: 5\n"),
+        ("recipe.yaml", "train: [[a]]\n"),
+        ("recipe.yaml", "train: {a: b}\n"),
+    ],
+)
+def test_facts_of_other_types_are_left_out(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert describe(str(tmp_path)) == Description()
+
+
+def test_data_of_a_card_may_be_numbers(tmp_path):
+    (tmp_path / "README.md").write_text("---\ndatasets: [2016]\n---\n")
+    assert describe(str(tmp_path)).training_data == "2016"
+
+
+def test_a_length_penalty_of_the_model_itself_is_in_the_range(model, monkeypatch):
+    monkeypatch.setattr(model.model.generation_config, "length_penalty", 2.5)
+    assert model.translate(["nine"], 4, 2.5)
+    with pytest.raises(ValueError, match=r"between 0 and 2\.5, got 2\.6"):
+        model.translate(["nine"], 4, 2.6)
+
+
 @pytest.mark.parametrize("name", ["README.md", "results.json", "recipe.yaml"])
 def test_a_damaged_file_says_nothing(tmp_path, name):
     place = tmp_path / "model"

@@ -73,13 +73,13 @@ def test_the_model_of_the_notebook_learns_to_reorder(tmp_path, monkeypatch):
 def test_a_saved_model_is_fine_tuned_with_seq2seq_trainer_alone(tmp_path):
     numbers = range(1000, 1100)  # the frozen model has seen none above 999
     # A third column is not read.
-    rows = [f"{num2words(n)}\t{num2words(n, lang='de')}\tCC-BY\n" for n in numbers]
+    rows = [f"{n:05}\t{num2words(n, lang='de')}\tCC-BY\n" for n in numbers]  # digits are text
     (tmp_path / "pairs.tsv").write_text("".join(rows), encoding="utf-8")
     output = tmp_path / "out"
     command = [ROOT / "examples" / "fine_tune.py", FROZEN, tmp_path / "pairs.tsv"]
     forked(1, *command, "--output", output, "--learning-rate", "1e-3")
     tokenizer = AutoTokenizer.from_pretrained(output)
-    batch = tokenizer([num2words(1042)], text_target=[num2words(1042, lang="de")])
+    batch = tokenizer(["01042"], text_target=[num2words(1042, lang="de")])
     before, after = (
         AutoModelForSeq2SeqLM.from_pretrained(path).eval() for path in (FROZEN, output)
     )

@@ -204,7 +204,8 @@ def test_the_command_line_comes_after_the_recipe():
     ("recipe", "complaint"),
     [
         ("stepz: 7", "--stepz is unknown: did you mean --steps?"),
-        ("tag: [no, en]", "tag holds true or false, as YAML reads yes and no"),
+        ("tag: [no, en]", "tag holds true, false or null, as YAML reads yes, no and ~"),
+        ("tag: [en, ~]", "tag holds true, false or null, as YAML reads yes, no and ~"),
         ("steps: many", "argument --steps: invalid integer value: 'many'"),
         ("- steps", "holds no settings"),
         ("steps: [7", "recipe.yaml"),

@@ -319,6 +319,22 @@ def test_beams_of_the_command_line_override_those_in_the_recipe_of_a_run(tmp_pat
     assert make_parser().parse_args(words).generation["num_beams"] == 5
 
 
+def test_texts_like_numbers_are_texts_in_the_recipe_of_a_run(tmp_path):
+    words = ["--train", "x.tsv", "--output", "run", "--trainer", 'run_name="2024"', "seed=7"]
+    args = make_parser().parse_args(words)
+    (tmp_path / "recipe.yaml").write_text(recipe_of(args))
+    again = make_parser().parse_args(["--recipe", str(tmp_path / "recipe.yaml")])
+    assert again.trainer == args.trainer == {"run_name": "2024", "seed": 7}
+
+
+@pytest.mark.parametrize("option", ["--preset", "--model", "--recipe", "--steps", "--generation"])
+def test_an_option_without_its_value_is_an_error_of_the_command(option, capsys):
+    parser = make_parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--train", "x.tsv", "--output", "run", option])
+    assert f"{parser.prog}: argument {option}: expected" in capsys.readouterr().err
+
+
 def test_a_run_has_one_recipe(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("recipe: other.yaml\n")
