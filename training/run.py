@@ -484,7 +484,6 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         "eval_strategy": "steps" if options.valid else "no",
         "eval_steps": options.eval_steps,
         "save_steps": options.save_steps or options.eval_steps,
-        "save_total_limit": max(options.average, 5),
         "metric_for_best_model": options.score if options.patience else None,
         "predict_with_generate": True,
         "generation_num_beams": 1,
@@ -501,7 +500,7 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
     # transformers always keeps the best checkpoint, which may be older than those to average.
     keeps_best = arguments.metric_for_best_model is not None
     if "save_total_limit" not in options.trainer:
-        arguments.save_total_limit += keeps_best
+        arguments.save_total_limit = max(options.average, 5) + keeps_best
     limit = arguments.save_total_limit
     if options.average > 1 and (
         arguments.save_strategy == "no" or 0 < (limit or 0) < options.average + keeps_best
