@@ -35,6 +35,18 @@ def test_scores_come_from_results_files():
         assert float(p_value) == against(results, float(published), errors)
 
 
+def test_the_score_of_a_cpu_comes_from_its_results_file():
+    results, on_gpu = results_of("multi30k-muon-cpu"), results_of("multi30k-muon")
+    assert results["command"] in DOCS["results"].commands()
+    (run,) = results["runs"]
+    assert run["hardware"]["gpu"] is None
+    assert run["resumed"]
+    words = f"without a GPU, has {run['test']['bleu']:.2f} BLEU on the test set, and "
+    words += f"{on_gpu['runs'][0]['test']['bleu']:.2f} on the GPU"
+    assert words in DOCS["results"].words
+    assert run["seed"] == on_gpu["runs"][0]["seed"] == 1
+
+
 def against(results, published, errors):
     """The p-value of a t-test of the seeds against a published score."""
     if "published" in results:
