@@ -261,10 +261,15 @@ class PackedBatchSampler(TokenBatchSampler):
         return np.array(ends, dtype=np.int64)
 
 
-def _whole(name: str, number: Any) -> int:
-    """Return a budget as an integer. 4e3 is an integer too."""
+def is_whole(number: Any, lowest: int) -> bool:
+    """Tell whether a setting is an integer of at least `lowest`. 5.0 is an integer too."""
     numeric = isinstance(number, Real) and not isinstance(number, bool)
-    if not (numeric and 1 <= number < math.inf and number == int(number)):
+    return numeric and lowest <= number < math.inf and number == int(number)
+
+
+def _whole(name: str, number: Any) -> int:
+    """Return a budget as an integer."""
+    if not is_whole(number, 1):
         raise InputError(f"{name} must be an integer of at least 1, got {number!r}.")
     return int(number)
 
@@ -338,4 +343,4 @@ def _split_largest(ends: np.ndarray, count: int) -> np.ndarray:
     return ends
 
 
-__all__ = ["PackedBatchSampler", "TokenBatchSampler"]
+__all__ = ["PackedBatchSampler", "TokenBatchSampler", "is_whole"]

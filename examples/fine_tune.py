@@ -39,7 +39,7 @@ pairs = load_dataset(
     index_col=False,
     quoting=3,  # csv.QUOTE_NONE: quotation marks are part of the text
     keep_default_na=False,
-    features=Features({"source": Value("string"), "target": Value("string")}),  # also numbers
+    features=Features({"source": Value("string"), "target": Value("string")}),  # digits are text
 )
 # Some models split the two sides differently.
 reader = model.target_tokenizer(tokenizer) if hasattr(model, "target_tokenizer") else tokenizer

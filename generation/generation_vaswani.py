@@ -36,6 +36,7 @@ from .settings_vaswani import (
     VaswaniGenerationConfig,
     check_search,
     check_tokens,
+    check_types,
     first_setting,
     refuse_packed,
 )
@@ -51,21 +52,9 @@ _SLOWER = "transformers' search runs, which takes longer. The fast search does n
 # Backends that compute the same attention as the fast search.
 _ATTENTION = ("eager", "sdpa", "flex_attention")
 _CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
-# Modes that the fast search may cover.
 _UNEQUAL = "generate has {} sources, but {} prompts (decoder_input_ids): pass one for each source."
+# Modes that the fast search may cover.
 _FAST_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
-
-
-def _check_types(inputs: Any, generation_config: Any) -> None:
-    """Refuse lists and dictionaries, which transformers does not name in its errors."""
-    for name, value, kind, way in (
-        ("inputs", inputs, torch.Tensor, "torch.tensor(inputs)"),
-        ("generation_config", generation_config, GenerationConfig, "GenerationConfig(**settings)"),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{name} must be a {kind.__name__}, not a {type(value).__name__}: pass {way}."
-            )
 
 
 def _search_settings(config: Any) -> SearchSettings:
@@ -118,7 +107,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         A call without `attention_mask` masks the padding, as decoders of transformers do.
         """
         refuse_packed(kwargs)
-        _check_types(inputs, generation_config)
+        check_types(inputs, generation_config)
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         mask = self._mask_of_padding(inputs, generation_config, kwargs)

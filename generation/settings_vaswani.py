@@ -3,6 +3,7 @@
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -148,6 +149,18 @@ def refuse_packed(inputs: dict[str, Any]) -> None:
             )
 
 
+def check_types(inputs: Any, generation_config: Any) -> None:
+    """Refuse lists and dictionaries, which transformers does not name in its errors."""
+    for name, value, kind, way in (
+        ("inputs", inputs, torch.Tensor, "torch.tensor(inputs)"),
+        ("generation_config", generation_config, GenerationConfig, "GenerationConfig(**settings)"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{name} must be a {kind.__name__}, not a {type(value).__name__}: pass {way}."
+            )
+
+
 def _is_whole(number: Any) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool)
 
@@ -266,6 +279,7 @@ __all__ = [
     "VaswaniGenerationConfig",
     "check_search",
     "check_tokens",
+    "check_types",
     "checked_factor",
     "checked_offset",
     "first_setting",

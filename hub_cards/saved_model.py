@@ -146,7 +146,7 @@ class SavedModel:
         is_log = isinstance(log, list) and all(
             isinstance(entry, dict) and "step" in entry for entry in log
         )
-        return log if is_log and log else [], _TRAINER_STATE
+        return log if is_log else [], _TRAINER_STATE
 
     def vocabulary(self) -> str:
         """Describe the vocabulary in words."""

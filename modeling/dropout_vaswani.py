@@ -37,7 +37,7 @@ class _CheapDropout(torch.autograd.Function):
         return kept.mul_(gradient).mul_(ctx.scale), None
 
 
-def in_torch_func(*tensors: torch.Tensor) -> bool:
+def is_transformed(*tensors: torch.Tensor) -> bool:
     """Tell whether torch.func transforms this call, or a tensor has a derivative forwards.
 
     Our autograd functions support neither. With a `setup_context`, they would support torch.func,
@@ -67,7 +67,7 @@ def drop_out(states: torch.Tensor, p: float, training: bool) -> torch.Tensor:
         not states.is_cpu
         or kept in (0, _CHANCES)
         or torch.compiler.is_compiling()
-        or in_torch_func(states)
+        or is_transformed(states)
     ):
         return F.dropout(states, p)
     return _CheapDropout.apply(states, kept)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .dropout_vaswani import in_torch_func
+from .dropout_vaswani import is_transformed
 from .loss_vaswani import chunked_cross_entropy, divergence
 
 
@@ -41,7 +41,7 @@ class LanguageHead:
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
             r_drop: weight of the divergence of two passes, as in `compute_loss`.
         """
-        may_skip = self._has_whole_head() and not in_torch_func(hidden_states)
+        may_skip = self._has_whole_head() and not is_transformed(hidden_states)
         if skip_logits is None:
             skip_logits = self.training and may_skip
         logits, loss = None, None
@@ -95,7 +95,7 @@ class LanguageHead:
         labels = labels.to(hidden_states.device, torch.long)
         # Adapters wrap the head. Without logits, it is a plain layer.
         size = self.lm_head.out_features if logits is None else logits.shape[-1]
-        if labels.is_cpu and not torch.compiler.is_compiling() and not in_torch_func():
+        if labels.is_cpu and not torch.compiler.is_compiling() and not is_transformed():
             wrong = labels[(labels != -100) & ((labels < 0) | (labels >= size))]
             if wrong.numel():
                 raise ValueError(

@@ -26,7 +26,7 @@ from ..generation.library_vaswani import (
     trains,
 )
 from ..generation.linear_vaswani import is_changed
-from .dropout_vaswani import in_torch_func, is_batched
+from .dropout_vaswani import is_batched, is_transformed
 from .packing_vaswani import PackedMask
 
 _LANES = 16  # floats of the widest vector
@@ -111,7 +111,7 @@ def add_and_normalize(
 
 
 def _refuse_second_derivative(gradient: torch.Tensor) -> None:
-    if torch.is_grad_enabled() or in_torch_func() or is_batched(gradient):
+    if torch.is_grad_enabled() or is_transformed() or is_batched(gradient):
         raise RuntimeError(
             "The compiled kernels of training have no second derivatives (create_graph=True) and "
             "no batched ones (is_grads_batched=True): set attn_implementation='eager', which "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dropout_vaswani import in_torch_func
+from .dropout_vaswani import is_transformed
 
 # Tokens of a window on either side. In wider windows, the scores between sentences, which the mask
 # hides, take more time than the joined products save.
@@ -51,7 +51,7 @@ def _select(
     states: torch.Tensor, there: torch.Tensor, back: torch.Tensor, ignored: torch.Tensor | None
 ) -> torch.Tensor:
     """Select rows, by an operator of torch in torch.func. Rows of padding have no gradient."""
-    if in_torch_func():
+    if is_transformed():
         return states.index_select(0, there)
     selected: torch.Tensor = _SelectRows.apply(states, there, back, ignored)
     return selected

@@ -1,9 +1,7 @@
 """The interface of training objectives: losses that VaswaniTrainer calls for each batch."""
 
 import dataclasses
-import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -88,19 +86,4 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def is_whole(number: Any, lowest: int) -> bool:
-    """Tell whether a setting is an integer of at least `lowest`. 5.0 is an integer too."""
-    numeric = isinstance(number, Real) and not isinstance(number, bool)
-    return numeric and lowest <= number < math.inf and number == int(number)
-
-
-__all__ = [
-    "Loss",
-    "Objective",
-    "ObjectiveError",
-    "Update",
-    "is_whole",
-    "mean_of",
-    "name_of",
-    "sentences_of",
-]
+__all__ = ["Loss", "Objective", "ObjectiveError", "Update", "mean_of", "name_of", "sentences_of"]

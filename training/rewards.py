@@ -15,7 +15,8 @@ import torch
 
 from ..configuration.extras import needs
 from ..configuration.named_functions import function_of
-from .objective import ObjectiveError, is_whole, name_of
+from ..corpora.token_batches import is_whole
+from .objective import ObjectiveError, name_of
 
 # A function that takes hypotheses and references and returns a number per pair. Higher is better.
 Reward = Callable[[list[str], list[str]], list[float]]

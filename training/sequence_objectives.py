@@ -14,10 +14,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from ..corpora.packed_collator import packed
+from ..corpora.token_batches import is_whole
 from ..corpora.token_counts import counts_fast, first_empty, token_counts
 from ..generation.limits_vaswani import length_limits, length_rule
 from ..generation.settings_vaswani import VaswaniGenerationConfig
-from .objective import Objective, ObjectiveError, Update, is_whole, mean_of
+from .objective import Objective, ObjectiveError, Update, mean_of
 from .rewards import Reward, reward_of, rewarded
 
 logger = logging.get_logger(__name__)

@@ -74,7 +74,7 @@ class StreamStates:
                 f"has {args.dataloader_num_workers}: resume with "
                 f"dataloader_num_workers={saved['workers']}."
             )
-        # Checkpoints of clones before 0.2 have no settings.
+        # Older clones saved no settings.
         for name, before in saved.get("settings", {}).items():
             if settings[name] != before:
                 raise InputError(
