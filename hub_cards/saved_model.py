@@ -1,5 +1,6 @@
 """Facts about a saved model, read from its files."""
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -139,10 +140,9 @@ class SavedModel:
         """Log of the training run, and the name of its file."""
         if self.run and self.run.content.get("log"):
             return self.run.content["log"], self.run.name
-        try:
+        log: Any = None
+        with contextlib.suppress(ValueError):  # another program may have written the file
             log = _json_object(self.folder / _TRAINER_STATE).get("log_history")
-        except ValueError:  # another program may have written the file
-            log = None
         is_log = isinstance(log, list) and all(
             isinstance(entry, dict) and "step" in entry for entry in log
         )
