@@ -14,6 +14,8 @@ from num2words import num2words
 from test_batching import Recorder, assert_bit_for_bit, make_trainer, training_data, weights
 from test_processes import assert_equal_weights
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from vaswani.commands.train import make_parser
 from vaswani.corpora import streaming
 from vaswani.corpora.corpus import Corpus, parse_corpora
@@ -325,6 +327,48 @@ def test_a_stream_continues_at_its_position_even_with_ignore_data_skip(tmp_path)
     for folder in (tmp_path, tmp_path / "resumed"):
         saved = json.loads((folder / "checkpoint-3" / "stream_state_0.json").read_text())
         assert saved["states"]["0"]["total"] == 3
+
+
+class AtSigterm(TrainerCallback):
+    """Ask for transformers' checkpoint on SIGTERM at an event, after a number of updates."""
+
+    def __init__(self, event, updates):
+        self.manager, self.updates = None, updates
+        setattr(self, event, self.request)
+
+    def request(self, args, state, control, **kwargs):
+        if state.global_step == self.updates:
+            self.manager.is_checkpoint_requested = True
+
+
+@pytest.mark.parametrize(
+    ("event", "updates"),
+    [
+        ("on_step_begin", 0),
+        ("on_step_begin", 2),
+        ("on_pre_optimizer_step", 0),
+        ("on_pre_optimizer_step", 2),
+        ("on_step_end", 2),
+    ],
+)
+def test_a_checkpoint_on_sigterm_continues_a_stream(event, updates, tmp_path):
+    changes = {
+        "max_steps": 4, "dropout": 0.0, "gradient_accumulation_steps": 2,
+        "save_strategy": "no", "enable_jit_checkpoint": True,
+    }  # fmt: skip
+    whole = make_trainer(tmp_path / "whole", data=Rows(), **changes)
+    whole.train()
+    stopped = make_trainer(tmp_path / "stopped", data=Rows(), **changes)
+    terminate = AtSigterm(event, updates)
+    callbacks = stopped.callback_handler.callbacks
+    (on_sigterm,) = (one for one in callbacks if isinstance(one, JITCheckpointCallback))
+    terminate.manager = on_sigterm.jit_manager
+    callbacks.insert(0, terminate)
+    stopped.train()
+    resumed = make_trainer(tmp_path / "stopped", data=Rows(), **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert_bit_for_bit(weights(resumed), weights(whole))
 
 
 def test_a_checkpoint_before_the_first_batch_of_some_workers_resumes(tmp_path):

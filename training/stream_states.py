@@ -15,12 +15,17 @@ class StreamStates:
     """States of a process's loader workers after the batches that were trained on."""
 
     def __init__(self) -> None:
-        self.start: dict[int, Any] = {}  # the states that the run resumes from
-        self.states: dict[int, Any] = {}
+        self.reset()
 
     def reset(self) -> None:
         """Start all streams at their beginning."""
-        self.start, self.states = {}, {}
+        self.start: dict[int, Any] = {}  # the states that the run resumes from
+        self.states: dict[int, Any] = {}
+        self.before: tuple[int, dict[int, Any]] = (-1, {})  # see `begin_update`
+
+    def begin_update(self, updates: int) -> None:
+        """Keep the states before the batches of the next update, after this number of updates."""
+        self.before = updates, dict(self.states)
 
     def batches(self, items: Iterable[tuple[Any, tuple[int, Any]]]) -> Iterator[Any]:
         """Yield the batches of a TokenBatchStream, and keep each worker's state after its batch.
@@ -32,14 +37,19 @@ class StreamStates:
             if batch is not None:
                 yield batch
 
-    def save(self, checkpoint: str, args: TrainingArguments, settings: dict[str, Any]) -> None:
-        """Write the states of a process, and the settings, if its data are a stream."""
-        if self.states:
-            # A worker without a batch has no state, so the number of workers is saved too.
-            text = json.dumps(
-                {"workers": _workers(args), "settings": settings, "states": self.states}
-            )
-            _file(checkpoint, args.process_index).write_text(text, encoding="utf-8")
+    def save(
+        self, checkpoint: str, args: TrainingArguments, updates: int, settings: dict[str, Any]
+    ) -> None:
+        """Write the states of a process after this number of updates, and the settings.
+
+        A checkpoint in the middle of an update, such as transformers' on SIGTERM, has the states
+        before that update, because a resumed run repeats it.
+        """
+        begun, before = self.before
+        states = before if begun == updates else self.states
+        # A worker without a batch has no state, so the number of workers is saved too.
+        text = json.dumps({"workers": _workers(args), "settings": settings, "states": states})
+        _file(checkpoint, args.process_index).write_text(text, encoding="utf-8")
 
     def load(
         self, checkpoint: str, args: TrainingArguments, update: int, settings: dict[str, Any]
@@ -82,7 +92,6 @@ class StreamStates:
                     f"{settings[name]!r}: a stream would lose or repeat rows. Resume with the "
                     "setting of the checkpoint."
                 )
-        # A checkpoint inside an update has read batches of the next one.
         accumulated = sum(state["total"] for state in saved["states"].values()) // max(update, 1)
         if update and accumulated != args.gradient_accumulation_steps:
             raise InputError(

@@ -193,7 +193,9 @@ class TokenBatchLoading(Seq2SeqTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self._streams.save(output_dir, self.args, self._settings_of_stream())
+        if self.max_source_tokens and self._has_stream:
+            settings = self._settings_of_stream()
+            self._streams.save(output_dir, self.args, self.state.global_step, settings)
 
     def _settings_of_stream(self) -> dict[str, Any]:
         """Return the settings that decide which rows of a stream a batch has."""

@@ -163,6 +163,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = _python_number(stream_buffer)
         self._streams = StreamStates()
+        self._is_fed = False  # whether there was a batch
         self._own_special_tokens = _special_tokens(self.model)
         self._refuse_options_of_other_data()
 
@@ -245,13 +246,14 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "finds the last complete one."
             )
         self._streams.reset()
+        self._is_fed = False
         self._own_special_tokens = _special_tokens(self.model)
         if resume_from_checkpoint:
             self._check_checkpoint(Path(resume_from_checkpoint))
         if isinstance(self.objective, Objective):
             self.objective.prepare(self)
         output = super().train(resume_from_checkpoint, *args, **kwargs)
-        if self._has_stream and not self.state.global_step:
+        if self._has_stream and not self._is_fed:
             raise InputError(
                 "The training data gave no batch, so the model is untrained: check that each "
                 "process and loader worker has rows."
@@ -437,8 +439,10 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
     ) -> tuple[list, torch.Tensor | int | None]:
         """Collect the batches of an update, and count tokens and sentences over all processes."""
         if self.max_source_tokens and self._has_stream:
+            self._streams.begin_update(self.state.global_step)
             epoch_iterator = self._streams.batches(epoch_iterator)
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._is_fed |= bool(batches)
         self._sentences_in_update = None
         if self.objective is not None and tokens is not None:
             sentences = torch.tensor(sum(map(sentences_of, batches)), device=device)
