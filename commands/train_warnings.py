@@ -1,12 +1,10 @@
 """Warnings of `vaswani train` about options that are probably mistakes."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_WEIGHT = re.compile(r"=[0-9.]+$")
-_COMPRESSED = (".gz", ".zst")
+from ..corpora.names import without_compression, without_weight
 
 _VOCABULARY = (
     *("--vocab-size", "--vocabulary-lines", "--tokenizer-kind", "--pattern"),
@@ -18,10 +16,7 @@ def swapped_sides(args: argparse.Namespace) -> list[str]:
     """Return a warning for data whose two files are in the other order than those of --train."""
 
     def endings(files: list[str]) -> list[str]:
-        plain = [_WEIGHT.sub("", file) for file in files]
-        return [
-            Path(Path(file).stem if file.endswith(_COMPRESSED) else file).suffix for file in plain
-        ]
+        return [Path(without_compression(without_weight(file))).suffix for file in files]
 
     source, *target = endings(args.train)
     if len(target) != 1 or source == target[0]:

@@ -2,16 +2,15 @@
 
 import glob
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from .reading import DataError, Pair, form_of, iterate_pairs, load_rows
+from .names import data_set_name, form_of, split_weight
+from .reading import DataError, Pair, iterate_pairs, load_rows
 
-_WEIGHT = re.compile(r"(.+)=([^=/\\]*)")
 _BLOCK = 2**22
 
 
@@ -139,19 +138,18 @@ def parse_corpora(
 
 
 def _weighted(word: str) -> tuple[str, float | None]:
-    """Split FILE=WEIGHT, unless a file has that name."""
-    match = _WEIGHT.fullmatch(word)
-    if match is None or Path(word).exists():
-        return word, None
+    name, text = split_weight(word)
+    if text is None:
+        return name, None
     try:
-        weight = float(match[2])
+        weight = float(text)
     except ValueError as error:
         raise DataError(
-            f"{word}: {match[2]!r} is not a weight: give a number after the =, or leave out the =."
+            f"{word}: {text!r} is not a weight: give a number after the =, or leave out the =."
         ) from error
     if not 0 <= weight < math.inf:
-        raise DataError(f"{word}: a weight must be 0 or more, got {match[2]}.")
-    return match[1], weight
+        raise DataError(f"{word}: a weight must be 0 or more, got {text}.")
+    return name, weight
 
 
 def _require_a_weight(weights: list[float | None]) -> None:
@@ -179,8 +177,8 @@ def _expanded(name: str) -> list[str]:
         return [name]
     if found := _matches(name):
         return found
-    place, _, split = name.partition(":")
-    if len(place) > 1 and not glob.has_magic(place) and "[" in split:
+    place, configuration, split = data_set_name(name)
+    if len(place) > 1 and not glob.has_magic(place + configuration) and "[" in split:
         return [name]  # part of a split, as in ID:train[:10%]
     raise DataError(f"No file matches {name}.")
 
@@ -210,7 +208,7 @@ def _content_of(name: str, is_file: bool, default_split: str) -> bytes:
 
 def _content_of_data_set(name: str, default_split: str) -> bytes:
     rows = load_rows(name, default_split)
-    digest = xxhash.xxh3_128(repr((len(rows), name.partition(":")[2])).encode())
+    digest = xxhash.xxh3_128(repr((len(rows), data_set_name(name).split)).encode())
     for file in rows.cache_files:
         digest.update(content_of_file(Path(file["filename"])))
     return digest.digest()

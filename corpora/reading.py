@@ -14,10 +14,10 @@ from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.kinds_vaswani import half_character
+from .names import data_set_name, form_of
 
 Pair = tuple[str, str]
 
-COMPRESSED = (".gz", ".zst")
 # Number of rows of a data set or Parquet file read at once.
 _ROWS = 1000
 
@@ -92,14 +92,6 @@ def iterate_pairs(
             "files, the source's first, or rename the file."
         )
     return _record_pairs(_data_set_rows(name, default_split), columns, name)
-
-
-def form_of(name: str) -> str | None:
-    """Return the form of a file of pairs: tsv, jsonl or parquet. Return None for other files."""
-    for ending in COMPRESSED:
-        name = name.removesuffix(ending)
-    endings = {".tsv": "tsv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    return endings.get(Path(name).suffix)
 
 
 def strictly(items: Iterable[Any]) -> Iterator[Any]:
@@ -196,8 +188,7 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
     Raises:
         DataError: there is no such data set, or it cannot be loaded.
     """
-    data_set, _, split = name.partition(":")
-    place, _, configuration = data_set.partition("@")
+    place, configuration, split = data_set_name(name)
     with needs("vaswani[train]"):  # imported here because translating text does not need it
         from datasets import config, load_dataset
         from datasets.exceptions import DatasetsError
@@ -275,10 +266,8 @@ def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | 
 
 
 __all__ = [
-    "COMPRESSED",
     "DataError",
     "Pair",
-    "form_of",
     "iterate_pairs",
     "load_rows",
     "read_lines",

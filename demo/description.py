@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from transformers.utils import cached_file
 
+from ..hub_cards.metadata import listed, metadata_of_card
 from ..hub_cards.results import Results
 from ..hub_cards.saved_model import SavedModel
 
@@ -47,7 +47,7 @@ def describe(place: str) -> Description:
         place: a folder or Hub id.
     """
     paths = {name: _found(place, name) for name in _FILES}
-    card = _metadata(paths["README.md"])
+    card = metadata_of_card(paths["README.md"]) if paths["README.md"] else {}
     run = _run(place)
     recipe = _recipe(paths["recipe.yaml"])
     runs = [source for source in (run, recipe) if source is not None]
@@ -55,7 +55,7 @@ def describe(place: str) -> Description:
     data = next(filter(None, (r.data_of("train") for r in runs)), None)
     return Description(
         languages=languages,
-        training_data=data or ", ".join(map(str, _listed(card.get("datasets")))) or None,
+        training_data=data or ", ".join(map(str, card.get("datasets", []))) or None,
         pairs=run.pairs if run else None,
         samples=list(dict.fromkeys(sample["source"] for sample in run.samples)) if run else [],
     )
@@ -77,20 +77,9 @@ def _found(place: str, name: str) -> Path | None:
     return Path(path) if path else None
 
 
-def _metadata(card: Path | None) -> dict[str, Any]:
-    """Return the metadata of a model card; empty if there is none."""
-    if card is None:
-        return {}
-    try:
-        return ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return {}
-
-
 def _card_languages(card: dict[str, Any]) -> list[str]:
     """Return source and target language of a card, if a tag has their order."""
-    languages = [str(code) for code in _listed(card.get("language"))]
-    tags = _listed(card.get("tags"))
+    languages, tags = card.get("language", []), card.get("tags", [])
     orders = [languages, languages[::-1]] if len(languages) == 2 else []
     return next((pair for pair in orders if "-".join(pair) in tags), [])
 
@@ -120,13 +109,7 @@ def _recipe(path: Path | None) -> Results | None:
 
 def _is_text(value: Any) -> bool:
     """Tell whether a setting is a string, or a list of strings."""
-    return all(isinstance(part, str) for part in _listed(value))
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, str) for part in listed(value))
 
 
 __all__ = ["Description", "describe", "language_name"]

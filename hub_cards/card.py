@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from transformers.utils import logging
 
 from ..configuration import __version__
 from ..corpora.atomic_folder import replaced_file
+from .metadata import listed, metadata_of_card
 from .results import Results, is_language, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
 from .sibling_card import has_sibling_card, is_sibling, render_sibling, require_sibling_card
@@ -81,15 +81,17 @@ def write_model_card(
     """
     folder, target = Path(folder), Path(folder if output is None else output)
     model = _translation_model(folder, results)
-    stated = {"license": license, "base_model": base_model, "datasets": _listed(datasets)}
+    stated = {"license": license, "base_model": base_model, "datasets": listed(datasets)}
     card, stated["language"] = target / CARD, _language_codes(language)
     if not overwrite and not may_be_written(card):
         logger.warning(
             f"{card} was changed by hand and stays as it is; overwrite=True writes it again."
         )
         return card
-    earlier = [_metadata(folder / CARD)] + ([] if target == folder else [_metadata(card)])
-    metadata = _metadata_of(model, stated, earlier, _listed(tags))
+    earlier = [metadata_of_card(folder / CARD)] + (
+        [] if target == folder else [metadata_of_card(card)]
+    )
+    metadata = _metadata_of(model, stated, earlier, listed(tags))
 
     if model is None:
         require_sibling_card(folder)
@@ -111,7 +113,7 @@ def write_model_card(
 def _translation_model(folder: Path, results: Any) -> SavedModel | None:
     """Read a translation model and its results files; None for an encoder or decoder alone."""
     if not is_sibling(folder):
-        return SavedModel(folder, [_given(path, folder) for path in _listed(results)])
+        return SavedModel(folder, [_given(path, folder) for path in listed(results)])
     if results is not None:
         raise ValueError(
             f"{folder} holds an encoder or a decoder alone, whose cards have no results: leave "
@@ -121,7 +123,7 @@ def _translation_model(folder: Path, results: Any) -> SavedModel | None:
 
 
 def _language_codes(language: str | Sequence[str] | None) -> list[str]:
-    codes = _listed(language)
+    codes = listed(language)
     for code in codes:
         if not is_language(code):
             raise ValueError(f"language {code!r} is no ISO 639 code, such as 'de'.")
@@ -203,7 +205,7 @@ def _metadata_of(
     }
     # A fine-tuned model has the languages of its base model.
     tuned = run.settings.get("model") if run else None
-    origin = {"language": _metadata(Path(tuned) / CARD).get("language")} if tuned else {}
+    origin = {"language": metadata_of_card(Path(tuned) / CARD).get("language")} if tuned else {}
     sources = (stated, recorded, *earlier, origin)
     chosen = {
         key: next((source[key] for source in sources if source.get(key)), None) for key in stated
@@ -286,12 +288,6 @@ def _given(path: Any, folder: Path) -> Results:
     return results.renamed(f"{RESULTS}/{results.path.name}")
 
 
-def _listed(values: Any) -> list[Any]:
-    if values is None:
-        return []
-    return list(values) if isinstance(values, list | tuple) else [values]
-
-
 def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
@@ -312,21 +308,6 @@ def _sha256(text: str) -> str:
 def _hardware(hardware: Mapping[str, Any]) -> str:
     cpu = f"{hardware.get('cpu', 'unknown CPU')}, {hardware.get('cores', '?')} cores"
     return f"{hardware['gpu']}; {cpu}" if hardware.get("gpu") else cpu
-
-
-def _metadata(card: Path) -> dict[str, Any]:
-    """Return the metadata of a card; empty if the card is missing or its YAML is broken."""
-    if not card.exists():
-        return {}
-    try:
-        data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        logger.warning(f"The metadata of {card} cannot be read and are ignored: {error}")
-        return {}
-    lists = {key: _listed(data.get(key)) for key in ("language", "datasets", "tags")}
-    # YAML reads the code of Norwegian, "no", as False.
-    lists["language"] = ["no" if code is False else str(code) for code in lists["language"]]
-    return {**data, **lists}
 
 
 def _draw_curve(model: SavedModel, target: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any, Self
 
 from huggingface_hub import EvalResult
 
-from ..corpora.reading import COMPRESSED, form_of
+from ..corpora.names import (
+    COMPRESSED,
+    DataSetName,
+    data_set_name,
+    form_of,
+    without_compression,
+    without_weight,
+)
 
 # Fields that `vaswani.training.circumstances` writes. They are needed to repeat a result.
 PROVENANCE = ("command", "commit", "hardware", "versions", "date")
@@ -27,10 +34,9 @@ _METRICS = {
 }
 LEAST_EXACT_MATCHES = 10  # percent; below, exact matches are shown only if a run asks for them
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_DATA = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<config>[^:]+))?(?::(?P<split>.+))?")
+_HUB_DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
 _TWO_LETTERS = re.compile(r"[a-z]{2}")
-_WEIGHT = re.compile(r"=\d*\.?\d+(e[+-]?\d+)?$")
 
 
 class MistypedFieldError(ValueError):
@@ -99,8 +105,7 @@ class Results:
 
     def hub_data_sets(self) -> list[str]:
         """Return the ids of the Hub's data sets that the model was trained on."""
-        found = self._hub_data("train")
-        return [found["id"]] if found else []
+        return list(dict.fromkeys(name.place for name in self._hub_data("train")))
 
     def base_model(self) -> str | None:
         """Return the Hub's id of the model that was fine-tuned."""
@@ -113,9 +118,9 @@ class Results:
         """Names that were files or folders when the model was trained."""
         return self.content.get("local") or []
 
-    def _hub_data(self, split: str) -> dict[str, Any] | None:
-        data = self.settings.get(split)
-        return None if data and data[0] in self._local else _on_the_hub(data)
+    def _hub_data(self, split: str) -> list[DataSetName]:
+        data = self.settings.get(split) or []
+        return _on_the_hub([name for name in data if name not in self._local])
 
     def contradiction(self, parameters: int, weights_sha256: str | None) -> str | None:
         """Say why these results belong to another model; None if they may belong to this one."""
@@ -194,15 +199,15 @@ class Results:
     def _evaluation(
         self, split: str, data: str, metric: str, label: str, value: float, signature: str | None
     ) -> EvalResult:
-        hub = self._hub_data(split) or {}
+        hub = next(iter(self._hub_data(split)), DataSetName("", "", ""))
         arguments = {"signature": signature} if signature else None
         return EvalResult(
             task_type="translation",
             task_name="Translation",
-            dataset_type=hub.get("id") or re.sub(r"\W+", "-", data).strip("-").lower(),
+            dataset_type=hub.place or re.sub(r"\W+", "-", data).strip("-").lower(),
             dataset_name=data,
-            dataset_config=hub.get("config"),
-            dataset_split=hub.get("split") or {"valid": "validation"}.get(split, split),
+            dataset_config=hub.configuration or None,
+            dataset_split=hub.split or {"valid": "validation"}.get(split, split),
             metric_type=metric,
             metric_name=label,
             metric_value=value,
@@ -341,32 +346,26 @@ def _names(data: Sequence[str] | None) -> str | None:
     """Name data files by their folder and name, without the language."""
     if not data:
         return None
-    if _on_the_hub(data):
-        return _unweighted(data[0])
+    if len(data) == 1 and _on_the_hub(data):
+        return without_weight(data[0])
     paths = [Path(_plain(path)) for path in data]
     names = [Path(path.parent.name, path.stem).as_posix() for path in paths]
     return ", ".join(dict.fromkeys(names))
 
 
-def _on_the_hub(data: Sequence[str] | None) -> dict[str, Any] | None:
-    """Split ID[@CONFIG][:SPLIT] into its parts; None for files and folders."""
-    if not data or len(data) != 1:
-        return None
-    name = _unweighted(data[0])
-    if Path(name.partition(":")[0]).exists() or name.endswith(COMPRESSED) or form_of(name):
-        return None
-    match = _HUB_DATA.fullmatch(name)
-    return match.groupdict() if match else None
-
-
-def _unweighted(name: str) -> str:
-    """Remove the weight of a corpus, =WEIGHT."""
-    return name if Path(name).exists() else _WEIGHT.sub("", name)
+def _on_the_hub(data: Sequence[str]) -> list[DataSetName]:
+    """Return the data sets of the Hub among the data, without files and folders."""
+    found = []
+    for name in map(without_weight, data):
+        parts = data_set_name(name)
+        is_file = Path(parts.place).exists() or name.endswith(COMPRESSED) or form_of(name)
+        # Of several words, those without @ and : may be parallel text files that are gone.
+        is_named = len(data) == 1 or {"@", ":"} & set(name)
+        if is_named and not is_file and _HUB_DATA_SET.fullmatch(parts.place):
+            found.append(parts)
+    return found
 
 
 def _plain(name: str) -> str:
     """Remove the weight and the ending of a compressed file."""
-    name = _unweighted(name)
-    for ending in COMPRESSED:
-        name = name.removesuffix(ending)
-    return name
+    return without_compression(without_weight(name))

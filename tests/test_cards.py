@@ -22,6 +22,7 @@ from vaswani.commands.main import main
 from vaswani.commands.train import make_parser
 from vaswani.corpora import atomic_folder
 from vaswani.hub_cards import card as cards
+from vaswani.hub_cards import metadata as card_metadata
 from vaswani.hub_cards import saved_model, sibling_card
 from vaswani.hub_cards.card import may_be_written, write_model_card
 from vaswani.training.circumstances import weights_sha256
@@ -109,8 +110,10 @@ def warnings():
 
     @contextlib.contextmanager
     def caught():
-        with CaptureLogger(cards.logger) as one, CaptureLogger(saved_model.logger) as other:
-            yield lambda: one.io.getvalue() + other.io.getvalue()
+        with contextlib.ExitStack() as stack:
+            loggers = (cards.logger, card_metadata.logger, saved_model.logger)
+            logs = [stack.enter_context(CaptureLogger(logger)) for logger in loggers]
+            yield lambda: "".join(log.io.getvalue() for log in logs)
 
     with caught() as text:
         yield text
@@ -394,13 +397,30 @@ def test_local_files_that_are_gone_are_no_data_sets_of_the_hub(run, train):
     assert "=" not in re.search(r"\| data \| (.*) \|", text)[1]
 
 
-def test_weights_and_compression_hide_no_data_set_and_no_language(run):
-    settings = {"train": ["wmt/wmt14@de-en:train=2"]}
-    write_json(run / "results.json", {**RUN, "settings": settings})
-    assert metadata(text_of(run))["datasets"] == ["wmt/wmt14"]
+@pytest.mark.parametrize(
+    ("train", "data_sets"),
+    [
+        (["wmt/wmt14@de-en:train=2"], ["wmt/wmt14"]),
+        (["wmt/wmt14@de-en:train", "user/news:train=1e3"], ["wmt/wmt14", "user/news"]),
+        (["user/news:train[:10%]", "user/news:train[90%:]"], ["user/news"]),
+        (["d/train.en", "d/train.de"], None),  # files that are gone
+        (["d/train.en", "d/train.de", "user/news:train"], ["user/news"]),
+    ],
+)
+def test_data_sets_of_the_hub_are_found_among_the_training_data(run, train, data_sets):
+    write_json(run / "results.json", {**RUN, "settings": {"train": train}})
+    assert metadata(text_of(run)).get("datasets") == data_sets
+
+
+def test_weights_and_compression_hide_no_language(run):
     settings = {"train": ["d/train.cs.zst=2", "d/train.en.zst=2"]}
     write_json(run / "results.json", {**RUN, "settings": settings})
     assert metadata(text_of(run))["language"] == ["cs", "en"]
+    settings = {"train": ["d/train.cs=1E3", "d/train.en=2."]}
+    write_json(run / "results.json", {**RUN, "settings": settings})
+    text = text_of(run, overwrite=True)
+    assert metadata(text)["language"] == ["cs", "en"]
+    assert "| data | d/train |" in text
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,7 @@ def test_the_languages_of_the_card_come_before_those_of_the_results(tmp_path):
         ({"language": ["de", "en"], "tags": ["en-de"]}, ["en", "de"], None),
         ({"language": ["en", "de"], "tags": ["translation"]}, [], None),  # no order is stated
         ({"language": "en", "datasets": ["wmt14"]}, [], "wmt14"),
+        ({"language": ["en", False], "tags": ["en-no"]}, ["en", "no"], None),  # YAML's unquoted no
         ({"language": ["en", "de", "fr"], "tags": ["en-de"]}, [], None),
         ({}, [], None),
     ],

@@ -124,6 +124,15 @@ def test_an_encoder_alone_gives_a_new_decoder_its_embedding(pretrained):
     assert set(new) == {name for name in names if name.startswith("model.decoder.layers")}
 
 
+def test_a_new_decoder_starts_with_the_end_token_of_its_encoder(tiny_config):
+    tokens = {"pad_token_id": 2, "eos_token_id": 5, "decoder_start_token_id": 5}
+    encoder, _ = split_halves(VaswaniForConditionalGeneration(tiny_config(**tokens)))
+    model, _ = join_halves(encoder)
+    found = [getattr(model.config, name) for name in tokens]
+    assert found == list(tokens.values())
+    assert model.generation_config.decoder_start_token_id == 5
+
+
 def test_halves_that_do_not_fit_are_refused_by_the_field(pretrained):
     masked, _ = pretrained
     sizes = {"vocab_size": 19, "decoder_attention_heads": 4}

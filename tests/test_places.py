@@ -326,7 +326,7 @@ def test_a_file_that_is_there_is_not_said_to_be_missing(folder, looked_up):
 # Options without effect
 
 
-@pytest.mark.parametrize("end", ["", ".gz", ".zst", "=2", ".gz=0.5"])
+@pytest.mark.parametrize("end", ["", ".gz", ".zst", "=2", ".gz=0.5", "=1e1", "=2."])
 @pytest.mark.parametrize("option", ["valid", "test"])
 def test_swapped_sides_are_warned_of_by_their_endings(folder, capsys, option, end):
     train = make_parser()

@@ -33,7 +33,8 @@ _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8
 def circumstances() -> dict[str, Any]:
     """Describe this run in JSON types. `commit` belongs to the script or to this package."""
     program = Path(sys.argv[0])
-    own = program.stem == "vaswani" or program.parent.name == "vaswani"  # python -m vaswani
+    module = ("vaswani", "__main__.py")  # the program of python -m vaswani
+    own = program.stem == "vaswani" or program.parts[-2:] == module
     return {
         "command": shlex.join([*(["vaswani"] if own else ["python", sys.argv[0]]), *sys.argv[1:]]),
         "commit": _commit(Path(__file__).resolve() if own else program.resolve()),

@@ -6,7 +6,6 @@ The options of a run are those of the command, as an `argparse.Namespace`.
 import argparse
 import json
 import math
-import re
 import shutil
 import sys
 import time
@@ -36,6 +35,7 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
+from ..corpora.names import data_set_name, without_weight
 from ..corpora.reading import DataError, Pair
 from ..corpora.text_stream import TextStream
 from ..corpora.tokenising import tokenised
@@ -417,11 +417,10 @@ class TrainingRun:
 def local_places(options: argparse.Namespace) -> list[str]:
     """Return the model and the data that are files or folders here. Others are on the Hub."""
     named = [options.model, *(options.train or ()), *(options.valid or ()), *(options.test or ())]
-    # A name may end in @CONFIG, :SPLIT or =WEIGHT.
     return [
         name
         for name in filter(None, named)
-        if Path(name).exists() or Path(re.split("[@:=]", name)[0] or name).exists()
+        if Path(name).exists() or Path(data_set_name(without_weight(name)).place or name).exists()
     ]
 
 
