@@ -75,8 +75,8 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--drop-duplicates",
         choices=("pairs", "source", "target"),
-        help="keep the first of a corpus' equal pairs, or of its pairs with an equal source or "
-        "target",
+        help="of several equal pairs of a corpus, keep the first; source or target compares one "
+        "side only",
     )
     add(
         "--scripts",

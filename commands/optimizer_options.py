@@ -30,7 +30,8 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         "--bf16",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="compute in bfloat16 where it is safe; faster where the hardware has it",
+        help="compute in bfloat16, with weights, optimizer and loss in float32; faster with bfloat16 "
+        "instructions",
     )
     add(
         "--muon",

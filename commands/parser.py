@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         finder.add_argument("--recipe", action="append", default=[])
         recipes = finder.parse_known_args(words)[0].recipe
         if len(recipes) > 1:
-            self.error(f"there is one --recipe for a run, got {' and '.join(recipes)}")
+            self.error(f"give --recipe only once, got {' and '.join(recipes)}")
         return [*self._read(*recipes), *words] if recipes else words
 
     def _read(self, recipe: str) -> list[str]:
@@ -85,7 +85,7 @@ def seed(text: str) -> int:
     """Read a seed of numpy's and torch's random numbers."""
     number = int(text)
     if not 0 <= number < 2**32:
-        raise argparse.ArgumentTypeError(f"a seed lies between 0 and {2**32 - 1}, got {number}")
+        raise argparse.ArgumentTypeError(f"a seed must be between 0 and {2**32 - 1}, got {number}")
     return number
 
 

@@ -33,11 +33,12 @@ def run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from ..configuration.extras import needs
-    from ..training.progress import in_terminal
-    from ..training.run_data import RunData
 
     with needs("vaswani[train]"):
         import datasets
+
+    from ..training.progress import in_terminal
+    from ..training.run_data import RunData
 
     if not in_terminal(sys.stderr):
         datasets.disable_progress_bars()

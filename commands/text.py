@@ -50,7 +50,7 @@ def check_text(sources: Sequence[str], output: str) -> None:
     target = Path(os.path.realpath(output))  # a link stays a link
     is_replaced = not target.exists() or (target.is_file() and not _is_standard_output(output))
     if is_replaced and not os.access(target.parent, os.W_OK):
-        raise CommandError(f"the folder of the output {output} may not be written")
+        raise CommandError(f"the folder of the output {output} is not writable: choose another")
     if output.endswith(".zst"):
         _pyarrow()
 

@@ -33,10 +33,10 @@ def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     """Return a warning for each option without effect, because another option decides it."""
     given = {word.partition("=")[0] for word in words}
     idle = sorted(given.intersection(_VOCABULARY)) if args.model or args.tokenizer else []
-    if args.model:
-        idle += sorted(given & {"--preset"})
     owner = f"--model {args.model}" if args.model else f"--tokenizer {args.tokenizer}"
-    warnings = [f"{name} has no effect: {owner} brings its own" for name in idle]
+    warnings = [f"{name} has no effect, because {owner} has its own vocabulary" for name in idle]
+    if args.model and "--preset" in given:
+        warnings.append(f"--preset has no effect, because --model {args.model} has its own sizes")
     if "--batch-size" in given and args.max_source_tokens:
         warnings.append(
             "--batch-size sets the batches of evaluations only: --max-source-tokens "

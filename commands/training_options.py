@@ -108,12 +108,14 @@ def add_loss_options(parser: argparse.ArgumentParser) -> None:
         type=not_negative,
         default=0.0,
         metavar="ALPHA",
-        help="train on each batch twice and pull the two predictions together (default: 0)",
+        help="compute each batch twice with different dropout, and penalise differences between the "
+        "predictions (default: 0)",
     )
     add(
         "--objective",
         choices=("reinforce", "risk", "scheduled_sampling"),
-        help="a training loss for a finished model (--model) in place of the likelihood",
+        help="a training loss for a finished model (--model) in place of the likelihood; R-Drop is "
+        "--r-drop",
     )
     add(
         "--objective-settings",

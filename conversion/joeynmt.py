@@ -27,7 +27,7 @@ Differences between JoeyNMT and this package:
   spaces. Run those tools before and after. JoeyNMT lets subword-nmt split tokens again if the
   vocabulary lacks them. Do the same.
 * Search. The section testing sets the beam, its length penalty, the length limit, and the tokens
-  that are never generated. max_output_length: -1 is 1.5 times the longest source of a batch in
+  that are never generated. "max_output_length: -1" is 1.5 times the longest source of a batch in
   JoeyNMT, and 1.5 times each source's own length here. This package stops when no open hypothesis
   can win. JoeyNMT has another rule: finished hypotheses keep their place in its beam.
 """

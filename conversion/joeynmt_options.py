@@ -248,9 +248,9 @@ def _encoder_norm_position(section: Section, version: str) -> str | None:
         found = re.match(r"(\d+)\.(\d+)", version)
         if not found or (int(found[1]), int(found[2])) >= (2, 2):
             section.complain(
-                "model.encoder.layer_norm is missing (then JoeyNMT 2.2 and later norm before each "
-                "layer and not after the stack, which has no counterpart here; for a model of "
-                "JoeyNMT 2.0 or 2.1 write post)"
+                "model.encoder.layer_norm is missing. JoeyNMT 2.2 and later then use pre-norm "
+                "without a LayerNorm after the encoder, which has no counterpart here. For a model "
+                "of JoeyNMT 2.0 or 2.1, set it to post"
             )
             section.ignore("layer_norm")
             return None

@@ -16,8 +16,9 @@ exactly:
   padding token with the logit 0.
 * --as-transformers makes a folder of Marian compute what its copy on the Hub does. Without it, the
   model cannot become a MarianMTModel.
-* Both store all sines, then all cosines. --paper-positions alternates them as in the paper, by one
-  permutation of d_model in all weights. A folder of Marian needs --as-transformers as well.
+* Folders of transformers and of Marian store all sines, then all cosines. --paper-positions
+  alternates them as in the paper, by one permutation of d_model in all weights. A folder of Marian
+  needs --as-transformers as well.
 
 The tokenizers split text with SentencePiece. Special tokens in a text stay text. ">>xx<<" is one
 token anywhere. target_tokenizer/ splits target text with target.spm. Either tokenizer decodes.

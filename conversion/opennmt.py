@@ -20,8 +20,8 @@ Differences between OpenNMT-py and this package:
   log-probability, at most 250 tokens. Version 3's max_length_ratio, a lower limit for short
   sources, is not carried over. OpenNMT-py counts "<s>" in its length penalties, and finished
   hypotheses keep their place in its beam, so that it can find worse translations.
-* Label smoothing. Version 2 spreads it over the entries of the target's vocabulary other than the
-  right one and padding, this package and version 3 over all. The rate is carried over as it is.
+* Label smoothing. Version 2 spreads it over all entries of the target's vocabulary except the right
+  one and padding. This package and version 3 spread it over all. The rate is carried over as it is.
 * Dropout. The last rate of a schedule (dropout_steps) is carried over.
 * Guided alignment (lambda_align) changes no translation and is left out.
 """

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
 
+from ..configuration.extras import needs
 from .names import data_set_name, form_of, split_weight
 from .reading import DataError, Pair, iterate_pairs, load_rows
+
+with needs("vaswani[train]"):
+    import xxhash
 
 _BLOCK = 2**22
 

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from ..configuration.extras import needs
 from .atomic_folder import flush
 from .reading import Pair
+
+with needs("vaswani[train]"):
+    import xxhash
 
 with needs("vaswani[train]"):
     import pyarrow

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ..configuration.extras import needs
 from .atomic_folder import failed_save, flush
@@ -27,6 +26,9 @@ from .filtering import Rules, TextFilter, length_filter
 from .in_processes import cores, in_order
 from .locking import OnlyOne
 from .reading import DataError, Pair, strictly
+
+with needs("vaswani[train]"):
+    import xxhash
 
 with needs("vaswani[train]"):
     import datasets

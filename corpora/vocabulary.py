@@ -8,14 +8,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from tokenizers import AddedToken
 
+from ..configuration.extras import needs
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .atomic_folder import new_folder
 from .corpus import Corpus, tag_token
 from .locking import OnlyOne
 from .reading import DataError, Pair, strictly
+
+with needs("vaswani[train]"):
+    import xxhash
 
 _VERSION = 1
 

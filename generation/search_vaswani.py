@@ -76,7 +76,7 @@ def greedy_search(
         sample: draw tokens by their probabilities, with one random number each.
 
     Returns:
-        Tokens after the prompt (B, T), filled up with -1.
+        Tokens after the prompt (B, T), padded with -1.
     """
     rows = torch.arange(len(prompt), device=prompt.device)  # sentences that are still searched
     limits = limits.contiguous()
@@ -170,8 +170,8 @@ def beam_search(
         rules: rules about tokens.
 
     Returns:
-        Tokens after the prompt (B * n, T), filled up with -1. The hypothesis that each token
-        continued (B * n, T), numbered through the batch, filled up with -1. Scores (B * n,), best
+        Tokens after the prompt (B * n, T), padded with -1. The hypothesis that each token
+        continued (B * n, T), numbered through the batch, padded with -1. Scores (B * n,), best
         first.
     """
     states = decoder.read(prompt)  # (B, W)

@@ -96,7 +96,7 @@ def prepared_once(
         owner: the module whose memory is freed together with what was prepared.
         kind: says what is prepared. Another kind replaces what was prepared before.
         modules: all modules that `prepare` reads.
-        prepare: gets a snapshot for the weights that it reads. None as its result is not kept.
+        prepare: gets a snapshot for the weights that it reads. If it returns None, nothing is kept.
     """
     found = _prepared_of.get(owner)
     if found is not None and found[0] == kind and found[1].holds(modules):

@@ -226,9 +226,8 @@ def read_results(path: str | os.PathLike) -> Results:
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"results are paths of results files, got {path!r}: a number without a file behind it "
-            "cannot enter a card. Write it to a JSON file beside circumstances() of "
-            "vaswani.training.circumstances."
+            f"results are paths of results files, got {path!r}. Write the number to a JSON file "
+            "beside circumstances() of vaswani.training.circumstances, and pass the path."
         )
     path = Path(path)
     try:

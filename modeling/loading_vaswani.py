@@ -149,8 +149,8 @@ class StrictlyLoadedModel(PreTrainedModel):
         model.refuse_new_int8(place, info["missing_keys"] | mismatched)
         if name := first_not_finite(model):
             raise OSError(
-                f"{name} of {place} holds NaN or infinity: training failed before it was saved, or "
-                "the numbers are too large for the dtype. Load an earlier checkpoint or another "
+                f"{name} of {place} holds NaN or infinity: training diverged before it was saved, "
+                "or the numbers are too large for the dtype. Load an earlier checkpoint or another "
                 "dtype, or pass output_loading_info=True to load the model anyway."
             )
         return model

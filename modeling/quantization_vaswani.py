@@ -28,12 +28,13 @@ class VaswaniInt8Config(QuantizationConfigMixin):
     """Asks `from_pretrained` for int8 weights.
 
     Args:
-        weight_error: how far rounding moved the weights: the root of the mean squared change, as a
-            fraction of that of the weights. Rounding measures it; None means not yet rounded.
+        weight_error: relative rounding error: root mean square of the change, divided by the root
+            mean square of the weights. Rounding sets it; None means not yet rounded.
         quant_method: name of this form, as a config.json states it.
 
     Raises:
-        ValueError: `quant_method` is the name of another form, or `weight_error` no such fraction.
+        ValueError: `quant_method` is the name of another form, or `weight_error` is negative or no
+            number.
     """
 
     def __init__(self, weight_error: float | None = None, quant_method: str = _METHOD) -> None:
@@ -162,8 +163,8 @@ class RoundableModel(AdaptableModule, PreTrainedModel):
             weight = module.weight if type(module) in _ROUNDED_FORM else None
             if weight is not None and not weight.is_meta and not weight.isfinite().all():
                 raise ValueError(
-                    f"{name}.weight has NaN or infinity, which int8 cannot have: round a model "
-                    "from before the update that broke it."
+                    f"{name}.weight has NaN or infinity, which int8 cannot represent: round an "
+                    "earlier checkpoint."
                 )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:

@@ -52,6 +52,14 @@ class Page:
         rows = table.strip().splitlines()[2:]
         return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
+    def says(self, *facts):
+        """Tell whether a paragraph, list item or table row has all facts, in this order."""
+        prose = _BLOCK.sub("", self.text)
+        passages = [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=[-*|] |\d+\. )", prose)]
+        # A number is no part of a longer number.
+        sought = [rf"(?<![\d.]){re.escape(str(fact))}(?!\.?\d)" for fact in facts]
+        return any(re.search(".*?".join(sought), passage) for passage in passages)
+
     def local_links(self):
         """The targets of links inside the repository, as pairs of a path and an anchor."""
         prose = _BLOCK.sub("", self.text)

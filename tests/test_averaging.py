@@ -495,7 +495,9 @@ def test_the_callback_averages_all_checkpoints_of_a_short_run_and_warns(
     one, two = (averaged(tmp_path / "run" / f"checkpoint-{step}") for step in (1, 2))
     for key, mean in averaged(tmp_path / "mean").items():
         torch.testing.assert_close(mean, (one[key] + two[key]) / 2, atol=1e-7, rtol=0)
-    assert warnings == [f"{tmp_path / 'run'} holds 2 checkpoints, not 5."]
+    assert warnings == [
+        f"{tmp_path / 'run'} has only 2 of the 5 checkpoints to average. The average is theirs."
+    ]
 
 
 def test_the_callback_refuses_before_training_what_would_fail_after_it(trainer, tmp_path):

@@ -234,7 +234,7 @@ def test_two_results_files_of_one_name_are_refused(run):
 
 @pytest.mark.parametrize("number", [36.82, {"bleu": 36.82}, [36.82], [{"test": SCORES}]])
 def test_a_number_without_a_file_cannot_enter(run, number):
-    with pytest.raises(TypeError, match="a number without a file behind it cannot enter a card"):
+    with pytest.raises(TypeError, match="Write the number to a JSON file"):
         write_model_card(run, number)
     assert not (run / "README.md").exists()
 

@@ -14,7 +14,13 @@ from vaswani.conversion.errors import ConversionError
 
 ROOT = Path(__file__).resolve().parent.parent
 FROZEN = ROOT / "tests" / "frozen" / "0.1"
-OURS = ("vaswani.training", "vaswani.pictures", "vaswani.demo", "vaswani.conversion.ctranslate2")
+OURS = (
+    "vaswani.training",
+    "vaswani.corpora",
+    "vaswani.pictures",
+    "vaswani.demo",
+    "vaswani.conversion.ctranslate2",
+)
 SCRIPT_NAMES = ("quickstart", "accelerate_loop", "app")
 
 
@@ -48,6 +54,10 @@ MODULES = [
     ("datasets", "vaswani.training.trainer", "vaswani[train]"),
     ("evaluate", "vaswani.training.metrics", "vaswani[train]"),
     ("sacrebleu", "vaswani.training.metrics", "vaswani[train]"),
+    *(
+        ("xxhash", f"vaswani.corpora.{module}", "vaswani[train]")
+        for module in ("corpus", "duplicates", "preparing", "vocabulary")
+    ),
 ]
 
 

@@ -565,7 +565,7 @@ def test_a_likelihood_that_hides_the_risk_is_warned_of(tmp_path, settings, warne
     trainer = make_trainer(tmp_path, objective=objective, processing_class=Letters())
     with CaptureLogger(logging.get_logger("vaswani.training.sequence_objectives")) as captured:
         objective.prepare(trainer)
-    assert ("hides the risk: set sharpness=1" in captured.out) == warned
+    assert ("the likelihood outweighs it: set sharpness=1" in captured.out) == warned
 
 
 @pytest.mark.parametrize(

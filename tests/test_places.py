@@ -348,13 +348,13 @@ def test_vocabulary_settings_beside_a_model_are_warned_of(folder, capsys, given)
     others = ["--train", "a.en", "a.de", "--output", "new"]
     train.parse_args([*others, given])
     assert not capsys.readouterr().err
-    for bringer in ("model", "tokenizer"):
-        train.parse_args([*others, given, f"--{bringer}", "runs/old"])
+    for owner in ("model", "tokenizer"):
+        train.parse_args([*others, given, f"--{owner}", "runs/old"])
         name = given.partition("=")[0]
         said = capsys.readouterr().err
-        assert f"{name} has no effect: --{bringer} runs/old brings its own" in said
+        assert f"{name} has no effect, because --{owner} runs/old has its own vocabulary" in said
     train.parse_args([*others, "--model", "runs/old", "--preset=big"])
-    assert "--preset has no effect: --model runs/old brings its own" in capsys.readouterr().err
+    assert "--model runs/old has its own sizes" in capsys.readouterr().err
 
 
 def test_a_preset_beside_a_model_sets_nothing(folder):

@@ -63,7 +63,9 @@ def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
     (tmp_path / "in.txt").write_text("seven\n")
     monkeypatch.setattr(text.os, "access", lambda path, mode: False)
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"), raising=False)
-    with pytest.raises(SystemExit, match=r"the folder of the output .*out\.txt may not be written"):
+    with pytest.raises(
+        SystemExit, match=r"the folder of the output .*out\.txt is not writable: choose another"
+    ):
         command("translate", FROZEN, tmp_path / "in.txt", "--output", tmp_path / "out.txt")
 
 

@@ -358,7 +358,10 @@ class AverageCheckpoints(TrainerCallback):
             if update_of(folder) <= state.global_step and flaw_of(folder) is None
         ]
         if len(folders) < self.last:
-            logger.warning(f"{run} holds {len(folders)} checkpoints, not {self.last}.")
+            logger.warning(
+                f"{run} has only {len(folders)} of the {self.last} checkpoints to average. "
+                f"{'The average is theirs.' if folders else 'No average is saved.'}"
+            )
         if folders:
             average_checkpoints(folders[-self.last :], self._output(args))
 

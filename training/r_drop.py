@@ -12,6 +12,8 @@ from .objective import Objective, ObjectiveError, Update
 class RDrop(Objective):
     """The loss of two passes with dropout, plus their divergence (Liang et al., 2021, equation 4).
 
+        L = (nll_1 + nll_2) / 2 + alpha / 4 * (KL(P_1 || P_2) + KL(P_2 || P_1))
+
     The loss is half of equation 4, so that alpha = 0 gives the loss of one pass. Cost: twice the
     passes. The model computes loss and gradients in chunks, as without R-Drop.
 

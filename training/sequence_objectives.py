@@ -288,13 +288,13 @@ class MinimumRisk(SequenceObjective):
         self.sharpness = sharpness
 
     def prepare(self, trainer: Any) -> None:
-        """Do the same as SequenceObjective, and warn if the likelihood hides the risk."""
+        """Do the same as SequenceObjective, and warn if the likelihood outweighs the risk."""
         super().prepare(trainer)
         if self.likelihood and self.sharpness < _LEAST_SHARPNESS_OF_A_MIXTURE:
             logger.warning(
-                f"The gradient of the risk is proportional to the sharpness, {self.sharpness}, so "
-                f"the likelihood with its share of {self.likelihood} hides the risk: set "
-                "sharpness=1, or likelihood=0."
+                f"The gradient of the risk is proportional to sharpness={self.sharpness}. With "
+                f"likelihood={self.likelihood}, the likelihood outweighs it: set sharpness=1, or "
+                "likelihood=0."
             )
 
     def sentence_losses(self, candidates: Candidates) -> torch.Tensor:
