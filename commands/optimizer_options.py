@@ -30,8 +30,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         "--bf16",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="compute in bfloat16, with weights, optimizer and loss in float32; faster with bfloat16 "
-        "instructions",
+        help="compute in bfloat16, and keep weights, optimizer and loss in float32",
     )
     add(
         "--muon",

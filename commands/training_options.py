@@ -108,8 +108,8 @@ def add_loss_options(parser: argparse.ArgumentParser) -> None:
         type=not_negative,
         default=0.0,
         metavar="ALPHA",
-        help="compute each batch twice with different dropout, and penalise differences between the "
-        "predictions (default: 0)",
+        help="compute each batch twice with different dropout, and penalise different predictions "
+        "(default: 0)",
     )
     add(
         "--objective",

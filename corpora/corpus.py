@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from ..configuration.extras import needs
 from .names import data_set_name, form_of, split_weight
 from .reading import DataError, Pair, iterate_pairs, load_rows
