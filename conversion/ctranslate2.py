@@ -242,26 +242,32 @@ class VaswaniLoader(ModelLoader):
     @torch.no_grad()
     def get_model_spec(self, model: VaswaniForConditionalGeneration) -> Any:
         """Make the specification without vocabularies."""
-        weights = _weights(model)
-        variables = to_theirs(_rules(), weights)
-        sides = {
-            "encoder": (transformer_spec.TransformerEncoderSpec, model.model.encoder),
-            "decoder": (transformer_spec.TransformerDecoderSpec, model.model.decoder),
+        variables = to_theirs(_rules(), _weights(model))
+        kinds = {
+            "encoder": transformer_spec.TransformerEncoderSpec,
+            "decoder": transformer_spec.TransformerDecoderSpec,
         }
         stacks = {
             side: self._stack(kind, side, model.config, f"{side}/layer_norm/gamma" in variables)
-            for side, (kind, _) in sides.items()
+            for side, kind in kinds.items()
         }
         spec = transformer_spec.TransformerSpec(**stacks)
+        self._fill(spec, variables, model)
+        return spec
+
+    def _fill(self, spec: Any, variables: dict[str, Any], model: Any) -> None:
+        """Set the weights, positions and scales of a specification."""
         for name, tensor in variables.items():
             place, _, attribute = name.rpartition("/")
             setattr(model_spec.index_spec(spec, place), attribute, tensor)
         length = self.max_positions or model.config.position_limit or MAX_POSITIONS
-        for side, (_, stack) in sides.items():
+        for side in ("encoder", "decoder"):
+            if not hasattr(spec, side):
+                continue
+            stack, theirs = getattr(model.model, side), getattr(spec, side)
             table = stack.embed_positions(0, length, torch.device("cpu"))
-            stacks[side].position_encodings.encodings = table.to(_dtype(model), copy=True)
-            stacks[side].scale_embeddings = stack.embed_scale
-        return spec
+            theirs.position_encodings.encodings = table.to(_dtype(model), copy=True)
+            theirs.scale_embeddings = stack.embed_scale
 
     def _stack(self, kind: Any, side: str, config: VaswaniConfig, final_norm: bool) -> Any:
         """Make the specification of one stack."""
@@ -320,13 +326,7 @@ class LanguageModelLoader(VaswaniLoader):
             kind, "decoder", model.config, "decoder/layer_norm/gamma" in variables
         )
         spec = transformer_spec.TransformerDecoderModelSpec(decoder)
-        for name, tensor in variables.items():
-            place, _, attribute = name.rpartition("/")
-            setattr(model_spec.index_spec(spec, place), attribute, tensor)
-        length = self.max_positions or model.config.position_limit or MAX_POSITIONS
-        table = model.model.decoder.embed_positions(0, length, torch.device("cpu"))
-        decoder.position_encodings.encodings = table.to(_dtype(model), copy=True)
-        decoder.scale_embeddings = model.model.decoder.embed_scale
+        self._fill(spec, variables, model)
         return spec
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..generation.loading import load
-from ..generation.scoring_vaswani import words_of_tokens
+from ..generation.scoring_vaswani import linked_units, links_of, words_of_tokens
 from ..pictures.hoverable import hoverable_attention
 from ..pictures.labels import token_labels
 from .description import Description, describe
@@ -244,18 +244,11 @@ class Translator:
         source_words = words_of_tokens(source, source_spans)
         target_words = words_of_tokens(target, target_spans)
         words = source.split()
-        linkable = [token for token, numbers in enumerate(source_words) if numbers]
-        if not linkable:
+        linked = linked_units(weights, source_words)
+        if not any(linked):
             return WordLinks(words, [LinkedText(target, None)], "")
-        best = [linkable[index] for index in weights[:, linkable].argmax(dim=1).tolist()]
-        links = {
-            (target_word, source_word)
-            for token, numbers in enumerate(target_words)
-            for target_word in numbers
-            for source_word in source_words[best[token]]
-        }
-        pieces = _pieces(target, target_spans, [source_words[token][0] for token in best])
-        return WordLinks(words, pieces, " ".join(f"{s}-{t}" for t, s in sorted(links)))
+        pieces = _pieces(target, target_spans, [numbers[0] for numbers in linked])
+        return WordLinks(words, pieces, links_of(linked, target_words))
 
     def attention(self, source: str, target: str) -> str:
         """Return the view of `hoverable_attention`, as HTML.

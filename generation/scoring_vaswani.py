@@ -248,12 +248,11 @@ class VaswaniScoringMixin:
         pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         links = [""] * len(pairs)
         for row, weights in self._attention(pairs, layer, heads, max_tokens):
-            if words_of_pairs is not None:
-                links[row] = _links(weights, *words_of_pairs[row])
+            if words_of_pairs is None:
+                units = tuple(self._positions(side, with_eos) for side in pairs[row])
             else:
-                source, target = pairs[row]
-                positions = (self._positions(source, with_eos), self._positions(target, with_eos))
-                links[row] = _links(weights, *positions)
+                units = words_of_pairs[row]
+            links[row] = links_of(linked_units(weights, units[0]), units[1])
         return links
 
     def soft_align(
@@ -540,22 +539,24 @@ def _tokens_and_words(
     return encoded["input_ids"], words
 
 
-def _links(
-    weights: torch.Tensor, source_units: list[list[int]], target_units: list[list[int]]
-) -> str:
-    """Link each target token to the source token with the highest weight (T, S).
+def linked_units(weights: torch.Tensor, source_units: list[list[int]]) -> list[list[int]]:
+    """Return the units of the source token that each target token attends to most (T, S).
 
-    Links have the numbers of units, which are words or tokens. A token without units has no link.
+    Units are numbers of words or tokens. Source tokens without units are left out.
     """
     linkable = [index for index, units in enumerate(source_units) if units]
     if not linkable:
-        return ""
-    best = weights[:, linkable].argmax(dim=1).tolist()  # (T,)
+        return [[] for _ in weights]
+    return [source_units[linkable[best]] for best in weights[:, linkable].argmax(dim=1).tolist()]
+
+
+def links_of(sources: list[list[int]], targets: list[list[int]]) -> str:
+    """Write the links between the units of target tokens and those of their source tokens."""
     links = {
         (target, source)
-        for token, units in enumerate(target_units)
+        for units, linked in zip(targets, sources, strict=True)
         for target in units
-        for source in source_units[linkable[best[token]]]
+        for source in linked
     }
     return " ".join(f"{source}-{target}" for target, source in sorted(links))
 
@@ -591,6 +592,8 @@ __all__ = [
     "VaswaniScoringMixin",
     "evaluation_mode",
     "indices_among",
+    "linked_units",
+    "links_of",
     "sharing_copy",
     "words_of_tokens",
 ]

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..corpora.atomic_folder import new_folder, refuse_existing
 from ..modeling.loading_vaswani import is_finite
-from .checkpoints import TRAINER_STATE, flaw_of, run_checkpoints, update_of
+from .checkpoints import TRAINER_STATE, complete_checkpoints, run_checkpoints
 
 logger = logging.get_logger(__name__)
 
@@ -298,6 +298,14 @@ def _add(
     return tensor.dtype
 
 
+def checkpoints_to_keep(args: TrainingArguments, last: int) -> int:
+    """Return how many checkpoints a run has to keep, so that it has its last ones at its end.
+
+    transformers always keeps the best checkpoint, which may be older than those.
+    """
+    return last + (args.metric_for_best_model is not None)
+
+
 class AverageCheckpoints(TrainerCallback):
     """Average the last checkpoints of a Trainer's run when its training ends (section 6.1).
 
@@ -330,8 +338,7 @@ class AverageCheckpoints(TrainerCallback):
             raise ValueError(
                 "save_strategy='no' saves no checkpoints to average: set it to 'steps' or 'epoch'."
             )
-        # The best checkpoint may be older than those to average, and counts too.
-        needed = self.last + (args.metric_for_best_model is not None)
+        needed = checkpoints_to_keep(args, self.last)
         if 0 < (args.save_total_limit or 0) < needed:
             raise ValueError(
                 f"save_total_limit={args.save_total_limit} keeps too few checkpoints to average "
@@ -351,12 +358,7 @@ class AverageCheckpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         run = _run_folder(args)
-        # An earlier run may have left checkpoints of later updates in the same folder.
-        folders = [
-            folder
-            for folder in run_checkpoints(run)
-            if update_of(folder) <= state.global_step and flaw_of(folder) is None
-        ]
+        folders = complete_checkpoints(run, state.global_step)
         if len(folders) < self.last:
             logger.warning(
                 f"{run} has only {len(folders)} of the {self.last} checkpoints to average. "
@@ -371,4 +373,4 @@ def _run_folder(args: TrainingArguments) -> Path:
     return Path(args.output_dir or "trainer_output").resolve()
 
 
-__all__ = ["AverageCheckpoints", "average_checkpoints"]
+__all__ = ["AverageCheckpoints", "average_checkpoints", "checkpoints_to_keep"]

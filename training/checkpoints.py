@@ -37,6 +37,18 @@ def update_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+def complete_checkpoints(run: Path, updates: int) -> list[Path]:
+    """List the complete checkpoints of a run that has made this number of updates.
+
+    An earlier run may have left checkpoints of later updates in the same folder.
+    """
+    return [
+        folder
+        for folder in run_checkpoints(run)
+        if update_of(folder) <= updates and flaw_of(folder) is None
+    ]
+
+
 def last_complete_checkpoint(run: str | os.PathLike) -> Path | None:
     """Return the last complete checkpoint. A warning names later checkpoints that are incomplete.
 

@@ -42,8 +42,8 @@ from ..corpora.tokenising import tokenised
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..modeling.quantization_vaswani import refuse_int8
-from .averaging import average_checkpoints
-from .checkpoints import flaw_of, last_complete_checkpoint, run_checkpoints
+from .averaging import average_checkpoints, checkpoints_to_keep
+from .checkpoints import complete_checkpoints, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
 from .objective import Objective
 from .objectives import make_objective
@@ -349,7 +349,7 @@ class TrainingRun:
 
     def _average(self, model: PreTrainedModel) -> list[str]:
         """Replace the saved model by the mean of the last checkpoints (6.1). Return their names."""
-        complete = [path for path in run_checkpoints(self.output) if flaw_of(path) is None]
+        complete = complete_checkpoints(self.output, self.trainer.state.global_step)
         checkpoints = complete[-self.options.average :]
         if not checkpoints:
             return []
@@ -496,14 +496,11 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         raise RunError(str(error)) from error
     if options.patience and arguments.eval_strategy == "no":
         raise RunError("--patience needs evaluations: leave out --trainer eval_strategy=no.")
-    # transformers always keeps the best checkpoint, which may be older than those to average.
-    keeps_best = arguments.metric_for_best_model is not None
     if "save_total_limit" not in options.trainer:
-        arguments.save_total_limit = max(options.average, 5) + keeps_best
-    limit = arguments.save_total_limit
-    if options.average > 1 and (
-        arguments.save_strategy == "no" or 0 < (limit or 0) < options.average + keeps_best
-    ):
+        arguments.save_total_limit = checkpoints_to_keep(arguments, max(options.average, 5))
+    needed = checkpoints_to_keep(arguments, options.average)
+    kept = arguments.save_total_limit or 0
+    if options.average > 1 and (arguments.save_strategy == "no" or 0 < kept < needed):
         raise RunError(
             f"--average {options.average} needs as many checkpoints, but the run keeps fewer: "
             "leave out save_strategy and save_total_limit of --trainer, or pass --average 1."
