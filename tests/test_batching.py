@@ -26,6 +26,7 @@ from transformers.testing_utils import CaptureLogger
 from vaswani.corpora import token_batches
 from vaswani.corpora.mixing import Mixture
 from vaswani.corpora.token_batches import TokenBatchSampler
+from vaswani.training import token_loading
 from vaswani.training.r_drop import RDrop
 from vaswani.training.sequence_objectives import MinimumRisk
 from vaswani.training.trainer import VaswaniTrainer
@@ -541,6 +542,25 @@ def test_training_resumed_in_the_middle_of_a_later_epoch_ends_with_the_same_weig
             resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert "missing" not in log.out
         assert_bit_for_bit(weights(resumed), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, None),
+        ({"max_source_tokens": 40}, "max_source_tokens=60, but this run has 40"),
+        ({"batching": "packed"}, "batching=sorted, but this run has packed"),
+        ({"gradient_accumulation_steps": 2}, "batches of an update=1, but this run has 2"),
+    ],
+)
+def test_a_resume_with_other_batches_in_the_middle_of_an_epoch_warns(tmp_path, change, named):
+    changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "max_source_tokens": 60}
+    make_trainer(tmp_path, **changes).train()
+    resumed = make_trainer(tmp_path, **{**changes, "max_steps": 3, **change})
+    with CaptureLogger(token_loading.logger) as log:
+        resumed.train(resume_from_checkpoint=True)
+    assert ("different batches" in log.out) == (named is not None)
+    assert named is None or named in log.out
 
 
 def main(job, output, checkpoint=None):

@@ -1,13 +1,17 @@
 """The trainer's batches by tokens (5.1), from data sets and from streams."""
 
+import json
+import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Seq2SeqTrainer, TrainingArguments
+from transformers import Seq2SeqTrainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length, seed_worker
+from transformers.utils import logging
 
 from ..configuration.errors import InputError
 from ..configuration.extras import needs
@@ -24,6 +28,9 @@ from .stream_states import StreamStates
 with needs("vaswani[train]"):
     import datasets
 
+logger = logging.get_logger(__name__)
+
+_BATCHES = "token_batches.json"  # the settings of batches, in a checkpoint
 _MULTIPLE = 128  # of the tokens of a packed batch, where a new number of tokens costs time
 
 
@@ -161,8 +168,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
                 f"lengths has {len(lengths)} sentence pairs, but the training data have "
                 f"{len(dataset)}: pass one row of lengths per pair."
             )
-        _, readers = self._data_parallel_rank()
-        batches_per_update = readers * self.args.gradient_accumulation_steps
+        batches_per_update = self._batches_per_update()
         kind = PackedBatchSampler if self.batching == "packed" else TokenBatchSampler
         sampler = kind(
             lengths,
@@ -194,16 +200,44 @@ class TokenBatchLoading(Seq2SeqTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.max_source_tokens and self._has_stream:
-            settings = self._settings_of_stream()
+            settings = self._settings_of_batches()
             self._streams.save(output_dir, self.args, self.state.global_step, settings)
+        elif self.max_source_tokens and self.is_world_process_zero():
+            settings = json.dumps(self._settings_of_batches())
+            Path(output_dir, _BATCHES).write_text(settings, encoding="utf-8")
 
-    def _settings_of_stream(self) -> dict[str, Any]:
-        """Return the settings that decide which rows of a stream a batch has."""
-        names = ("max_source_tokens", "max_target_tokens", "batching", "stream_buffer")
-        own = {name: getattr(self, name) for name in (*names, "drop_oversize")}
+    def _settings_of_batches(self) -> dict[str, Any]:
+        """Return the settings that decide which rows a batch has."""
+        names = ("max_source_tokens", "max_target_tokens", "batching", "drop_oversize")
+        own = {name: getattr(self, name) for name in names} | {"seed": self._seed_of_data()}
         if own["max_target_tokens"] is None:
             own["max_target_tokens"] = own["max_source_tokens"]
-        return own | {"seed": self._seed_of_data()}
+        if self._has_stream:
+            return own | {"stream_buffer": self.stream_buffer}
+        dataset: Any = self.train_dataset
+        return own | {
+            "training pairs": len(dataset),
+            "batches of an update": self._batches_per_update(),
+        }
+
+    def _batches_per_update(self) -> int:
+        """Return the batches of an update, counted over all data-parallel groups."""
+        return self._data_parallel_rank()[1] * self.args.gradient_accumulation_steps
+
+    def _warn_of_other_batches(self, checkpoint: Path, state: TrainerState) -> None:
+        """Name settings by which the rest of a resumed epoch has other batches than before."""
+        file, epoch = checkpoint / _BATCHES, state.epoch or 0.0
+        between_epochs = math.isclose(epoch, round(epoch), abs_tol=1e-6)
+        if between_epochs or not file.exists() or not self.is_world_process_zero():
+            return
+        now = self._settings_of_batches()
+        for name, before in json.loads(file.read_text(encoding="utf-8")).items():
+            if now[name] != before:
+                logger.warning(
+                    f"{checkpoint} was saved with {name}={before}, but this run has {now[name]}. "
+                    "The rest of the epoch has different batches, so that some pairs come twice in "
+                    "this epoch and others do not come."
+                )
 
     def _seed_of_data(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed

@@ -288,15 +288,17 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "cannot continue from it: start a new run with its weights."
             )
         self._warn_of_other_processes(checkpoint)
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if self.max_source_tokens and self._has_stream:
-            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
-            settings = self._settings_of_stream()
+            settings = self._settings_of_batches()
             self._streams.load(str(checkpoint), self.args, state.global_step, settings)
         elif stream_processes(checkpoint):
             raise InputError(
                 f"{checkpoint} was saved by a run on a stream: resume with that stream and "
                 "max_source_tokens, or start a new run with its weights."
             )
+        elif self.max_source_tokens and self.train_dataset is not None:
+            self._warn_of_other_batches(checkpoint, state)
 
     def _warn_of_other_processes(self, checkpoint: Path) -> None:
         saved = len(list(checkpoint.glob("rng_state*.pth")))  # each process saves its own
