@@ -296,8 +296,11 @@ def profiles(folder: Path) -> Iterator[str]:
 
 
 def _shares_of_parts(shares: dict[str, float]) -> list[str]:
-    parts = [sum(shares.get(f"vaswani::{name}", 0) for name in names) for names in _PARTS.values()]
-    return [f"{share:.0%}" for share in (*parts, max(0, 1 - sum(parts)))]
+    # Exact sums, because the rounding of `sum` depends on the version of Python.
+    parts = [
+        math.fsum(shares.get(f"vaswani::{name}", 0) for name in names) for names in _PARTS.values()
+    ]
+    return [f"{share:.0%}" for share in (*parts, max(0, 1 - math.fsum(parts)))]
 
 
 def commands(folder: Path) -> list[str]:

@@ -194,7 +194,7 @@ IN_SOURCE = {
     "accelerate.hooks.add_hook_to_module": "_hf_hook",
     "accelerate.Accelerator.prepare_model": "_original_forward",
     "argparse.ArgumentParser.add_argument_group": "_ArgumentGroup",
-    "argparse.ArgumentParser.parse_known_args": "_actions",
+    "argparse.ArgumentParser.format_usage": "_actions",
     "argparse.ArgumentParser._parse_optional": "_option_string_actions",
 }
 # Imports from modules below the top level of a package.
