@@ -1,5 +1,6 @@
 """Token counts of all pairs, for the planning of token batches."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,15 @@ def token_counts(dataset: Any) -> np.ndarray:
     """Count the tokens of `input_ids` and `labels` in every row: (N, 2).
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: a column or a value is missing, or the data are several splits.
     """
     columns = ("input_ids", "labels")
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"The training data are splits ({', '.join(map(str, dataset))}): pass one of them."
+        )
+    if not len(dataset):
+        raise ValueError("The training data are empty.")
     if _is_table(dataset):
         missing = [column for column in columns if column not in dataset.column_names]
         if missing:
@@ -26,19 +33,32 @@ def token_counts(dataset: Any) -> np.ndarray:
                 f"{', '.join(map(repr, dataset.column_names))}: tokenize the data, or pass lengths."
             )
         tables = dataset.select_columns(list(columns)).with_format("arrow").iter(100_000)
-        counts = [
+        lengths = [
             np.stack([pyarrow.compute.list_value_length(table[name]) for name in columns], axis=1)
             for table in tables
         ]
-        return np.concatenate([np.empty((0, 2), dtype=np.int64), *counts])
+        return _without_nulls(np.concatenate(lengths), columns)
     try:
         # Rows are read by number, because a data set of PyTorch need not end an iteration.
         rows = (dataset[number] for number in range(len(dataset)))
-        return np.array([[len(row[name]) for name in columns] for row in rows])
+        pairs = ([row[name] for name in columns] for row in rows)
+        counts = [[np.nan if side is None else len(side) for side in pair] for pair in pairs]
+        return _without_nulls(np.array(counts), columns)
     except KeyError as error:
         raise ValueError(
             f"A row of the training data has no {error.args[0]!r}: tokenize them, or pass lengths."
         ) from error
+
+
+def _without_nulls(counts: np.ndarray, columns: tuple[str, ...]) -> np.ndarray:
+    """Return counts as integers, and refuse NaN, which stands for a missing value."""
+    rows, sides = np.nonzero(np.isnan(counts))
+    if len(rows):
+        raise ValueError(
+            f"Row {rows[0]} of the training data, counted from 0, has None in "
+            f"{columns[sides[0]]!r}: leave the row out."
+        )
+    return counts.astype(np.int64)
 
 
 def counts_fast(dataset: Any) -> bool:

@@ -40,8 +40,12 @@ def check_prefix(
             f"{tuple(attention_mask.shape)}: leave prefix_mask out, because a mask of four "
             "dimensions already says which tokens see each other."
         )
-    restarts = torch.is_tensor(position_ids) and not torch.compiler.is_compiling()
-    if restarts and bool((position_ids[..., 1:] < position_ids[..., :-1]).any()):
+    if not torch.is_tensor(position_ids) or torch.compiler.is_compiling():
+        return
+    restarts = position_ids[..., 1:] < position_ids[..., :-1]
+    if torch.is_tensor(attention_mask) and attention_mask.shape == position_ids.shape:
+        restarts = restarts & attention_mask[:, 1:].bool()  # transformers fills those of padding
+    if bool(restarts.any()):
         raise ValueError(
             "prefix_mask needs one text in each row, but position_ids start again within a row: "
             "pad the texts instead of packing them, or leave prefix_mask out."
@@ -148,6 +152,8 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
             and bool((mask[:, 1:] >= mask[:, :-1]).all())
         ):
             raise NotCovered("a prompt that is not padded on the left")
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise NotCovered("a prompt of padding only")
         if positions is not None:
             counted = torch.arange(prompt.shape[1], device=prompt.device)
             if mask is not None:

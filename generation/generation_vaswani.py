@@ -79,11 +79,11 @@ class VaswaniGenerationMixin(GenerationMixin):
     device: Any
     training: bool
     forward: Callable
-    # Inputs of the model that the fast search handles. Seq2SeqTrainer passes labels; nothing reads
-    # them.
+    # Inputs of the model that the fast search handles. Nothing reads the labels of Seq2SeqTrainer,
+    # and only the encoder reads `inputs_embeds`.
     _known_inputs: ClassVar[frozenset[str]] = frozenset(
         {"encoder_outputs", "attention_mask", "use_cache", "past_key_values", "logits_to_keep"}
-        | {"labels"}
+        | {"labels", "inputs_embeds"}
     )
     _makes_cache_late: bool = False  # True in the copy that runs a call
     _beam_output: ClassVar[type] = GenerateBeamEncoderDecoderOutput

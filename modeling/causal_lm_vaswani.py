@@ -35,6 +35,20 @@ def _positions(attention_mask: torch.Tensor, length: int) -> torch.Tensor:
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -length:]
 
 
+def _without_first_tokens(
+    items: torch.Tensor | int, labels: torch.Tensor, shift_labels: torch.Tensor
+) -> torch.Tensor:
+    """Subtract tokens that the Trainer counts, but that nothing predicts, from an update's tokens.
+
+    The Trainer counts all labels except those of the first column. A text that is padded on the
+    left, or packed behind another text, has its first token in a later column. Other batches of
+    the update are taken to have the same share of such tokens.
+    """
+    counted, kept = ((part != -100).sum() for part in (labels[:, 1:], shift_labels))
+    share = torch.where(kept > 0, kept / counted, 1.0)
+    return items * share.to(items.device if torch.is_tensor(items) else share.device)
+
+
 def _may_restart(position_ids: torch.Tensor) -> bool:
     """Tell whether a new sentence starts within a row, by the rule of transformers' masks.
 
@@ -216,6 +230,8 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         if boundaries is not None and labels is not None and shift_labels is not None:
             # The last token of a packed sentence does not predict the first token of the next one.
             shift_labels = shift_labels.index_fill(1, boundaries[1:].long() - 1, -100)
+        if num_items_in_batch is not None and labels is not None and shift_labels is not None:
+            num_items_in_batch = _without_first_tokens(num_items_in_batch, labels, shift_labels)
         logits, loss = self.predict(
             outputs.last_hidden_state, shift_labels, num_items_in_batch, logits_to_keep, skip_logits
         )

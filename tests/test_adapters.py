@@ -170,6 +170,16 @@ def test_without_untying_peft_warns_and_merging_changes_the_embeddings(tied, ens
     assert not torch.allclose(logits(merged), expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+@pytest.mark.parametrize("setting", [{"batching": "packed"}, {"objective": "risk"}])
+def test_prompts_beside_packed_batches_are_refused(tied, kind, setting, tmp_path):
+    config = getattr(peft, kind)(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=4)
+    prompted = peft.get_peft_model(tied, config)
+    with pytest.raises(ValueError, match=f"packs batches, but {kind} adds virtual tokens"):
+        make_trainer(tmp_path, model=prompted, **setting)
+    make_trainer(tmp_path, model=prompted, max_steps=1).train()
+
+
 def test_the_trainer_trains_and_resumes_adapters(tied, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "learning_rate": 1e-2}
     tied.save_pretrained(tmp_path / "base")

@@ -14,7 +14,7 @@ import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from conftest import SIZES
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from forks import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -497,7 +497,14 @@ def test_given_lengths_are_used_instead(tmp_path):
         ({"lengths": np.ones((59, 2), dtype=int)}, "lengths has 59 sentence pairs, but .* 60"),
         ({"data": training_data().remove_columns("labels")}, "no column 'labels', only"),
         ({"data": [{"labels": [1]}]}, "row of the training data has no 'input_ids'"),
-        ({"data": training_data().select([])}, "lengths is empty"),
+        ({"data": training_data().select([])}, "training data are empty"),
+        ({"data": []}, "training data are empty"),
+        ({"data": DatasetDict(train=training_data())}, r"are splits \(train\): pass one of them"),
+        ({"data": [{"input_ids": [1], "labels": None}]}, "Row 0 of .* has None in 'labels'"),
+        (
+            {"data": Dataset.from_dict({"input_ids": [[1], None], "labels": [[1], [2]]})},
+            "Row 1 of .* has None in 'input_ids'",
+        ),
     ],
 )
 def test_training_data_without_usable_lengths_are_refused(tmp_path, changes, message):
@@ -551,6 +558,7 @@ def test_training_resumed_in_the_middle_of_a_later_epoch_ends_with_the_same_weig
         ({"max_source_tokens": 40}, "max_source_tokens=60, but this run has 40"),
         ({"batching": "packed"}, "batching=sorted, but this run has packed"),
         ({"gradient_accumulation_steps": 2}, "batches of an update=1, but this run has 2"),
+        ({"max_source_tokens": None}, "max_source_tokens=60, but this run has None"),
     ],
 )
 def test_a_resume_with_other_batches_in_the_middle_of_an_epoch_warns(tmp_path, change, named):
@@ -561,6 +569,15 @@ def test_a_resume_with_other_batches_in_the_middle_of_an_epoch_warns(tmp_path, c
         resumed.train(resume_from_checkpoint=True)
     assert ("different batches" in log.out) == (named is not None)
     assert named is None or named in log.out
+
+
+def test_token_batches_after_other_batches_of_the_epoch_warn(tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, max_source_tokens=None, max_steps=2, **changes).train()
+    resumed = make_trainer(tmp_path, max_steps=3, **changes)
+    with CaptureLogger(token_loading.logger) as log:
+        resumed.train(resume_from_checkpoint=True)
+    assert f"max_source_tokens=None, but this run has {BUDGET}" in log.out
 
 
 def main(job, output, checkpoint=None):

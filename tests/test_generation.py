@@ -61,6 +61,16 @@ def test_every_way_of_passing_the_source_gives_the_same_sentences(tiny_model, so
 
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}])
+def test_embedded_sources_run_the_fast_search(tiny_model, source, search, caplog):
+    caplog.set_level("INFO")
+    model = tiny_model()
+    embedded = model.get_input_embeddings()(source["input_ids"])
+    for mask in ({}, {"attention_mask": source["attention_mask"]}):
+        model.generate(inputs_embeds=embedded, **mask, **search)
+    assert "The fast search does not cover" not in caplog.text
+
+
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}])
 def test_without_a_cache_the_sentences_are_the_same(tiny_model, source, search):
     model = tiny_model()
     outputs = []

@@ -56,6 +56,36 @@ def test_padding_on_the_left_changes_neither_loss_nor_logits(tokenizer, position
     assert math.isclose(outputs.loss.item(), total / tokens, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_trainers_losses_are_the_models_own_on_either_side_of_padding(
+    tokenizer, language_model, side, tmp_path
+):
+    writer = tokenizer.for_language_model()
+    writer.padding_side = side
+    texts = ["forty-two", "thirty", "nine hundred and ninety-nine", "two"]
+    rows = [{"input_ids": ids} for ids in writer(texts)["input_ids"]]
+    collate = DataCollatorForLanguageModeling(writer, mlm=False)
+    own = language_model(**collate(rows)).loss.item()
+    trainer = Trainer(
+        language_model,
+        TrainingArguments(
+            tmp_path, use_cpu=True, report_to="none", max_steps=1, learning_rate=0.0,
+            per_device_train_batch_size=4, per_device_eval_batch_size=4,
+        ),
+        data_collator=collate, train_dataset=rows, eval_dataset=rows,
+    )  # fmt: skip
+    assert math.isclose(trainer.evaluate()["eval_loss"], own, rel_tol=1e-6)
+    assert math.isclose(trainer.train().training_loss, own, rel_tol=1e-6)
+
+
+def test_a_text_of_one_token_behind_padding_has_a_loss_of_zero(language_model):
+    ids = torch.tensor([[0, 0, 5]])
+    labels = ids.masked_fill(ids == 0, -100)
+    mask = (ids > 0).long()
+    loss = language_model(ids, attention_mask=mask, labels=labels, num_items_in_batch=7).loss
+    assert loss == 0
+
+
 def test_a_cache_continues_the_positions_of_padded_texts(language_model):
     ids, mask = torch.randint(3, 30, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, :3] = 0

@@ -274,6 +274,27 @@ def test_the_fast_search_finds_what_transformers_search_finds(
     assert torch.equal(fast, wanted)
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}])
+def test_a_prompt_of_padding_only_is_continued_as_by_the_model(build, settings):
+    model = build(VaswaniForCausalLM)
+    ids, mask = torch.tensor([[0, 0], [5, 7]]), torch.tensor([[0, 0], [1, 1]])
+    call = {"attention_mask": mask, "max_new_tokens": 5, "eos_token_id": None, **settings}
+    found = model.generate(ids, **call)
+    assert torch.equal(found, model.generate(ids, use_cache=False, **call))
+    if not settings:
+        assert found[0, 2] == model(ids, attention_mask=mask).logits[0, -1].argmax()
+
+
+def test_a_prefix_of_prompts_padded_on_the_right_is_read(build, prompts):
+    model, call = build(VaswaniForCausalLM), {"max_new_tokens": 3}
+    mask = PADDED.flip(1)
+    ids = prompts.masked_fill(mask == 0, 0)
+    prefix = mask * torch.tensor([1, 1, 0, 0, 0, 0])
+    found = model.generate(ids, attention_mask=mask, prefix_mask=prefix, **call)
+    logits = model(ids, attention_mask=mask, prefix_mask=prefix).logits
+    assert torch.equal(found[:, 6], logits[:, -1].argmax(dim=1))
+
+
 def test_prompts_of_int32_are_read(build, prompts):
     model = build(VaswaniForCausalLM)
     call = {"attention_mask": PADDED, "max_new_tokens": 5}

@@ -227,16 +227,19 @@ class TokenBatchLoading(Seq2SeqTrainer):
     def _warn_of_other_batches(self, checkpoint: Path, state: TrainerState) -> None:
         """Name settings by which the rest of a resumed epoch has other batches than before."""
         file, epoch = checkpoint / _BATCHES, state.epoch or 0.0
-        between_epochs = math.isclose(epoch, round(epoch), abs_tol=1e-6)
-        if between_epochs or not file.exists() or not self.is_world_process_zero():
+        if math.isclose(epoch, round(epoch), abs_tol=1e-6) or not self.is_world_process_zero():
             return
-        now = self._settings_of_batches()
-        for name, before in json.loads(file.read_text(encoding="utf-8")).items():
-            if now[name] != before:
+        before, now = {"max_source_tokens": None}, {"max_source_tokens": self.max_source_tokens}
+        if file.exists():
+            before = json.loads(file.read_text(encoding="utf-8"))
+        if file.exists() and self.max_source_tokens:
+            now = self._settings_of_batches()
+        for name, setting in now.items():
+            if name in before and setting != before[name]:
                 logger.warning(
-                    f"{checkpoint} was saved with {name}={before}, but this run has {now[name]}. "
-                    "The rest of the epoch has different batches, so that some pairs come twice in "
-                    "this epoch and others do not come."
+                    f"{checkpoint} was saved with {name}={before[name]}, but this run has "
+                    f"{setting}. The rest of the epoch has different batches, so that some pairs "
+                    "come twice in this epoch and others do not come."
                 )
 
     def _seed_of_data(self) -> int:

@@ -30,6 +30,7 @@ from .objectives import objective_of
 from .r_drop import RDrop
 from .saving import SafeSaving
 from .schedule import noam_schedule
+from .sequence_objectives import SequenceObjective
 from .stream_states import StreamStates, stream_processes
 from .token_loading import TokenBatchLoading
 
@@ -141,8 +142,11 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         if self.objective is not None:
             setting = "r_drop" if r_drop else "objective"
             self._require_own_loss(setting, getattr(self.objective, "translates", False))
+            if isinstance(self.objective, SequenceObjective):
+                self._refuse_virtual_tokens(setting)
         if batching == "packed":
             self._require_own_loss("batching='packed'", translates=True)
+            self._refuse_virtual_tokens("batching='packed'")
         if muon:
             self._require_whole_matrices()
         if max_source_tokens is not None and self.args.auto_find_batch_size:
@@ -187,6 +191,16 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 f"{setting} needs a process for each of the {self.args.n_gpu} GPUs: start the run "
                 "with `accelerate launch`."
             )
+
+    def _refuse_virtual_tokens(self, setting: str) -> None:
+        """Refuse a setting whose batches are packed beside PEFT's prompts."""
+        adapters = getattr(self.accelerator.unwrap_model(self.model), "peft_config", {})
+        for adapter in adapters.values():
+            if adapter.is_prompt_learning:
+                raise InputError(
+                    f"{setting} packs batches, but {type(adapter).__name__} adds virtual tokens to "
+                    f"each sentence: leave {setting} out, or use another adapter, such as LoRA."
+                )
 
     def _require_whole_matrices(self) -> None:
         """Refuse Muon together with another optimizer, or with divided weights."""
@@ -240,6 +254,11 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                     "resume_from_checkpoint to train from the start."
                 )
             resume_from_checkpoint = str(last)
+        elif resume_from_checkpoint and not Path(resume_from_checkpoint).is_dir():
+            raise InputError(
+                f"There is no folder {resume_from_checkpoint}: resume_from_checkpoint=True finds "
+                "the last complete checkpoint of output_dir."
+            )
         elif resume_from_checkpoint and (flaw := flaw_of(Path(resume_from_checkpoint))):
             raise InputError(
                 f"{resume_from_checkpoint} is incomplete: {flaw}. resume_from_checkpoint=True "
@@ -297,7 +316,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 f"{checkpoint} was saved by a run on a stream: resume with that stream and "
                 "max_source_tokens, or start a new run with its weights."
             )
-        elif self.max_source_tokens and self.train_dataset is not None:
+        elif self.train_dataset is not None:
             self._warn_of_other_batches(checkpoint, state)
 
     def _warn_of_other_processes(self, checkpoint: Path) -> None:
