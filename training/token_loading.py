@@ -203,8 +203,8 @@ class TokenBatchLoading(Seq2SeqTrainer):
             settings = self._settings_of_batches()
             self._streams.save(output_dir, self.args, self.state.global_step, settings)
         elif self.max_source_tokens and self.is_world_process_zero():
-            settings = json.dumps(self._settings_of_batches())
-            Path(output_dir, _BATCHES).write_text(settings, encoding="utf-8")
+            text = json.dumps(self._settings_of_batches())
+            Path(output_dir, _BATCHES).write_text(text, encoding="utf-8")
 
     def _settings_of_batches(self) -> dict[str, Any]:
         """Return the settings that decide which rows a batch has."""
