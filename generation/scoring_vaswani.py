@@ -554,7 +554,7 @@ def links_of(sources: list[list[int]], targets: list[list[int]]) -> str:
     """Write the links between the units of target tokens and those of their source tokens."""
     links = {
         (target, source)
-        for units, linked in zip(targets, sources, strict=True)
+        for units, linked in zip(targets, sources, strict=False)
         for target in units
         for source in linked
     }

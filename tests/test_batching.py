@@ -567,7 +567,7 @@ def test_a_resume_with_other_batches_in_the_middle_of_an_epoch_warns(tmp_path, c
     resumed = make_trainer(tmp_path, **{**changes, "max_steps": 3, **change})
     with CaptureLogger(token_loading.logger) as log:
         resumed.train(resume_from_checkpoint=True)
-    assert ("different batches" in log.out) == (named is not None)
+    assert ("some pairs come twice" in log.out) == (named is not None)
     assert named is None or named in log.out
 
 
@@ -577,7 +577,7 @@ def test_token_batches_after_other_batches_of_the_epoch_warn(tmp_path):
     resumed = make_trainer(tmp_path, max_steps=3, **changes)
     with CaptureLogger(token_loading.logger) as log:
         resumed.train(resume_from_checkpoint=True)
-    assert f"max_source_tokens=None, but this run has {BUDGET}" in log.out
+    assert "was saved without token batches, or by an older version" in log.out
 
 
 def main(job, output, checkpoint=None):

@@ -229,18 +229,23 @@ class TokenBatchLoading(Seq2SeqTrainer):
         file, epoch = checkpoint / _BATCHES, state.epoch or 0.0
         if math.isclose(epoch, round(epoch), abs_tol=1e-6) or not self.is_world_process_zero():
             return
-        before, now = {"max_source_tokens": None}, {"max_source_tokens": self.max_source_tokens}
+        changes = []
         if file.exists():
             before = json.loads(file.read_text(encoding="utf-8"))
-        if file.exists() and self.max_source_tokens:
-            now = self._settings_of_batches()
-        for name, setting in now.items():
-            if name in before and setting != before[name]:
-                logger.warning(
-                    f"{checkpoint} was saved with {name}={before[name]}, but this run has "
-                    f"{setting}. The rest of the epoch has different batches, so that some pairs "
-                    "come twice in this epoch and others do not come."
-                )
+            none = {"max_source_tokens": None}
+            now = self._settings_of_batches() if self.max_source_tokens else none
+            changes = [
+                f"was saved with {name}={before[name]}, but this run has {setting}"
+                for name, setting in now.items()
+                if setting != before[name]
+            ]
+        elif self.max_source_tokens:
+            changes = ["was saved without token batches, or by an older version"]
+        for change in changes:
+            logger.warning(
+                f"{checkpoint} {change}. If the batches differ, some pairs come twice in this "
+                "epoch, and others do not come."
+            )
 
     def _seed_of_data(self) -> int:
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
