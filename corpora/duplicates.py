@@ -10,10 +10,8 @@ from .atomic_folder import flush
 from .reading import Pair
 
 with needs("vaswani[train]"):
-    import xxhash
-
-with needs("vaswani[train]"):
     import pyarrow
+    import xxhash
 
 _HASH = np.dtype([("high", "u8"), ("low", "u8")])
 _RECORD = np.dtype([*_HASH.descr, ("row", "u8")])

@@ -28,11 +28,9 @@ from .locking import OnlyOne
 from .reading import DataError, Pair, strictly
 
 with needs("vaswani[train]"):
-    import xxhash
-
-with needs("vaswani[train]"):
     import datasets
     import pyarrow
+    import xxhash
     from datasets.utils import tqdm
 
 # Version of the prepared folders. Raise it when their layout or content changes.
