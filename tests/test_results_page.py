@@ -158,7 +158,7 @@ def test_training_compared_with_version_0_1_comes_from_its_results_files():
         operators.append([size, *calls, times, *shares])
     assert page.rows("size | host | precision | packed | sorted | 0.1") == all_speeds
     assert page.rows("size | host | precision | packed / 0.1") == all_ratios
-    assert page.rows("size | operators, 0.1") == operators
+    assert page.rows("size | operators, 0.1 | operators, packed | packed / 0.1") == operators
     slower = [speed < 1 for speed in earlier["speed_of_rounds"]]
     assert (sum(slower), len(slower)) == (2, 3)
     rows = results["trainer"] + results["network"]
@@ -166,6 +166,29 @@ def test_training_compared_with_version_0_1_comes_from_its_results_files():
     assert page.says("base size on the EPYC", f"{spread:.0%} between rounds")
     (share,) = (row["share_of_matrix_rate"] for row in results["network"] if row["name"] == "ours")
     assert page.says("base size", f"{share:.0%} of the rate of large matrix products")
+
+
+# Operators of an update with the compiled kernels, by the columns of the page.
+KERNELS = {
+    "loss": ("ChunkedCrossEntropy",),
+    "layers": ("aten::mm", "aten::addmm", "_Linear", "_LinearBackward"),
+    "attention": ("_Attention", "_AttentionBackward"),
+    "sums": ("_SumAndNorm", "_SumAndNormBackward"),
+}
+
+
+def test_the_profile_with_kernels_comes_from_its_results_files():
+    page, expected = DOCS["results"], []
+    for size in ("tiny", "base"):
+        spent = results_of(f"training-profile-{size}-xeon")
+        assert spent["command"] in page.commands()
+        profiles = {row["name"]: row for row in spent["profiles"]}
+        before, after = profiles["55ba48e"], profiles["packed"]
+        ms = {operator["name"]: operator["ms"] for operator in after["operators"]}
+        parts = (sum(ms.get(name, 0) for name in names) for names in KERNELS.values())
+        calls = (f"{found['calls']:,}" for found in (before, after))
+        expected.append([size, *calls, *(f"{part / after['ms']:.0%}" for part in parts)])
+    assert page.rows("size | operators, 0.1 | operators, packed | loss") == expected
 
 
 def is_product(operator):
