@@ -140,6 +140,7 @@ def parse_corpora(
 
 
 def _weighted(word: str) -> tuple[str, float | None]:
+    """Split FILE=WEIGHT, and read the weight as a number."""
     name, text = split_weight(word)
     if text is None:
         return name, None

@@ -25,7 +25,7 @@ def data_set_name(name: str) -> DataSetName:
 
 
 def split_weight(word: str) -> tuple[str, str | None]:
-    """Split NAME=WEIGHT, unless a file has that name. The weight may be any text without slash."""
+    """Split NAME=WEIGHT, unless a file has that name. The weight is returned as it is written."""
     match = _WEIGHT.fullmatch(word)
     if match is None or Path(word).exists():
         return word, None

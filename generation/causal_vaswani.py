@@ -44,7 +44,8 @@ def check_prefix(
         return
     restarts = position_ids[..., 1:] < position_ids[..., :-1]
     if torch.is_tensor(attention_mask) and attention_mask.shape == position_ids.shape:
-        restarts = restarts & attention_mask[:, 1:].bool()  # transformers fills those of padding
+        # transformers fills the positions of padding with a constant.
+        restarts = restarts & attention_mask[:, 1:].bool()
     if bool(restarts.any()):
         raise ValueError(
             "prefix_mask needs one text in each row, but position_ids start again within a row: "

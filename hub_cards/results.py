@@ -358,7 +358,7 @@ def _on_the_hub(data: Sequence[str]) -> list[DataSetName]:
     for name in map(without_weight, data):
         parts = data_set_name(name)
         is_file = Path(parts.place).exists() or name.endswith(COMPRESSED) or form_of(name)
-        # Of several words, those without @ and : may be parallel text files that are gone.
+        # A pair of names without @ and : may be text files that no longer exist.
         is_named = len(data) == 1 or {"@", ":"} & set(name)
         if is_named and not is_file and _HUB_DATA_SET.fullmatch(parts.place):
             found.append(parts)

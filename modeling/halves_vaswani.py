@@ -174,8 +174,8 @@ def _config_of_both(
     fields = {name: value for name, value in ours.to_dict().items() if _is_field_of_whole(name)}
     fields |= {"label_smoothing": VaswaniConfig.label_smoothing, "architectures": None}
     if target is None:
-        end = ours.eos_token_id
-        fields["decoder_start_token_id"] = end[0] if isinstance(end, list | tuple) else end
+        if (end := ours.eos_token_id) is not None:
+            fields["decoder_start_token_id"] = end[0] if isinstance(end, list | tuple) else end
         fields |= {f"decoder_{size}": getattr(ours, f"encoder_{size}") for size in _SIZES}
         return VaswaniConfig(**{**fields, **overrides})
     theirs: Any = target.config

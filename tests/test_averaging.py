@@ -496,7 +496,7 @@ def test_the_callback_averages_all_checkpoints_of_a_short_run_and_warns(
     for key, mean in averaged(tmp_path / "mean").items():
         torch.testing.assert_close(mean, (one[key] + two[key]) / 2, atol=1e-7, rtol=0)
     assert warnings == [
-        f"{tmp_path / 'run'} has only 2 of the 5 checkpoints to average. The average is theirs."
+        f"{tmp_path / 'run'} has only 2 of the 5 checkpoints to average, so fewer are averaged."
     ]
 
 

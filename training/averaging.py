@@ -301,7 +301,7 @@ def _add(
 def checkpoints_to_keep(args: TrainingArguments, last: int) -> int:
     """Return how many checkpoints a run has to keep, so that it has its last ones at its end.
 
-    transformers always keeps the best checkpoint, which may be older than those.
+    transformers always keeps the best checkpoint, which may be older than the last ones.
     """
     return last + (args.metric_for_best_model is not None)
 
@@ -361,8 +361,8 @@ class AverageCheckpoints(TrainerCallback):
         folders = complete_checkpoints(run, state.global_step)
         if len(folders) < self.last:
             logger.warning(
-                f"{run} has only {len(folders)} of the {self.last} checkpoints to average. "
-                f"{'The average is theirs.' if folders else 'No average is saved.'}"
+                f"{run} has only {len(folders)} of the {self.last} checkpoints to average, so "
+                f"{'fewer are averaged' if folders else 'no average is saved'}."
             )
         if folders:
             average_checkpoints(folders[-self.last :], self._output(args))
