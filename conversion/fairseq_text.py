@@ -4,16 +4,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
-from transformers.utils import logging
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .errors import ConversionError
 from .reading import read_text
 from .sentencepiece import SentencePiece, piece_backend
-from .subword_nmt import Codes, pair_backend, read_codes, word_backend
-
-logger = logging.get_logger(__name__)
+from .subword_nmt import SPACES, Codes, pair_backend, read_codes, word_backend
 
 BOS, PAD, EOS, UNK = range(4)
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -112,21 +109,13 @@ def _piece_backend(ids: dict[str, int], path: Path) -> Tokenizer:
     Pieces that the dictionary lacks get ids after its own.
     """
     model, vocabulary = SentencePiece.read(path), dict(ids)
-    pieces = set(model.pieces)
-    other_entries = [
-        entry
-        for entry, index in ids.items()
-        if entry not in pieces and index >= len(_SPECIAL) and "madeupword" not in entry
-    ]
-    if other_entries:
-        logger.warning(
-            f"{len(other_entries)} entries of the dictionary are not pieces of {path}, such as "
-            f"{other_entries[0]!r}. fairseq looks up consecutive characters that SentencePiece "
-            "does not know as one token, the tokenizer one by one."
-        )
-    for piece in sorted(pieces):
+    for piece in sorted(set(model.pieces)):
         vocabulary.setdefault(piece, len(vocabulary))
-    return piece_backend(model, vocabulary, _SPECIAL)
+    backend = piece_backend(model, vocabulary, _SPECIAL)
+    # fairseq splits the joined pieces at white space once more.
+    steps = [pre_tokenizers.Split(Regex(f"[{SPACES}]+"), "removed"), backend.pre_tokenizer]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([step for step in steps if step])
+    return backend
 
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "Vocabulary", "read_dictionary", "read_vocabulary"]

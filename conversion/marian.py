@@ -25,8 +25,7 @@ token anywhere. target_tokenizer/ splits target text with target.spm. Either tok
 
 Differences from MarianTokenizer:
 
-* Consecutive characters that source.spm does not know are looked up one by one, even if
-  SentencePiece would turn them into bytes.
+* If source.spm turns unknown characters into bytes, those that vocab.json has stay characters.
 * If vocab.json lacks pieces of the .spm file, a warning names them. Other pieces replace them, not
   "<unk>".
 * A ">>xx<<" that vocab.json lacks is text.
@@ -250,6 +249,8 @@ def _generation(folder: Path) -> VaswaniGenerationConfig:
         for name in ("_from_model_config", "transformers_version"):
             given.pop(name, None)
         given = {name: value for name, value in given.items() if value is not None}
+        if "bos_token_id" in given:  # transformers starts with it, too
+            given.setdefault("decoder_start_token_id", given["bos_token_id"])
         if not given.get("do_sample"):
             _drop_sampling(given)
         return VaswaniGenerationConfig(**(defaults | given))

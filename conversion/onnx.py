@@ -25,15 +25,18 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..corpora.atomic_folder import new_folder
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .errors import ConversionError, refuse
 from .loading import add_model_arguments, open_model, open_tokenizers, save_tokenizers
-from .onnx_graphs import padded
+from .onnx_graphs import padded, unknown_settings
 from .onnx_language_model import OnnxLanguageModel
 from .onnx_translator import OnnxTranslator
+
+logger = logging.get_logger(__name__)
 
 # Sizes for tracing. All differ, because equal sizes would become one. None is 1, because the tracer
 # takes 1 for a constant.
@@ -88,6 +91,11 @@ def save(
         original.generation_config.save_pretrained(folder)
         save_tokenizers(folder, *tokenizers)
         _check(folder, _float32_copy(original))
+    if unknown := unknown_settings(original.generation_config.to_diff_dict()):
+        logger.warning(
+            f"OnnxTranslator and OnnxLanguageModel do not know {', '.join(unknown)}, and refuse "
+            f"{output} until they are removed from its generation_config.json."
+        )
 
 
 convert = save

@@ -24,7 +24,24 @@ _RULES = (
     *("suppress_tokens", "bad_words_ids", "min_length", "min_new_tokens", "forced_eos_token_id"),
     "renormalize_logits",
 )
-_WITHOUT_EFFECT = ("transformers_version", "use_cache", "_from_model_config")
+_WITHOUT_EFFECT = (
+    *("transformers_version", "use_cache", "_from_model_config"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p"),  # do_sample is refused
+)
+_NEUTRAL = {"repetition_penalty": 1.0, "num_return_sequences": 1, "num_beam_groups": 1}
+
+
+def unknown_settings(settings: dict[str, Any]) -> list[str]:
+    """List settings of `generate` that would change the results, but are not followed here."""
+    known = {*_SEARCH, *_LIMITS, *_TOKENS, *_RULES, *_WITHOUT_EFFECT}
+    unknown = [
+        f"{name}={value!r}"
+        for name, value in settings.items()
+        if value and name not in known and _NEUTRAL.get(name) != value
+    ]
+    if any(len(words) > 1 for words in settings.get("bad_words_ids") or ()):
+        unknown.append("bad_words_ids of several tokens")
+    return unknown
 
 
 class OnnxModel:
@@ -66,8 +83,11 @@ class OnnxModel:
             for name in self.parts
         }
         self.settings = self._read_settings()
-        if strict:
-            self._refuse_unknown_settings()
+        if strict and (unknown := unknown_settings(self.settings)):
+            raise ValueError(
+                f"{type(self).__name__} does not know {', '.join(unknown)} of "
+                "generation_config.json: remove them there, or use `generate`."
+            )
         self.pad_token_id = self.settings.get("pad_token_id", 0)
 
     def _read_settings(self) -> dict[str, Any]:
@@ -75,22 +95,6 @@ class OnnxModel:
         file = self.folder / "generation_config.json"
         settings = json.loads(file.read_text(encoding="utf-8"))
         return {name: value for name, value in settings.items() if value is not None}
-
-    def _refuse_unknown_settings(self) -> None:
-        """Refuse settings that would change the results, but are not followed here."""
-        known = {*_SEARCH, *_LIMITS, *_TOKENS, *_RULES, *_WITHOUT_EFFECT}
-        unknown = [
-            f"{name}={value!r}"
-            for name, value in self.settings.items()
-            if value and name not in known
-        ]
-        if any(len(words) > 1 for words in self.settings.get("bad_words_ids", [])):
-            unknown.append("bad_words_ids of several tokens")
-        if unknown:
-            raise ValueError(
-                f"{type(self).__name__} does not know {', '.join(unknown)} of "
-                "generation_config.json: remove them there, or use `generate`."
-            )
 
     def search(
         self,
@@ -229,4 +233,12 @@ def run_graph(session: Any, feed: dict[str, Array]) -> dict[str, Array]:
     return {name.removeprefix("output."): array for name, array in outputs}
 
 
-__all__ = ["Array", "GraphDecoder", "OnnxModel", "padded", "refuse_string", "run_graph"]
+__all__ = [
+    "Array",
+    "GraphDecoder",
+    "OnnxModel",
+    "padded",
+    "refuse_string",
+    "run_graph",
+    "unknown_settings",
+]

@@ -8,7 +8,7 @@ lacks are refused under the names of SentencePiece's options.
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -29,8 +29,9 @@ _KANA = {
 # SentencePiece's numbers for types of models and types of pieces.
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
-# Score of entries that SentencePiece never chooses: worse than that of any whole text.
+# Score of entries that are not pieces: worse than that of any text of known characters.
 _UNREACHABLE = -1e9
+_NO_ENTRY = "\uffff"  # stands for text without an entry: no file contains this code
 
 
 @dataclass(frozen=True)
@@ -181,21 +182,62 @@ def piece_backend(
             f"such as {', '.join(map(repr, missing[:3]))}."
         )
     backend = Tokenizer(model.model(vocabulary, "<unk>", _UNREACHABLE))
-    backend.normalizer = normalizers.Sequence(model.normalizers())
-    if not model.bpe:  # merges never form a special token
+    steps = model.normalizers()
+    if not model.bpe:  # merges never form a special token, nor an entry that is no piece
+        further, split = _unknown_runs(model, vocabulary.keys() - set(special))
+        steps += further
         parts = [model.split_inside(token) or _first_part(token, 1) for token in special]
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(part, "merged_with_previous") for part in parts]
+            [split, *(pre_tokenizers.Split(part, "merged_with_previous") for part in parts)]
         )
+    backend.normalizer = normalizers.Sequence(steps)
+    # SentencePiece removes the space that it put first, or all.
+    first_spaces = r"\A +" if model.single_spaces else r"\A " if model.prefix else ""
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace(SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            decoders.Replace(Regex(r"\A +"), ""),
+            *([decoders.Replace(Regex(first_spaces), "")] if first_spaces else []),
         ]
     )
     return backend
+
+
+def _unknown_runs(
+    model: SentencePiece, entries: Iterable[str]
+) -> tuple[list[normalizers.Normalizer], pre_tokenizers.PreTokenizer]:
+    """Make the steps that look up a run of characters outside all pieces as one token.
+
+    A unigram model of the tokenizers library would find entries inside such a run, or across
+    its ends.
+
+    Args:
+        entries: of the vocabulary that a text may contain.
+
+    Returns:
+        steps after `normalizers`, and the split that keeps runs apart.
+    """
+    known = {piece for piece in model.scores if len(piece) == 1}
+    outside = f"[^{''.join(map(re.escape, sorted(known)))}]"
+    # User-defined symbols may contain characters that are outside all other pieces.
+    symbols = [piece for piece in model.scores if not known.issuperset(piece)]
+    if symbols:
+        whole = _any_of(symbols)
+        split = f"{whole}|(?:(?!{whole}){outside})+"
+        return [], pre_tokenizers.Split(Regex(split), "isolated")
+    split = pre_tokenizers.Split(Regex(f"{outside}+"), "isolated")
+    if model.byte_fallback:
+        return [], split
+    runs = [entry for entry in entries if len(entry) > 1 and known.isdisjoint(entry)]
+    is_entry = f"(?!{_any_of(runs)}(?!{outside}))" if runs else ""
+    without = f"(?<!{outside})(?={outside}{{2}}){is_entry}{outside}+"
+    return [normalizers.Replace(Regex(without), _NO_ENTRY)], split
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """Match one of several texts, the longest that is possible."""
+    return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})"
 
 
 def _first_part(token: str, place: int) -> Regex:

@@ -392,6 +392,37 @@ def test_text_is_cut_by_sentencepiece_and_looked_up(tmp_path, kind):
         assert not {0, PAD, EOS} & set(ids[:-1])
 
 
+def test_entries_that_are_not_pieces_leave_the_text_as_sentencepiece_cuts_it(tmp_path):
+    """A dictionary of two languages has entries of the other one."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="cuts the text")
+    pytest.importorskip("google.protobuf", reason="reads SentencePiece's models")
+    lines = [" ".join(words_over("abcdefg", 6, seed=n)) for n in range(200)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=60,
+        model_type="unigram",
+        control_symbols=["<ab>"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    cutter = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    pieces = [cutter.id_to_piece(n) for n in range(3, 60)]
+    words = [*pieces, "XYZ", "aXb", "\u2581Y", "X", "ZX", "aZ"]
+    vocabulary = fairseq_text.read_vocabulary(
+        dictionary(tmp_path / "dict", words), None, tmp_path / "m.model", False
+    )
+    tokenizer = vocabulary.tokenizer()
+    texts = ["aXb XYZ a", "XYZX", "aXYZb", "Y aZ", "ZX X", "a<ab>c", "ab\u00a0cd\tef", "  ab  c"]
+    for text in texts:
+        expected = looked_up(" ".join(cutter.encode(text, out_type=str)), words)
+        assert tokenizer(text)["input_ids"] == expected, text
+    for text in ("  ab  c", "ab", "  "):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
 def test_tokens_beyond_the_dictionary_have_the_id_of_the_unknown_word(tmp_path):
     codes = learned_codes(["low lower lowest newer wider"] * 9, 12)
     tokenizer = pair_tokenizer(tmp_path, codes, keep=lambda entry: len(entry) < 5)

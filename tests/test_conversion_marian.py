@@ -506,13 +506,22 @@ def test_target_text_gets_the_ids_of_marian_and_comes_back(both_tokenizers, line
 
 
 def test_random_text_gets_the_ids_of_marian(both_tokenizers, spms):
-    """Random sequences of all characters that the model knows."""
+    """Random sequences of the characters of both languages: the model does not know all."""
     ours, _, theirs = both_tokenizers
-    letters = sorted({letter for line in SOURCE_LINES for letter in line})
+    letters = sorted({letter for line in SOURCE_LINES + TARGET_LINES for letter in line})
     generator = np.random.default_rng(0)
     for _ in range(200):
         text = "".join(generator.choice(letters, size=generator.integers(1, 40)))
         assert ours(text).input_ids == theirs(text).input_ids, text
+
+
+def test_words_of_the_other_language_get_the_ids_of_marian(both_tokenizers):
+    """vocab.json has pieces of both languages, each .spm file of one."""
+    ours, target, theirs = both_tokenizers
+    for line in TARGET_LINES[:6]:
+        assert ours(f"the cat {line}").input_ids == theirs(f"the cat {line}").input_ids
+    for line in SOURCE_LINES[:6]:
+        assert target(line).input_ids == theirs(text_target=line).input_ids
 
 
 def test_separate_accents_and_voicing_marks_are_composed(spms, tmp_path):
@@ -859,6 +868,18 @@ def test_sampling_settings_without_sampling_are_dropped(write, tmp_path, warning
     saved = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").generation_config
     assert (saved.temperature, saved.num_beams) == (None, 1)
     assert any("temperature 0.7" in warning for warning in warnings_of)
+
+
+def test_the_start_token_is_that_of_transformers(write, tmp_path):
+    folder = write(their_model())
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text()) | {"bos_token_id": 5}
+    del settings["decoder_start_token_id"]
+    path.write_text(json.dumps(settings))
+    ids = torch.tensor([[4, 7, 0]])
+    expected = MarianMTModel.from_pretrained(folder).generate(ids)
+    assert expected[0, 0] == 5
+    assert marian.load(folder).model.generate(ids).tolist() == expected.tolist()
 
 
 def test_an_opus_folder_becomes_a_folder_that_loads(write_marian, tmp_path):

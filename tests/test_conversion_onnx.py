@@ -280,6 +280,13 @@ def test_settings_that_the_search_lacks_are_refused_at_once(tiny_model, translat
         translator_of(model)
 
 
+def test_settings_that_change_nothing_are_not_refused(tiny_model, translator_of):
+    model = tiny_model()
+    expected = generated(model, [[4, 2]])
+    model.generation_config.update(repetition_penalty=1.0, num_return_sequences=1, top_k=50)
+    assert translator_of(model).generate([[4, 2]]) == expected
+
+
 def test_positions_too_few_to_trace_are_refused(tiny_model, tmp_path):
     exporting()
     model = tiny_model(position_encoding="learned", max_position_embeddings=3)
