@@ -17,6 +17,7 @@ Draw = Callable[[], float]
 _SPLITS = 64
 _CACHED_SPLITS = 500_000
 _LONGEST_CACHED = 64  # characters
+_SPACES = r"[^\S\x1c-\x1f]*"  # the tokenizers library does not strip these control characters
 
 
 class BpeDropout:
@@ -167,9 +168,9 @@ class _AddedTokens:
                 "AddedToken(..., normalized=False, single_word=False)."
             )
         patterns = (
-            (r"\s*" if token.lstrip else "")
+            (_SPACES if token.lstrip else "")
             + f"({re.escape(token.content)})"
-            + (r"\s*" if token.rstrip else "")
+            + (_SPACES if token.rstrip else "")
             for token in sorted(known, key=lambda token: -len(token.content))
         )
         self._pattern = re.compile("|".join(patterns)) if known else None

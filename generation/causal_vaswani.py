@@ -89,8 +89,12 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
-        *args: Any,
-        inputs_embeds: torch.Tensor | None = None,  # transformers looks for this name
+        # transformers looks for these names, and counts on their order
+        next_sequence_length: int | None = None,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepare inputs as transformers does, but keep the prefix with a static cache.
@@ -100,17 +104,22 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         prefix mask.
         """
         inputs = super().prepare_inputs_for_generation(
-            input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
+            input_ids,
+            next_sequence_length,
+            past_key_values,
+            attention_mask,
+            inputs_embeds,
+            is_first_iteration,
+            **kwargs,
         )
         prefix, ids = inputs.get("prefix_mask"), inputs.get("input_ids")
-        if prefix is not None and ids is not None and kwargs.get("past_key_values") is None:
+        if prefix is not None and ids is not None and past_key_values is None:
             # Without a cache, each step reads the whole text again.
             inputs["prefix_mask"] = F.pad(prefix, (0, max(ids.shape[1] - prefix.shape[1], 0)))
-        given, made = kwargs.get("attention_mask"), inputs.get("attention_mask")
-        if inputs.get("prefix_mask") is None or made is given:
+        if inputs.get("prefix_mask") is None or inputs.get("attention_mask") is attention_mask:
             return inputs
-        if kwargs.get("is_first_iteration"):
-            inputs["attention_mask"] = given
+        if is_first_iteration:
+            inputs["attention_mask"] = attention_mask
         else:
             del inputs["prefix_mask"]
         return inputs

@@ -6,6 +6,7 @@ transformers' searches run everything else (section 6.1).
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.generation import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -21,6 +22,7 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .limits_vaswani import ForcedEndAtOwnLimit
 from .rules_vaswani import TokenRules
@@ -38,6 +40,15 @@ _WARPERS = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
+
+
+# Methods that the fast search computes by itself, and those of classes as they were written.
+_COMPUTED = ("forward", "feed_forward", "add_norm", "embed")
+_written: dict[type, tuple[Any, ...]] = {}
+# Attention that the fast search computes, and the functions of transformers for it.
+_ATTENTION = {
+    name: ALL_ATTENTION_FUNCTIONS.get(name) for name in ("eager", "sdpa", "flex_attention")
+}
 
 
 class NotCovered(Exception):  # noqa: N818  not an error: transformers' search runs instead
@@ -88,6 +99,33 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
     return rules
 
 
+def remember(*kinds: type[nn.Module]) -> tuple[type[nn.Module], ...]:
+    """Remember the methods of classes as they are written, and return the classes."""
+    _written.update({kind: _computed(kind) for kind in kinds})
+    return kinds
+
+
+def class_replaced(kind: type[nn.Module]) -> bool:
+    """Tell whether the methods of a class are monkey-patched, if they were remembered."""
+    return kind in _written and _written[kind] != _computed(kind)
+
+
+def _computed(kind: type[nn.Module]) -> tuple[Any, ...]:
+    return tuple(getattr(kind, name, None) for name in _COMPUTED)
+
+
+def attends_as_known(implementation: str | None) -> bool:
+    """Tell whether the fast search computes an implementation of attention.
+
+    A user may register another function under a name of transformers.
+    """
+    known = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return implementation in _ATTENTION and _ATTENTION[implementation] is known
+
+
+remember(nn.Linear, nn.LayerNorm, nn.Embedding, nn.ReLU)
+
+
 def forward_replaced(module: torch.nn.Module) -> bool:
     """Tell whether a module's `forward` is monkey-patched.
 
@@ -112,4 +150,13 @@ def parts(stack: Any) -> list[torch.nn.Module]:
     return found
 
 
-__all__ = ["NotCovered", "forward_replaced", "hooks_are_passive", "parts", "token_rules"]
+__all__ = [
+    "NotCovered",
+    "attends_as_known",
+    "class_replaced",
+    "forward_replaced",
+    "hooks_are_passive",
+    "parts",
+    "remember",
+    "token_rules",
+]

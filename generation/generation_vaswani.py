@@ -25,7 +25,15 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file, logging
 
 from .beam_vaswani import FILL
 from .compiled_vaswani import CompiledEncoder
-from .coverage_vaswani import NotCovered, forward_replaced, hooks_are_passive, parts, token_rules
+from .coverage_vaswani import (
+    NotCovered,
+    attends_as_known,
+    class_replaced,
+    forward_replaced,
+    hooks_are_passive,
+    parts,
+    token_rules,
+)
 from .fallback_vaswani import TargetSide, fallback_beam_search
 from .incremental_vaswani import IncrementalDecoder
 from .limits_vaswani import SourceLengthCriteria, force_end_at_own_limit, length_limits, length_rule
@@ -49,8 +57,6 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 _SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
-# Backends that compute the same attention as the fast search.
-_ATTENTION = ("eager", "sdpa", "flex_attention")
 _CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
 _UNEQUAL = "generate has {} sources, but {} prompts (decoder_input_ids): pass one for each source."
 # Modes that the fast search may cover.
@@ -150,7 +156,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             if (
                 module is not encoder
                 or self.device.type != "cpu"
-                or self.config._attn_implementation not in _ATTENTION
+                or not attends_as_known(self.config._attn_implementation)
                 or not all(map(self._is_as_written, parts(module)))
             ):
                 return None
@@ -419,12 +425,13 @@ class VaswaniGenerationMixin(GenerationMixin):
         return (
             prepare is type(self)._prepare_as_written
             and type(self).forward is self._network_classes[-1].forward
+            and not class_replaced(self._network_classes[-1])
             and "predict" not in vars(self)
             and getattr(type(self), "predict", None)
             is getattr(self._network_classes[-1], "predict", None)
             and not forward_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
-            and self.config._attn_implementation in _ATTENTION
+            and attends_as_known(self.config._attn_implementation)
             and not torch.nn.modules.module._has_any_global_hook()
             and all(self._is_as_written(module) and not module.training for module in modules)
             and not self.training
@@ -441,6 +448,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         """Tell whether a module of the network runs the `forward` of its class and nothing else."""
         return (
             type(module) in self._network_classes
+            and not class_replaced(type(module))
             and not forward_replaced(module)
             and hooks_are_passive(module)
         )

@@ -25,6 +25,10 @@ from .library_vaswani import FLOATS, as_stored, library
 from .products_vaswani import Panels
 from .products_vaswani import multiply as multiply_panels
 
+_NOT_TRAINED = (
+    "int8 weights cannot be trained: train the model that they were rounded from, or call "
+    "model.dequantize() first."
+)
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
 _SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
 _EXACT = 2**24  # integers up to here are exact in float32
@@ -83,6 +87,25 @@ class _Int8Weight(nn.Module):
                 for values in round_weight(weight.detach())
             )
         self.weight, self.weight_scale = rounded[weight]
+
+    @property
+    def W_q(self) -> torch.Tensor:  # noqa: N802
+        """The values: PEFT's DoRA calls `dequantize` on layers with this name."""
+        return self.weight
+
+    def dequantize(self) -> torch.Tensor:
+        """Return `float_weight`, for PEFT."""
+        return self.float_weight()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Refuse training. PEFT asks for it, to train a copy of a layer.
+
+        Raises:
+            ValueError: `requires_grad` is true.
+        """
+        if requires_grad:
+            raise ValueError(_NOT_TRAINED)
+        return super().requires_grad_(False)
 
     def float_weight(self) -> torch.Tensor:
         """Return the weight in floating point (out, in)."""
@@ -151,10 +174,7 @@ class Int8Linear(_Int8Weight, nn.Linear):
 
     def _refuse_training(self, states: torch.Tensor) -> None:
         if torch.is_grad_enabled() and (self.training or states.requires_grad):
-            raise ValueError(
-                "int8 weights cannot be trained: train the model that they were rounded from, or "
-                "call model.dequantize() first."
-            )
+            raise ValueError(_NOT_TRAINED)
 
 
 class Int8Embedding(_Int8Weight, nn.Embedding):
@@ -270,10 +290,13 @@ def _compiled_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Roun
 def _int8_product(values: torch.Tensor, scale: torch.Tensor, rounding: _Rounding) -> _Product:
     """Multiply signed integers, without packing."""
     scale = scale.float() * rounding.step
+    # torch's sums are wrong for a weight whose rows share memory.
+    shared = values.stride(0) < values.shape[1]
+    stored = values.clone(memory_format=torch.contiguous_format) if shared else values
 
     def sums(rows: torch.Tensor) -> torch.Tensor:
         rounded = rows.add_(rounding.to_signed).view(torch.int32).to(torch.int8)
-        return torch._int_mm(rounded, values.t()) * scale
+        return torch._int_mm(rounded, stored.t()) * scale
 
     return _product_of_rounded(sums, rounding)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .coverage_vaswani import class_replaced
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
 from .library_vaswani import as_stored, library
 from .products_vaswani import Panels, Product, can_pack, same_bytes
@@ -272,8 +273,9 @@ def _fits_kernels(values: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Tell whether a module has hooks or a `forward` of its own."""
-    return bool("forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks)
+    """Tell whether a module has hooks or a `forward` of its own, or its class has another one."""
+    hooks = module._forward_pre_hooks or module._forward_hooks
+    return bool("forward" in vars(module) or hooks or class_replaced(type(module)))
 
 
 def _pack(

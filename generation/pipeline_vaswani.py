@@ -161,8 +161,8 @@ class VaswaniTranslationPipeline(Pipeline):
         progress: bool | None = None,
     ) -> Iterator[Translations]:
         """Yield the translations of each line, in windows of lines."""
-        lines, first = iter(inputs), 1
         count = len(inputs) if isinstance(inputs, Sized) else None
+        lines, first = _in_turn(inputs, count), 1
         of_lines = self._settings_of_lines(generating)
         blank: dict[str, Any] = {"translation_text": ""}
         if generating.get("return_scores"):
@@ -320,6 +320,13 @@ class VaswaniTranslationPipeline(Pipeline):
         given = generating.get("generation_config")
         places = (generating, given, self.model.generation_config)
         return first_setting("num_return_sequences", *places) or 1
+
+
+def _in_turn(inputs: Any, count: int | None) -> Iterator[Any]:
+    """Yield the entries of an iterable, or of a torch Dataset, which need not be iterable."""
+    if count is None or isinstance(inputs, Iterable):
+        return iter(inputs)
+    return map(inputs.__getitem__, range(count))
 
 
 def _check_entries(settings: dict[str, torch.Tensor], count: int | None, read: int) -> None:

@@ -26,7 +26,7 @@ from transformers.utils import cached_file
 from .batches_vaswani import batches_by_length
 from .limits_vaswani import check_position_limit
 from .rules_vaswani import length_penalty as length_penalty_of
-from .settings_vaswani import first_setting
+from .settings_vaswani import check_penalty, first_setting
 
 _LOGITS_AT_ONCE = 2**24  # logits in memory at a time: 64 MiB in float32
 _TOKENS_AT_ONCE = 4096  # padded target tokens of a batch of generated sentences
@@ -178,8 +178,10 @@ class VaswaniScoringMixin:
         Raises:
             TypeError: sources or targets are one string, or hold something else than sentences.
             ValueError: their numbers differ; a sentence has no tokens, or too many for learned
-                positions; a token is outside the vocabulary; strings come without a tokenizer.
+                positions; a token is outside the vocabulary; strings lack a tokenizer; the penalty
+                is meaningless.
         """
+        check_penalty(length_penalty, length_penalty_type)
         pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         log_probs: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
         with self.evaluating():

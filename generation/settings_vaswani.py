@@ -62,31 +62,41 @@ def checked_factor(factor: Any) -> float:
     return float(factor)
 
 
+def check_penalty(length_penalty: Any, length_penalty_type: Any) -> None:
+    """Refuse a length penalty that no formula gives; None takes the default.
+
+    Raises:
+        ValueError: names the setting, its value and the valid values.
+    """
+    if length_penalty_type is not None and length_penalty_type not in LENGTH_PENALTY_TYPES:
+        raise ValueError(
+            f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got "
+            f"{length_penalty_type!r}."
+        )
+    if length_penalty is None:
+        return
+    if not isinstance(length_penalty, Real):
+        raise ValueError(f"length_penalty must be a number, got {length_penalty!r}.")
+    if not abs(float(length_penalty)) <= _LARGEST_PENALTY:
+        raise ValueError(
+            f"length_penalty must lie between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}, got "
+            f"{length_penalty}."
+        )
+
+
 def check_search(config: Any) -> None:
     """Refuse settings of a GenerationConfig that no search could follow.
 
     Raises:
         ValueError: names the setting, its value and the valid values.
     """
-    kind = getattr(config, "length_penalty_type", None)
-    if kind is not None and kind not in LENGTH_PENALTY_TYPES:
-        raise ValueError(
-            f"length_penalty_type must be one of {LENGTH_PENALTY_TYPES}, got {kind!r}."
-        )
+    check_penalty(config.length_penalty, getattr(config, "length_penalty_type", None))
     for name, checked in (
         ("max_length_offset", checked_offset),
         ("max_length_factor", checked_factor),
     ):
         if (value := getattr(config, name, None)) is not None:
             checked(value)
-    alpha = config.length_penalty
-    if alpha is not None and not isinstance(alpha, Real):
-        raise ValueError(f"length_penalty must be a number, got {alpha!r}.")
-    if alpha is not None and not abs(float(alpha)) <= _LARGEST_PENALTY:
-        raise ValueError(
-            f"length_penalty must lie between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}, got "
-            f"{alpha}."
-        )
     _check_sizes(config)
     _check_types(config)
 
@@ -277,6 +287,7 @@ class VaswaniGenerationConfig(GenerationConfig):
 __all__ = [
     "LENGTH_PENALTY_TYPES",
     "VaswaniGenerationConfig",
+    "check_penalty",
     "check_search",
     "check_tokens",
     "check_types",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .coverage_vaswani import class_replaced
 from .fingerprints_vaswani import Fingerprints, fingerprint, in_parts
 from .library_vaswani import as_stored, is_as_stored
 
@@ -112,7 +113,7 @@ def prepared_once(
 
 def _attributes(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
     """Return what is compared by value, what is compared by identity, and the weights."""
-    values: list[Any] = []
+    values: list[Any] = [any(map(class_replaced, set(map(type, modules))))]
     objects: list[Any] = []
     weights: list[torch.Tensor] = []
     for module in modules:

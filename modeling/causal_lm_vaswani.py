@@ -19,6 +19,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig, refuse_inputs_of_other_half
 from ..generation.causal_vaswani import VaswaniCausalGenerationMixin, check_prefix
+from ..generation.coverage_vaswani import remember
 from .attention_vaswani import VaswaniAttention
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import VaswaniDecoder, VaswaniDecoderLayer, VaswaniPreTrainedModel
@@ -239,12 +240,8 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **recorded)
 
 
-VaswaniForCausalLM._network_classes = (
-    VaswaniAttention,
-    VaswaniDecoderLayer,
-    VaswaniDecoder,
-    VaswaniDecoderModel,
-    VaswaniForCausalLM,
+VaswaniForCausalLM._network_classes = remember(
+    VaswaniAttention, VaswaniDecoderLayer, VaswaniDecoder, VaswaniDecoderModel, VaswaniForCausalLM
 )
 
 # transformers' Trainer shifts the labels of label_smoothing_factor for these names only.

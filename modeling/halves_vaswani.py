@@ -225,10 +225,19 @@ def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module, prefix: str = "") -> set[str]:
-    """Copy the parameters that both modules have. Return their names with a prefix."""
+    """Copy the parameters that both modules have. Return their names with a prefix.
+
+    Raises:
+        ValueError: a parameter has another shape.
+    """
     own = dict(target.named_parameters())
     found = {name: weight for name, weight in source.named_parameters() if name in own}
     for name, weight in found.items():
+        if weight.shape != own[name].shape:
+            raise ValueError(
+                f"{prefix}{name} has the shape {tuple(weight.shape)} in the half, but the "
+                f"overrides make {tuple(own[name].shape)}: leave out sizes that the half has."
+            )
         own[name].copy_(weight)
     return {prefix + name for name in found}
 

@@ -52,16 +52,34 @@ def _entries_above(module: str, device_map: dict[str, Any]) -> list[str]:
 
 def _refuse_float_values_with_scales(files: Iterable[str]) -> None:
     """Refuse int8 files with float values, because transformers would truncate them silently."""
-    dtypes: dict[str, str] = {}
-    for file in filter(lambda file: str(file).endswith(".safetensors"), files):
-        with safe_open(file, framework="pt") as weights:
-            dtypes |= {name: weights.get_slice(name).get_dtype() for name in list(weights.keys())}
+    dtypes = _dtypes_in(files)
     for name, dtype in dtypes.items():
         if f"{name}_scale" in dtypes and dtype != "I8":
             raise OSError(
                 f"{name} is {dtype} in a file of int8 weights, which need I8: save or round the "
                 "model again."
             )
+
+
+def _refuse_int8_values(files: Iterable[str], state_dict: dict[str, Any]) -> None:
+    """Refuse int8 values for a float model, which would take them for weights."""
+    given = {name: "I8" if v.dtype == torch.int8 else "" for name, v in state_dict.items()}
+    dtypes = given | _dtypes_in(files)
+    for name, dtype in dtypes.items():
+        if dtype == "I8" and f"{name}_scale" in dtypes:
+            raise OSError(
+                f"{name} is int8, but the configuration is that of a float model: leave out "
+                "config=..., or load the weights that were rounded."
+            )
+
+
+def _dtypes_in(files: Iterable[str]) -> dict[str, str]:
+    """Return the dtypes of the tensors in safetensors files, under safetensors' names."""
+    dtypes: dict[str, str] = {}
+    for file in filter(lambda file: str(file).endswith(".safetensors"), files):
+        with safe_open(file, framework="pt") as weights:
+            dtypes |= {name: weights.get_slice(name).get_dtype() for name in list(weights.keys())}
+    return dtypes
 
 
 def _are_copies(first: Any, second: Any) -> bool:
@@ -267,6 +285,8 @@ class StrictlyLoadedModel(PreTrainedModel):
             place_tied_weights_together(model, load_config.device_map)
         if any(map(has_int8, model.modules())):
             _refuse_float_values_with_scales(checkpoint_files or ())
+        else:
+            _refuse_int8_values(checkpoint_files or (), state_dict or {})
         return PreTrainedModel._load_pretrained_model(
             model, state_dict, checkpoint_files, load_config, *args, **kwargs
         )

@@ -30,6 +30,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..generation.coverage_vaswani import remember
 from ..generation.generation_vaswani import VaswaniGenerationMixin
 from ..generation.scoring_vaswani import VaswaniScoringMixin
 from ..generation.settings_vaswani import VaswaniGenerationConfig
@@ -584,7 +585,7 @@ class VaswaniForConditionalGeneration(
         return Seq2SeqLMOutput(loss=loss, logits=logits, **recorded)
 
 
-VaswaniForConditionalGeneration._network_classes = (
+VaswaniForConditionalGeneration._network_classes = remember(
     VaswaniAttention,
     VaswaniEncoderLayer,
     VaswaniDecoderLayer,

@@ -21,6 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..generation.int8_vaswani import Int8Embedding, Int8Linear
 
 _METHOD = "vaswani_int8"
+# Kinds of PEFT's adapters that compute with a layer's output, not with its raw weight.
+_ADAPTERS = (
+    *("lora", "adalora", "randlora", "gralora", "vera", "ia3", "loha", "lokr", "oft", "boft"),
+    *("fourierft", "waveft", "c3a", "miss", "ln_tuning"),
+)
 _ROUNDED_FORM: dict[type, Any] = {nn.Linear: Int8Linear, nn.Embedding: Int8Embedding}
 
 
@@ -109,11 +114,37 @@ class AdaptableModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. PEFT replaces a layer by its wrapper in this way."""
-        super().__setattr__(name, value)
         for module in value.modules() if isinstance(value, nn.Module) else ():
+            if isinstance(original := getattr(module, "original_module", None), nn.Module):
+                _refuse_copies(name, original)
             base_layer = getattr(module, "base_layer", None)
             if isinstance(base_layer, nn.Module) and any(map(has_int8, base_layer.modules())):
+                _check_adapter(module)
                 module.merge = refuse_merge  # type: ignore[assignment]
+        super().__setattr__(name, value)
+
+
+def _refuse_copies(name: str, module: nn.Module) -> None:
+    if any(map(has_int8, module.modules())):
+        raise ValueError(
+            f"The adapter has its own copy of {name}, which replaces int8 weights: call "
+            "model.dequantize() first."
+        )
+
+
+def _check_adapter(wrapper: nn.Module) -> None:
+    """Refuse kinds of adapters that may read int8 values as if they were the weight.
+
+    Raises:
+        ValueError: names the kind and the way out.
+    """
+    library, _, kind, *_ = f"{type(wrapper).__module__}...".split(".")
+    if library == "peft" and kind not in _ADAPTERS:
+        raise ValueError(
+            f"PEFT's {type(wrapper).__name__} ({kind}) may read int8 weights as they are, without "
+            f"their scales: call model.dequantize() first. These kinds are known to work: "
+            f"{', '.join(_ADAPTERS)}."
+        )
 
 
 def refuse_merge(*args: Any, **kwargs: Any) -> None:
@@ -202,7 +233,15 @@ class RoundableModel(AdaptableModule, PreTrainedModel):
         """Give the matrices a floating-point dtype again, and let them be trained.
 
         `save_pretrained` replaces the configuration's dtype by its name, which may come here.
+
+        Raises:
+            ValueError: a weight is not in memory. The error names it.
         """
+        if name := _offloaded(self):
+            raise ValueError(
+                f"dequantize needs all weights in memory, but device_map offloads {name}: load the "
+                "int8 folder without device_map."
+            )
         restored: dict[nn.Parameter, nn.Parameter] = {}
         self._replace_modules(lambda module: _float_form(module, restored))
         for module in self.modules():
@@ -255,12 +294,11 @@ def refuse_int8(model: Any, action: str) -> None:
 
 def _refuse_offloaded(model: nn.Module) -> None:
     """Refuse to round a model whose weights are not all in memory, or on several devices."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"Rounding needs all weights in memory, but device_map offloads {name}: round the "
-                "model without device_map and save it, because an int8 folder can be offloaded."
-            )
+    if name := _offloaded(model):
+        raise ValueError(
+            f"Rounding needs all weights in memory, but device_map offloads {name}: round the "
+            "model without device_map and save it, because an int8 folder can be offloaded."
+        )
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -268,6 +306,11 @@ def _refuse_offloaded(model: nn.Module) -> None:
             f"{', '.join(sorted(map(str, devices)))}: round the model without device_map and save "
             "it, because an int8 folder can be divided."
         )
+
+
+def _offloaded(model: nn.Module) -> str | None:
+    """Return the name of a weight that is not in memory, or None."""
+    return next((name for name, weight in model.named_parameters() if weight.is_meta), None)
 
 
 def has_int8(module: nn.Module) -> TypeGuard[Int8Linear | Int8Embedding]:

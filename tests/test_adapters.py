@@ -8,7 +8,7 @@ from test_batching import collator, make_trainer, training_data
 from torch import nn
 from vaswani.training.adapters import untie_embeddings
 
-from vaswani import VaswaniForConditionalGeneration
+from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM, VaswaniForConditionalGeneration
 
 peft = pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
 
@@ -38,14 +38,14 @@ def logits(model):
         return model.eval()(**BATCH).logits
 
 
-def trained(model, updates=30):
+def trained(model, updates=30, **batch):
     """Return the losses before and after updates of the adapters, and their first gradients."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.Adam(parameters.values(), lr=1e-2)
     losses, gradients = [], {}
     model.train()
     for _ in range(updates):
-        loss = model(**BATCH).loss
+        loss = model(**(batch or BATCH)).loss
         loss.backward()
         gradients = gradients or {name: p.grad.clone() for name, p in parameters.items()}
         optimizer.step()
@@ -178,6 +178,18 @@ def test_prompts_beside_packed_batches_are_refused(tied, kind, setting, tmp_path
     with pytest.raises(ValueError, match=f"packs batches, but {kind} adds virtual tokens"):
         make_trainer(tmp_path, model=prompted, **setting)
     make_trainer(tmp_path, model=prompted, max_steps=1).train()
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_a_language_model_learns_prompts(kind):
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24}
+    config = VaswaniDecoderConfig(vocab_size=30, d_model=16, dropout=0.0, **sizes)
+    assert "num_attention_heads" not in config.to_json_string()
+    prompts = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(VaswaniForCausalLM(config), prompts)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 2]])
+    losses, _ = trained(model, input_ids=ids, labels=ids)
+    assert losses[-1] < losses[0]
 
 
 def test_the_trainer_trains_and_resumes_adapters(tied, tmp_path):

@@ -42,7 +42,15 @@ def test_without_dropout_the_tokens_are_the_tokenizers(space_after, text):
 def test_added_tokens_stay_whole():
     tokenizer = VaswaniTokenizer.train_from_iterator(LINES, vocab_size=500, show_progress=False)
     tokenizer.add_tokens([AddedToken(">>de<<", rstrip=True, normalized=False)])
-    for text in (">>de<< seven", "one >>de<<  two", ">>de<<", "", "none"):
+    for text in (
+        ">>de<< seven",
+        "one >>de<<  two",
+        ">>de<<",
+        "",
+        "none",
+        ">>de<<\x1f a",
+        ">>de<< \x1c",
+    ):
         assert BpeDropout(tokenizer, 0)([text]) == tokenizer([text])["input_ids"]
         tag = tokenizer.convert_tokens_to_ids(">>de<<")
         assert BpeDropout(tokenizer, 1)([text])[0].count(tag) == text.count(">>de<<")

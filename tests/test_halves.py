@@ -149,6 +149,16 @@ def test_halves_that_do_not_fit_are_refused_by_the_field(pretrained):
         join_halves(AutoModel.from_pretrained(masked), untied, tie_word_embeddings=True)
 
 
+def test_overrides_of_sizes_that_a_half_has_are_refused(pretrained):
+    masked, _ = pretrained
+    encoder = AutoModel.from_pretrained(masked)
+    for override in ({"d_model": 32}, {"vocab_size": 50}):
+        with pytest.raises(
+            ValueError, match=r"model\.encoder\.\S+ has the shape \(.*overrides make"
+        ):
+            join_halves(encoder, **override)
+
+
 def test_arguments_of_loading_load_both_halves(pretrained, tmp_path):
     masked, causal = pretrained
     for folder in (masked, causal):

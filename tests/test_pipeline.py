@@ -128,6 +128,16 @@ def test_a_pipeline_without_a_tokenizer_is_refused(parts):
 # Inputs and outputs
 
 
+class Numbered(torch.utils.data.Dataset):
+    """A data set as in torch's documentation: neither an iterator nor an IndexError."""
+
+    def __len__(self):
+        return len(ENGLISH)
+
+    def __getitem__(self, number):
+        return ENGLISH[number % len(ENGLISH)]
+
+
 def test_a_string_a_list_and_a_stream_have_the_shapes_of_transformers_4(translator):
     assert translator(ENGLISH[0]) == [{"translation_text": GERMAN[0]}]
     expected = [{"translation_text": german} for german in GERMAN]
@@ -138,6 +148,7 @@ def test_a_string_a_list_and_a_stream_have_the_shapes_of_transformers_4(translat
         results = translator(stream)
         assert iter(results) is results
         assert list(results) == [[result] for result in expected]
+    assert list(translator(Numbered())) == [[result] for result in expected]
     assert translator([]) == []
     assert list(translator(iter([]))) == []
 

@@ -308,6 +308,19 @@ def test_what_cannot_be_scored_is_refused_by_index_and_value(
         getattr(tiny_model(), method)(sources, targets)
 
 
+@pytest.mark.parametrize(
+    ("penalty", "complaint"),
+    [
+        ({"length_penalty_type": "GNMT"}, "must be one of .*'gnmt', 'hf'.* got 'GNMT'"),
+        ({"length_penalty": "1"}, "length_penalty must be a number, got '1'"),
+        ({"length_penalty": float("nan")}, "length_penalty must lie between -64 and 64"),
+    ],
+)
+def test_a_length_penalty_that_generate_refuses_is_refused(tiny_model, penalty, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        tiny_model().score([[5, 2]], [[5, 2]], **penalty)
+
+
 def test_pairs_longer_than_learned_positions_and_empty_budgets_are_refused(tiny_model):
     model = tiny_model(position_encoding="learned", max_position_embeddings=4)
     with pytest.raises(ValueError, match=r"targets\[1\] has 5 tokens, more than the 4 learned"):

@@ -22,6 +22,8 @@ from transformers.generation import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.generation.coverage_vaswani import NotCovered, token_rules
+from vaswani.modeling.attention_vaswani import VaswaniAttention
+from vaswani.modeling.modeling_vaswani import VaswaniDecoderLayer
 
 from vaswani import VaswaniForConditionalGeneration
 
@@ -222,6 +224,49 @@ def test_what_is_put_over_or_beside_a_layer_is_run(tiny_model, source, searches,
         model.generate(**source, num_beams=num_beams, max_new_tokens=3)
     assert (searches["beam_search"], searches["greedy_search"]) == (0, 0)
     assert (searches["_beam_search"], searches["_sample"]) == (1, 1)
+
+
+def doubling(function):
+    """Multiply what a method or a function returns by 2."""
+
+    def patched(*args, **kwargs):
+        output = function(*args, **kwargs)
+        return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
+
+    return patched
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (VaswaniAttention, "forward"),
+        (VaswaniDecoderLayer, "feed_forward"),
+        (torch.nn.Linear, "forward"),
+        (torch.nn.LayerNorm, "forward"),
+    ],
+)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_method_replaced_on_a_class_is_run(tiny_model, source, monkeypatch, kind, method, beams):
+    model = tiny_model(seed=1, dtype=torch.float32, norm_position="pre")
+    call = {**source, "num_beams": beams}
+    before = model.generate(**call)
+    monkeypatch.setattr(kind, method, doubling(getattr(kind, method)))
+    expected = model.generate(**call, use_cache=False)
+    assert expected.tolist() != before.tolist()
+    assert model.generate(**call).tolist() == expected.tolist()
+    monkeypatch.undo()
+    assert model.generate(**call).tolist() == before.tolist()
+
+
+def test_attention_registered_under_a_known_name_is_run(tiny_model, source, monkeypatch):
+    model = tiny_model(seed=1, dtype=torch.float32)
+    model.set_attn_implementation("sdpa")
+    before = model.generate(**source)
+    mapping = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+    monkeypatch.setitem(mapping, "sdpa", doubling(mapping["sdpa"]))
+    expected = model.generate(**source, use_cache=False)
+    assert expected.tolist() != before.tolist()
+    assert model.generate(**source).tolist() == expected.tolist()
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_run(tiny_model, source, searches):

@@ -95,6 +95,21 @@ def test_a_cache_continues_the_positions_of_padded_texts(language_model):
     assert_close(rest.logits, whole[:, 5:])
 
 
+def test_a_subclass_that_passes_its_arguments_on_generates_with_a_mask(language_model):
+    class Passing(VaswaniForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    passing = Passing(language_model.config)
+    passing.load_state_dict(language_model.state_dict())
+    prompts = {
+        "input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+    }
+    expected = language_model.generate(**prompts, max_new_tokens=4)
+    assert passing.eval().generate(**prompts, max_new_tokens=4).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "word"])
 def test_a_written_mask_stands_for_a_word_with_its_space(kind):
     tokenizer = VaswaniTokenizer.train_from_iterator(

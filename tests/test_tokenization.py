@@ -4,6 +4,7 @@ import gzip
 import json
 import pickle
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -303,6 +304,23 @@ def test_no_token_joins_a_word_and_punctuation(kind, space_after):
         assert restored(tokenizer, lines[0]) == lines[0]
 
 
+@pytest.mark.parametrize("space_after", [False, True])
+@pytest.mark.parametrize("kind", SUBWORD_KINDS)
+def test_the_place_of_a_token_excludes_the_space_that_it_carries(kind, space_after):
+    text = "the hat. no hat, (the hat)  the"
+    tokenizer = train(kind, [text] * 9, 330, space_after=space_after)
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    words = [
+        text[start:end]
+        for token, (start, end) in zip(encoded.tokens(), encoded["offset_mapping"], strict=True)
+        if token != "▁"
+    ]
+    assert "".join(words) == text.replace(" ", "")
+    assert len(words) > 9
+    pattern = train("regex", [text], pattern=r"▁\w+|\s|.")
+    assert pattern("▁a", return_offsets_mapping=True)["offset_mapping"][0] == (0, 2)
+
+
 def test_with_space_after_a_compound_ends_in_the_word_that_it_is():
     lines = ["tür tür haus haus"]
     before, after = train(lines=lines), train(lines=lines, space_after=True)
@@ -429,6 +447,25 @@ def test_a_retrained_masked_tokenizer_recognises_its_mask(kind):
     assert tokenizer_of(kind, {}).init_kwargs["split_special_tokens"]
 
 
+@pytest.mark.parametrize("space_after", [False, True])
+@pytest.mark.parametrize("kind", SUBWORD_KINDS)
+def test_a_mask_beside_punctuation_is_read_as_a_word_there(kind, space_after):
+    lines = ["it is the hat. no hat, (the hat) the"] * 9
+    masked = train(kind, lines, 330, space_after=space_after).for_masked_words()
+    for text in ("it is <mask>.", "no <mask>, the", "(<mask>) the", "<mask> the hat."):
+        tokens, word = (
+            masked.convert_ids_to_tokens(masked(line)["input_ids"])
+            for line in (text, text.replace("<mask>", "hat"))
+        )
+        place = tokens.index("<mask>")
+        length = len(word) - len(tokens) + 1
+        assert tokens[:place] + tokens[place + 1 :] == word[:place] + word[place + length :]
+        assert restored(masked, text.replace("<mask>", "hat")) == text.replace("<mask>", "hat")
+    for text in [*NASTY[4:12], ". a .", "(a", "a (", lines[0]]:
+        if kind == "bpe":
+            assert restored(masked, text) == text
+
+
 def test_a_retrained_tokenizer_of_a_language_model_recognises_the_end():
     language = tokenizer_of("bpe", {}).for_language_model()
     new = language.train_new_from_iterator(["a new mouse"], 400, show_progress=False)
@@ -465,6 +502,26 @@ def test_an_error_in_a_target_leaves_the_next_source_without_an_end():
         assert tokenizer.encode("the house") == ids[:-1]
         assert tokenizer.add_eos_token is False
     assert tokenizer(text_target="the house")["input_ids"] == ids
+
+
+def test_a_source_in_another_thread_waits_for_a_target(monkeypatch):
+    tokenizer = VaswaniTokenizer.from_backend(train("word", ["the house"]).backend_tokenizer)
+    tokenizer.init_kwargs["source_eos"] = False
+    target = tokenizer(text_target="the house")["input_ids"]
+    encode, inside, found = TokenizersBackend._encode_plus, threading.Event(), []
+    read = threading.Thread(target=lambda: found.append(tokenizer("the house")["input_ids"]))
+
+    def slowly(self, *args, **kwargs):
+        if not inside.is_set():
+            inside.set()
+            read.start()
+            read.join(timeout=0.2)
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(TokenizersBackend, "_encode_plus", slowly)
+    assert tokenizer(text_target="the house")["input_ids"] == target
+    read.join()
+    assert found == [target[:-1]]
 
 
 # Errors

@@ -29,12 +29,14 @@ The tokenizer never lowercases, and never changes a Unicode form. Do that to the
   cut them after "<".
 """
 
+import contextlib
 import copy
 import functools
 import gzip
 import itertools
 import json
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +55,7 @@ from .kinds_vaswani import (
     UNK,
     completed,
     half_character,
+    join_marks_to_added_tokens,
     lines_that_fit,
     subword_backend,
     trainer_of,
@@ -61,6 +64,7 @@ from .kinds_vaswani import (
 )
 
 _MASK = "<mask>"
+_SWITCHING = threading.RLock()  # targets change the backend, until their call ends
 
 
 def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
@@ -95,6 +99,17 @@ def _refuse_half_characters(texts: Any) -> None:
         for part in text if isinstance(text, list | tuple) else [text]:
             if isinstance(part, str) and (flaw := half_character(part)):
                 raise ValueError(f"Text {number} {flaw}.")
+
+
+def _without_spaces(encoding: Any) -> list[tuple[int, int]]:
+    """Return the places of tokens in their text, without the space that a word carries."""
+    places = []
+    for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+        if 1 < len(token) == end - start:  # the "▁" of a text's end stands for no character
+            start += token.startswith("▁")
+            end -= token.endswith("▁")
+        places.append((start, end))
+    return places
 
 
 class _Options(TypedDict, total=False):
@@ -204,6 +219,13 @@ class VaswaniTokenizer(TokenizersBackend):
         # The backend's pickle lacks this setting, so the text "</s>" would become the end token.
         self.backend_tokenizer.encode_special_tokens = self.split_special_tokens
 
+    @functools.wraps(TokenizersBackend.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode as in transformers; a tokenizer with `source_eos` serves one thread at a time."""
+        switches = self.init_kwargs.get("source_eos") is False
+        with _SWITCHING if switches else contextlib.nullcontext():
+            return super().__call__(*args, **kwargs)
+
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._encode_plus(text, text_pair, *args, **kwargs)
@@ -218,6 +240,9 @@ class VaswaniTokenizer(TokenizersBackend):
 
     def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
         columns, encodings = super()._convert_encoding(*args, **kwargs)
+        carried = not isinstance(self.backend_tokenizer.model, models.WordLevel)
+        if carried and "offset_mapping" in columns:
+            columns["offset_mapping"] = [_without_spaces(encoding) for encoding in encodings]
         if self.init_kwargs.get("unknown_from") is not None:
             columns["input_ids"] = [self.known_ids(ids) for ids in columns["input_ids"]]
         return columns, encodings
@@ -264,7 +289,9 @@ class VaswaniTokenizer(TokenizersBackend):
     def for_masked_words(self) -> Self:
         """Return a copy with a token "<mask>", for a masked language model.
 
-        The copy recognises special tokens that are written in a text, such as the mask.
+        The copy recognises special tokens that are written in a text, such as the mask. A text that
+        starts with a closing mark such as "." gets no space before it, so that "<mask>." is read as
+        "word." is.
         """
         new = copy.deepcopy(self)
         # The parts of words carry the spaces, so spaces beside the mask must not become tokens. The
@@ -272,6 +299,7 @@ class VaswaniTokenizer(TokenizersBackend):
         strip = not isinstance(self.backend_tokenizer.model, models.WordLevel)
         mask = AddedToken(_MASK, lstrip=strip, rstrip=strip, normalized=False, special=True)
         new.add_special_tokens({"mask_token": mask})
+        join_marks_to_added_tokens(new.backend_tokenizer)
         new._recognise_special_tokens()
         return new
 
