@@ -37,13 +37,14 @@ def test_scores_come_from_results_files():
 
 def test_the_scores_of_a_cpu_come_from_their_results_file():
     results, on_gpu = results_of("multi30k-muon-cpu"), results_of("multi30k-muon")
+    assert results["published"]["score"] == on_gpu["published"]["score"]
     assert results["command"] in DOCS["results"].commands()
     assert {run["hardware"]["gpu"] for run in results["runs"]} == {None}
-    seeds = [run["seed"] for run in results["runs"]]
-    same = [run["test"]["bleu"] for run in on_gpu["runs"] if run["seed"] in seeds]
-    assert len(same) == len(seeds)
-    means = (f"{mean:.2f}" for mean in (results["test"]["mean"], statistics.mean(same)))
-    assert DOCS["results"].says("without a GPU", *means)
+    seeds, others = ([run["seed"] for run in file["runs"]] for file in (results, on_gpu))
+    assert seeds == others
+    score = f"{results['test']['mean']:.2f} ± {results['test']['standard_deviation']:.2f} BLEU"
+    p_value = f"p = {results['published']['p_value']}"
+    assert DOCS["results"].says(f"same {len(seeds)} seeds", "without a GPU", score, p_value)
 
 
 def against(results, published, errors):
