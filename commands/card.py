@@ -37,11 +37,14 @@ def make_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     """Write the card."""
+    from huggingface_hub.utils import validate_repo_id
     from safetensors import SafetensorError
 
     from ..hub_cards.card import write_model_card
 
     try:
+        if args.repo_id:
+            validate_repo_id(args.repo_id)
         print(write_model_card(**vars(args)))
     except (OSError, ValueError) as error:
         raise CommandError(error) from error

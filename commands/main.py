@@ -21,6 +21,11 @@ COMMANDS = {
     "demo": (demo, "open a page that translates and shows attention"),
 }
 
+# What needs less memory, by command.
+_SMALLER = {
+    "train": "halve --max-source-tokens (or --batch-size), and double --accumulate.",
+    **dict.fromkeys(("translate", "score", "align"), "pass a smaller --batch-tokens."),
+}
 _INTERRUPTED = 130  # exit status of programs that Ctrl-C ends: 128 + SIGINT
 
 
@@ -59,8 +64,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_INTERRUPTED)
     except (CommandError, ModuleNotFoundError) as error:  # the latter for a missing extra
         sys.exit(f"{parser.prog}: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        hint = _SMALLER.get(name, "use a machine with more memory.")
+        reason = f" ({str(error).splitlines()[0][:200]})" if str(error) else ""
+        sys.exit(f"{parser.prog}: out of memory{reason}: {hint}")
     except _configuration_error() as error:
         sys.exit(f"{parser.prog}: wrong model configuration: {' '.join(str(error).split())}")
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Tell whether memory is missing. torch has a class of its own for GPUs only."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
 
 
 def _configuration_error() -> type[Exception]:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 import torch
 from transformers import SchedulerType, Seq2SeqTrainingArguments, get_scheduler
@@ -27,6 +28,7 @@ _OWN_OPTIONS = {
     "num_train_epochs": "--epochs",
     "output_dir": "--output",
     "per_device_train_batch_size": "--batch-size",
+    "resume_from_checkpoint": "--resume",
     "save_steps": "--save-steps",
     "seed": "--seed",
     "warmup_steps": "--warmup",
@@ -82,7 +84,7 @@ def check_settings(args: argparse.Namespace) -> None:
         raise SettingsError(f"--preset: {wrong} The presets are {', '.join(presets)}.")
     try:
         VaswaniConfig.preset("base" if args.preset in PRESETS else args.preset, **args.set)
-        VaswaniGenerationConfig(**args.generation)
+        VaswaniGenerationConfig(**args.generation).validate(strict=True)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
     optimizer = str(args.trainer.get("optim", "adamw_torch"))
@@ -90,6 +92,8 @@ def check_settings(args: argparse.Namespace) -> None:
         raise SettingsError(
             f"--muon is an optimizer too: leave out --muon or --trainer optim={optimizer}"
         )
+    if args.results and Path(args.results).is_dir():
+        raise SettingsError(f"--results {args.results} is a folder: name a file")
     if args.objective:
         make_objective(args.objective, **args.objective_settings)
     if args.model:

@@ -81,7 +81,7 @@ def iterate_pairs(
         raise DataError(f"Expected one file, two parallel files or a data set, got {list(data)}")
     match form_of(name):
         case "tsv":
-            return (_tsv_pair(line, place) for line, place in _filled_lines(name))
+            return (_tsv_pair(line, place) for line, place in _filled_lines(name, mark="\t"))
         case "jsonl":
             return (_json_pair(line, columns, place) for line, place in _filled_lines(name))
         case "parquet":
@@ -128,6 +128,10 @@ def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
         if sys.stdin is None:
             raise DataError("Standard input is closed: name a file.")
         return sys.stdin.buffer
+    if path.endswith((".bz2", ".xz")):
+        raise DataError(
+            f"{path}: this compression is not read. Use .gz or .zst, or unpack the file."
+        )
     if path.endswith(".gz"):
         return stack.enter_context(gzip.open(path, "rb"))
     if path.endswith(".zst"):
@@ -162,10 +166,10 @@ def _parallel_pairs(source: str, target: str) -> Iterator[Pair | DataError]:
         )
 
 
-def _filled_lines(path: str) -> Iterator[tuple[str | DataError, str]]:
-    """Yield every line that is not blank, with its file and line number."""
+def _filled_lines(path: str, mark: str = "") -> Iterator[tuple[str | DataError, str]]:
+    """Yield every line that is not blank or has the mark, with its file and line number."""
     for number, line in enumerate(_lines(path), start=1):
-        if isinstance(line, DataError) or line.strip():
+        if isinstance(line, DataError) or line.strip() or (mark and mark in line):
             yield line, f"{path}, line {number}"
 
 
@@ -241,7 +245,9 @@ def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pai
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
-        return DataError(f"{place}: not JSON ({error})")
+        return DataError(
+            f"{place}: not JSON ({error}); each line must be an object with two columns"
+        )
     if not isinstance(row, dict):
         return DataError(f"{place}: {line.strip()} is not a JSON object with two columns.")
     return row_pair(row, columns, place)

@@ -99,6 +99,11 @@ def check_search(config: Any) -> None:
             checked(value)
     _check_sizes(config)
     _check_types(config)
+    if config.do_sample and config.temperature is not None and not config.temperature > 0:
+        raise ValueError(
+            f"temperature must be greater than 0 with do_sample, got {config.temperature}: for the "
+            "most probable tokens, leave out do_sample."
+        )
 
 
 def _check_sizes(config: Any) -> None:

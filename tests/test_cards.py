@@ -708,6 +708,8 @@ def test_the_command_writes_the_same_card(run, capsys):
     assert written == again
     with pytest.raises(SystemExit, match=r"absent holds no config\.json"):
         main(["card", "absent"])
+    with pytest.raises(SystemExit, match="not valid///"):
+        main(["card", str(run), "--repo-id", "not valid///"])
     for content, complaint in (("[]", "holds no JSON object"), ("{", "is damaged")):
         (run / "config.json").write_text(content)
         with pytest.raises(SystemExit, match=rf"numbers/config\.json {complaint}"):

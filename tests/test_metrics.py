@@ -33,6 +33,7 @@ from vaswani.training.metrics import (
     nbest_accuracy,
     split_compounds,
 )
+from vaswani.training.scores import translate_and_score
 
 FROZEN = Path(__file__).parent / "frozen" / "0.1"
 WORDS = ["the", "a", "rich-text", "format", "1990-2000", "Haus-Tür-Schlüssel", "x-y-z", "is"]
@@ -111,6 +112,20 @@ def test_bleu_of_a_sentence_is_what_paper_and_pencil_give():
     assert scores["brevity_penalty"] == 1.0
     assert scores["exact_match"] == 0.0
     assert scores["sentences"] == 1
+
+
+def test_translations_with_line_breaks_are_scored_as_they_are():
+    texts = ["p\nq", "a b c d e"]
+
+    def translator(*_, **__):
+        return [[{"translation_text": text}] for text in texts]
+
+    pairs = [("aaa", texts[0]), ("bbb", texts[1])]
+    scores, candidates = translate_and_score(
+        translator, metrics.TranslationMetric("none"), pairs, 4
+    )
+    assert (scores["exact_match"], scores["bleu"]) == (100.0, 100.0)
+    assert candidates == [[text] for text in texts]
 
 
 def test_compound_split_bleu_counts_the_parts_of_a_compound():

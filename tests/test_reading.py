@@ -66,6 +66,20 @@ def test_unreadable_tsv_is_refused_by_file_and_line(tmp_path, content, complaint
     assert complaint in str(error.value)
 
 
+def test_blank_pairs_of_a_tsv_file_keep_their_lines(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("a\tb\n\t\n \t \n\nc\td\n")
+    pairs = [("a", "b"), ("", ""), (" ", " "), ("c", "d")]
+    assert read_pairs([str(path)], ("source", "target"), "test") == pairs
+
+
+@pytest.mark.parametrize("ending", ["bz2", "xz"])
+def test_other_compressions_are_refused_by_the_name(tmp_path, ending):
+    names = [str(tmp_path / f"a.{language}.{ending}") for language in ("en", "de")]
+    with pytest.raises(DataError, match=rf"a\.en\.{ending}: this compression is not read"):
+        read_pairs(names, ("source", "target"), "train")
+
+
 def test_parallel_files_of_unequal_length_are_refused_with_both_lengths(tmp_path):
     short, long = tmp_path / "short", tmp_path / "long"
     short.write_text("a\n")
@@ -88,7 +102,7 @@ def test_missing_columns_and_files_are_named(tmp_path):
     [
         ('{"en": "two", "de": "zw\\ud800i"}', r"line 2: 'de' holds '\\ud800' as character 3, half"),
         ('{"en": ' + "9" * 5000 + "}", "line 2: not JSON"),
-        ("[" * 100_000, "line 2: not JSON"),
+        ("[" * 100_000, "line 2: not JSON .* each line must be an object"),
     ],
     ids=["half a character", "endless number", "endless nesting"],
 )

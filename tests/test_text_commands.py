@@ -465,3 +465,19 @@ def test_the_next_commands_quote_a_folder_with_a_space(capsys):
 def test_a_closed_standard_output_takes_no_progress(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     progress._write("update 1 of 2")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")]
+)
+def test_missing_memory_ends_in_the_way_out(error, command, sentences, monkeypatch):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr(translate, "run", run)
+    with pytest.raises(SystemExit, match=r"out of memory.*: pass a smaller --batch-tokens"):
+        command("translate", FROZEN, sentences[0])
+    error.args = ("another error",)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="another error"):
+            command("translate", FROZEN, sentences[0])

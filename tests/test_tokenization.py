@@ -650,6 +650,12 @@ def test_what_is_no_text_at_all_raises_as_in_transformers():
         train("char", ["ab"])(["a", 5])
 
 
+def test_predictions_that_the_trainer_padded_are_decoded():
+    ids = BPE("a mouse")["input_ids"]
+    for rows in ([[*ids, -100, -100], ids], np.array([[*ids, -100], [*ids, PAD]])):
+        assert BPE.batch_decode(rows, skip_special_tokens=True) == ["a mouse", "a mouse"]
+
+
 def test_a_pickled_tokenizer_reads_special_tokens_in_a_text_as_text():
     tokenizer = VaswaniTokenizer.train_from_iterator(["a b c"], vocab_size=300, show_progress=False)
     encoder = pickle.loads(pickle.dumps(TextEncoder(tokenizer)))

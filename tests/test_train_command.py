@@ -88,6 +88,18 @@ def test_training_on_parallel_files_writes_a_model_that_auto_classes_load(
     assert (output / "tokenization_vaswani.py").exists()
 
 
+def test_a_vocabulary_that_does_not_fit_the_data_is_said(command, parallel_files, tmp_path, capsys):
+    other = tmp_path / "other.tsv"
+    other.write_text("one hundred\tpère mère\n" * 9, encoding="utf-8")
+    common = ["train", "--train", *parallel_files, "--tokenizer-kind", "word", *TINY, "--steps", 1]
+    command(*common, "--valid", *parallel_files, "--output", tmp_path / "a")
+    assert "unknown to the vocabulary" not in capsys.readouterr().out
+    command(*common, "--valid", other, "--output", tmp_path / "b")
+    # Two words and the end token, on both sides.
+    said = "Warning: 0% of the source tokens and 67% of the target tokens of the validation set"
+    assert said in capsys.readouterr().out
+
+
 def test_fine_tuning_keeps_sizes_and_tokenizer_and_improves_on_the_new_pairs(command, tmp_path):
     numbers = range(1000, 1100)  # the frozen model has seen none above 999
     pairs, output = tmp_path / "pairs.tsv", tmp_path / "run"
@@ -206,6 +218,8 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_with_its_tokenizer(
     assert (results["steps"], results["resumed"]) == (6, True)
     assert (output / "checkpoint-6").exists()
     assert (output / "tokenizer.json").read_bytes() == tokenizer
+    with pytest.raises(SystemExit, match=r"checkpoint-6 has d_model 32, but this run has 48"):
+        command("train", *common, "--steps", 8, "--resume", "--set", "d_model=48")
     with pytest.raises(SystemExit, match="no folder"):
         command("train", *common[:-1], tmp_path / "absent", "--resume")
 
@@ -420,6 +434,11 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         ),
         (["--generation", "lenght_penalty=1"], "'lenght_penalty'.* mean 'length_penalty'"),
         (["--generation", "length_penalty=high"], "length_penalty must be a number, got 'high'"),
+        (["--generation", "top_k=5"], "`top_k`|top_k"),
+        (["--generation", "do_sample=true", "temperature=0"], "temperature must be greater than 0"),
+        (["--trainer", "resume_from_checkpoint=x"], "has its own option: pass --resume"),
+        (["--results", ROOT], "is a folder: name a file"),
+        (["--tokenizer-kind", "regex", "--pattern", ""], "pattern is empty"),
         (["--model", FROZEN, "--nbest", 5], "--nbest 5 needs at least as many --beams, got 4"),
     ],
 )

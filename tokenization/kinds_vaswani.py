@@ -95,6 +95,8 @@ def _word_backend() -> Tokenizer:
 
 def _regex_backend(pattern: str) -> Tokenizer:
     """Split into the matches of a pattern and the text between them."""
+    if not pattern:
+        raise ValueError("pattern is empty: pass a regular expression that matches tokens.")
     try:
         matches = Regex(pattern)
     except Exception as error:  # tokenizers raises bare Exceptions

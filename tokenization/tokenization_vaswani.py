@@ -265,12 +265,14 @@ class VaswaniTokenizer(TokenizersBackend):
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
         decode = functools.partial(super()._decode, **kwargs)
-        if not (skip_special_tokens and self.init_kwargs.get("unknown_ends_word")):
-            return decode(token_ids, skip_special_tokens=skip_special_tokens)
         ids = token_ids["input_ids"] if isinstance(token_ids, dict) else token_ids
+        # The Trainer pads predictions of several batches with -100.
+        ids = [ids] if isinstance(ids, int) else [token for token in ids if token != -100]
+        if not (skip_special_tokens and self.init_kwargs.get("unknown_ends_word")):
+            return decode(ids, skip_special_tokens=skip_special_tokens)
         # Decode the parts between unknown tokens one by one, or "r@@ <unk> r" would become "rr".
         parts: list[list[int]] = [[]]
-        for token in [ids] if isinstance(ids, int) else ids:
+        for token in ids:
             if token == self.unk_token_id:
                 parts.append([])
             else:

@@ -70,6 +70,14 @@ with needs("vaswani[train]"):
     from .scores import translate_and_score
 
 
+_ROWS_COUNTED = 1000  # of the validation set, for the share of unknown tokens
+_MANY_UNKNOWN = 0.05
+_SIZES = (
+    *("d_model", "d_k", "d_v", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),
+)
+
+
 class RunError(InputError):
     """A run is impossible with these options or data."""
 
@@ -194,7 +202,10 @@ class TrainingRun:
         }
         row = "base" if options.preset in PRESETS else options.preset
         try:
-            return VaswaniForConditionalGeneration(VaswaniConfig.preset(row, **fields)), tokenizer
+            config = VaswaniConfig.preset(row, **fields)
+            if self.checkpoint:
+                _check_sizes(config, self.checkpoint)
+            return VaswaniForConditionalGeneration(config), tokenizer
         except (ValueError, StrictDataclassError) as error:
             raise RunError(str(error)) from error
 
@@ -203,6 +214,7 @@ class TrainingRun:
         generation = self.model.generation_config
         try:
             generation.update(**self.options.generation)
+            generation.validate(strict=True)
         except ValueError as error:  # a setting contradicts those of --model
             raise RunError(f"--generation: {error}") from error
         generation.num_beams = generation.num_beams or 4
@@ -231,6 +243,7 @@ class TrainingRun:
         pairs, valid_data = self.train_pairs, None
         if self.valid_pairs:
             valid_data = tokenised(self.valid_pairs, self.tokenizer, self.target_tokenizer)
+            self._warn_of_unknown_tokens(valid_data)
         noam = {}
         if options.scheduler == "noam":
             scale = math.sqrt(model.config.d_model * options.warmup)
@@ -260,6 +273,26 @@ class TrainingRun:
             trainer.target_tokenizer = self.target_tokenizer
         trainer.remove_callback(PrinterCallback)  # ProgressLine prints
         return trainer
+
+    def _warn_of_unknown_tokens(self, valid_data: Any) -> None:
+        """Warn if the vocabulary does not fit the data: a loss over unknown tokens looks good."""
+        rows = valid_data[:_ROWS_COUNTED]
+        shares = {
+            side: _share_of(tokenizer.unk_token_id, rows[column])
+            for side, column, tokenizer in (
+                ("source", "input_ids", self.tokenizer),
+                ("target", "labels", self.target_tokenizer),
+            )
+        }
+        if max(shares.values()) > _MANY_UNKNOWN:
+            listed = " and ".join(
+                f"{share:.0%} of the {side} tokens" for side, share in shares.items()
+            )
+            self.say(
+                f"Warning: {listed} of the validation set are unknown to the vocabulary. Choose "
+                "another --tokenizer-kind, a larger --vocab-size, or a --model or --tokenizer that "
+                "belongs to these data."
+            )
 
     def _objective(self) -> Objective | None:
         options = self.options
@@ -388,7 +421,8 @@ class TrainingRun:
             scores, candidates = translate_and_score(
                 translator, self.metric, pairs, self.beams, self.options.nbest
             )
-            lines += [best for best, *_ in candidates]
+            # A translation may contain line breaks. Replace them, so that it stays one line.
+            lines += [" ".join(best.splitlines()) for best, *_ in candidates]
             scores["samples"] = [
                 {"source": source, "translation": best, "reference": reference}
                 for (source, reference), (best, *_) in list(zip(pairs, candidates, strict=True))[:3]
@@ -422,6 +456,27 @@ def local_places(options: argparse.Namespace) -> list[str]:
         for name in filter(None, named)
         if Path(name).exists() or Path(data_set_name(without_weight(name)).place or name).exists()
     ]
+
+
+def _share_of(token: int | None, rows: list[list[int]]) -> float:
+    """Return the share of a token among all tokens."""
+    return sum(row.count(token) for row in rows) / max(sum(map(len, rows)), 1)
+
+
+def _check_sizes(config: VaswaniConfig, checkpoint: Path) -> None:
+    """Refuse to resume a checkpoint of a model of another size.
+
+    Raises:
+        RunError: names the size and both values.
+    """
+    saved = VaswaniConfig.from_pretrained(checkpoint)
+    for name in _SIZES:
+        here, there = getattr(config, name), getattr(saved, name)
+        if here != there:
+            raise RunError(
+                f"{checkpoint} has {name} {there}, but this run has {here}: resume with the "
+                "settings of the checkpoint, or pass another --output."
+            )
 
 
 def _usable_tokenizer(option: str, place: str | Path) -> PreTrainedTokenizerBase:

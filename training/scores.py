@@ -22,10 +22,7 @@ def translate_and_score(
     started = time.monotonic()
     sources, references = zip(*pairs, strict=True)
     outputs = translator(iter(sources), num_beams=beams, num_return_sequences=nbest, progress=None)
-    # A translation may contain line breaks. Replace them, so that it stays one line.
-    candidates = [
-        [" ".join(output["translation_text"].splitlines()) for output in best] for best in outputs
-    ]
+    candidates = [[output["translation_text"] for output in best] for best in outputs]
     figures = metric.compute(predictions=[best for best, *_ in candidates], references=references)
     scores = {
         "bleu": round(figures["bleu"], 2),
