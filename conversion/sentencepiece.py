@@ -224,8 +224,8 @@ def _unknown_runs(
     symbols = [piece for piece in model.scores if not known.issuperset(piece)]
     if symbols:
         whole = _any_of(symbols)
-        split = f"{whole}|(?:(?!{whole}){outside})+"
-        return [], pre_tokenizers.Split(Regex(split), "isolated")
+        run = f"{whole}|(?:(?!{whole}){outside})+"
+        return [], pre_tokenizers.Split(Regex(run), "isolated")
     split = pre_tokenizers.Split(Regex(f"{outside}+"), "isolated")
     if model.byte_fallback:
         return [], split

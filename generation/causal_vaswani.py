@@ -92,7 +92,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         # transformers looks for these names, and counts on their order
         next_sequence_length: int | None = None,
         past_key_values: Any = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.LongTensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,

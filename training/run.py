@@ -460,7 +460,8 @@ def local_places(options: argparse.Namespace) -> list[str]:
 
 def _share_of(token: int | None, rows: list[list[int]]) -> float:
     """Return the share of a token among all tokens."""
-    return sum(row.count(token) for row in rows) / max(sum(map(len, rows)), 1)
+    found = 0 if token is None else sum(row.count(token) for row in rows)
+    return found / max(sum(map(len, rows)), 1)
 
 
 def _check_sizes(config: VaswaniConfig, checkpoint: Path) -> None:
