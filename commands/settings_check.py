@@ -75,6 +75,7 @@ def check_settings(args: argparse.Namespace) -> None:
             "--trainer batch_eval_metrics and eval_do_concat_batches=false divide an evaluation, "
             "but scores are those of whole sets: leave them out"
         )
+    _check_optimizer(args)
     _check_scheduler(args)
     for code in args.languages or ():
         if not is_language(code):
@@ -100,6 +101,24 @@ def check_settings(args: argparse.Namespace) -> None:
         VaswaniConfig.from_pretrained(args.model)
     if args.tokenizer:
         check_path(args.tokenizer)
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    """Make a small optimizer and loader, as the trainer will do for the model and the data."""
+    given = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-9, "weight_decay": 0.0}
+    given |= {name: value for name, value in args.trainer.items() if name in given}
+    try:
+        torch.optim.AdamW(
+            [torch.zeros(1, requires_grad=True)],
+            betas=(given["adam_beta1"], given["adam_beta2"]),
+            eps=given["adam_epsilon"],
+            weight_decay=given["weight_decay"],
+        )
+        torch.utils.data.DataLoader([0], num_workers=args.trainer.get("dataloader_num_workers", 0))
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"--trainer: {error}") from error
+    if args.trainer.get("save_strategy") == "best" and not args.patience:
+        raise SettingsError("--trainer save_strategy=best needs --patience")
 
 
 def _check_scheduler(args: argparse.Namespace) -> None:
