@@ -183,7 +183,7 @@ def piece_backend(
         )
     backend = Tokenizer(model.model(vocabulary, "<unk>", _UNREACHABLE))
     steps = model.normalizers()
-    if not model.bpe:  # merges never form a special token, nor an entry that is no piece
+    if not model.bpe:  # merges form pieces only
         further, split = _unknown_runs(model, vocabulary.keys() - set(special))
         steps += further
         parts = [model.split_inside(token) or _first_part(token, 1) for token in special]
