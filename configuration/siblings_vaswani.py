@@ -166,16 +166,6 @@ class VaswaniDecoderConfig(VaswaniHalfConfig):
         """Whether the decoder's layers have attention to an encoder's output."""
         return self.add_cross_attention
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, and the number of heads under the name that PEFT reads."""
-        return {**super().to_dict(), "num_attention_heads": self.decoder_attention_heads}
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Return the fields that config.json holds."""
-        fields = super().to_diff_dict()
-        fields.pop("num_attention_heads", None)
-        return fields
-
     @classmethod
     def _sizes_of_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
         sizes = {
