@@ -85,7 +85,8 @@ def check_settings(args: argparse.Namespace) -> None:
         raise SettingsError(f"--preset: {wrong} The presets are {', '.join(presets)}.")
     try:
         VaswaniConfig.preset("base" if args.preset in PRESETS else args.preset, **args.set)
-        VaswaniGenerationConfig(**args.generation).validate(strict=True)
+        # With beams, as the run will have. The run checks the settings again, beside the model's.
+        VaswaniGenerationConfig(**{"num_beams": 4, **args.generation}).validate(strict=True)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
     optimizer = str(args.trainer.get("optim", "adamw_torch"))

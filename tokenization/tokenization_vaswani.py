@@ -105,7 +105,7 @@ def _without_spaces(encoding: Any) -> list[tuple[int, int]]:
     """Return the places of tokens in their text, without the space that a word carries."""
     places = []
     for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
-        if 1 < len(token) == end - start:  # the "▁" of a text's end stands for no character
+        if 1 < len(token) == end - start:  # "▁" alone is the space itself
             start += token.startswith("▁")
             end -= token.endswith("▁")
         places.append((start, end))

@@ -70,6 +70,7 @@ with needs("vaswani[train]"):
     from .scores import translate_and_score
 
 
+_BEAMS = 4  # section 6.1
 _ROWS_COUNTED = 1000  # of the validation set, for the share of unknown tokens
 _MANY_UNKNOWN = 0.05
 _SIZES = (
@@ -214,10 +215,10 @@ class TrainingRun:
         generation = self.model.generation_config
         try:
             generation.update(**self.options.generation)
+            generation.num_beams = generation.num_beams or _BEAMS
             generation.validate(strict=True)
         except ValueError as error:  # a setting contradicts those of --model
             raise RunError(f"--generation: {error}") from error
-        generation.num_beams = generation.num_beams or 4
         if self.options.nbest > generation.num_beams:
             needed = f"at least as many --beams, got {generation.num_beams}"
             raise RunError(f"--nbest {self.options.nbest} needs {needed}")
@@ -278,7 +279,7 @@ class TrainingRun:
         """Warn if the vocabulary does not fit the data: a loss over unknown tokens looks good."""
         rows = valid_data[:_ROWS_COUNTED]
         shares = {
-            side: _share_of(tokenizer.unk_token_id, rows[column])
+            side: _share_of_unknown(tokenizer, rows[column])
             for side, column, tokenizer in (
                 ("source", "input_ids", self.tokenizer),
                 ("target", "labels", self.target_tokenizer),
@@ -458,10 +459,12 @@ def local_places(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _share_of(token: int | None, rows: list[list[int]]) -> float:
-    """Return the share of a token among all tokens."""
-    found = 0 if token is None else sum(row.count(token) for row in rows)
-    return found / max(sum(map(len, rows)), 1)
+def _share_of_unknown(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> float:
+    """Return the share of the unknown token, which other tokenizers may use as end token too."""
+    unknown: Any = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.eos_token_id):
+        return 0.0
+    return sum(row.count(unknown) for row in rows) / max(sum(map(len, rows)), 1)
 
 
 def _check_sizes(config: VaswaniConfig, checkpoint: Path) -> None:
