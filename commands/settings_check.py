@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import SchedulerType, Seq2SeqTrainingArguments, get_scheduler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
@@ -115,7 +116,8 @@ def _check_optimizer(args: argparse.Namespace) -> None:
             eps=given["adam_epsilon"],
             weight_decay=given["weight_decay"],
         )
-        torch.utils.data.DataLoader([0], num_workers=args.trainer.get("dataloader_num_workers", 0))
+        workers = args.trainer.get("dataloader_num_workers", 0)
+        DataLoader(TensorDataset(torch.zeros(1)), num_workers=workers)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"--trainer: {error}") from error
     if args.trainer.get("save_strategy") == "best" and not args.patience:
