@@ -21,7 +21,7 @@ COMMANDS = {
     "demo": (demo, "open a page that translates and shows attention"),
 }
 
-# What needs less memory, by command.
+# Options that save memory, by command.
 _SMALLER = {
     "train": "halve --max-source-tokens (or --batch-size), and double --accumulate.",
     **dict.fromkeys(("translate", "score", "align"), "pass a smaller --batch-tokens."),

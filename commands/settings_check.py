@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 from transformers import SchedulerType, Seq2SeqTrainingArguments, get_scheduler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
@@ -76,7 +75,8 @@ def check_settings(args: argparse.Namespace) -> None:
             "--trainer batch_eval_metrics and eval_do_concat_batches=false divide an evaluation, "
             "but scores are those of whole sets: leave them out"
         )
-    _check_optimizer(args)
+    if args.trainer.get("save_strategy") == "best" and not args.patience:
+        raise SettingsError("--trainer save_strategy=best needs --patience")
     _check_scheduler(args)
     for code in args.languages or ():
         if not is_language(code):
@@ -86,8 +86,9 @@ def check_settings(args: argparse.Namespace) -> None:
         raise SettingsError(f"--preset: {wrong} The presets are {', '.join(presets)}.")
     try:
         VaswaniConfig.preset("base" if args.preset in PRESETS else args.preset, **args.set)
-        # With beams, as the run will have. The run checks the settings again, beside the model's.
-        VaswaniGenerationConfig(**{"num_beams": 4, **args.generation}).validate(strict=True)
+        generation = VaswaniGenerationConfig(**args.generation)
+        if not args.model:  # otherwise the run checks them together with the model's
+            generation.validate(strict=True)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
     optimizer = str(args.trainer.get("optim", "adamw_torch"))
@@ -103,25 +104,6 @@ def check_settings(args: argparse.Namespace) -> None:
         VaswaniConfig.from_pretrained(args.model)
     if args.tokenizer:
         check_path(args.tokenizer)
-
-
-def _check_optimizer(args: argparse.Namespace) -> None:
-    """Make a small optimizer and loader, as the trainer will do for the model and the data."""
-    given = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-9, "weight_decay": 0.0}
-    given |= {name: value for name, value in args.trainer.items() if name in given}
-    try:
-        torch.optim.AdamW(
-            [torch.zeros(1, requires_grad=True)],
-            betas=(given["adam_beta1"], given["adam_beta2"]),
-            eps=given["adam_epsilon"],
-            weight_decay=given["weight_decay"],
-        )
-        workers = args.trainer.get("dataloader_num_workers", 0)
-        DataLoader(TensorDataset(torch.zeros(1)), num_workers=workers)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"--trainer: {error}") from error
-    if args.trainer.get("save_strategy") == "best" and not args.patience:
-        raise SettingsError("--trainer save_strategy=best needs --patience")
 
 
 def _check_scheduler(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
 # Score of entries that are not pieces: worse than that of any text of known characters.
 _UNREACHABLE = -1e9
-_NO_ENTRY = "\uffff"  # stands for text without an entry: no file contains this code
+_NO_ENTRY = "\uffff"  # stands for text without an entry: Unicode assigns it to no character
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,8 @@ def _unknown_runs(
     """Make the steps that look up a run of characters outside all pieces as one token.
 
     A unigram model of the tokenizers library would find entries inside such a run, or across
-    its ends.
+    its ends. With byte fallback, or with user-defined symbols of other characters, entries inside a
+    run are still found.
 
     Args:
         entries: of the vocabulary that a text may contain.

@@ -177,11 +177,11 @@ class VaswaniScoringMixin:
 
         Raises:
             TypeError: sources or targets are one string, or hold something else than sentences.
-            ValueError: their numbers differ; a sentence has no tokens, or too many for learned
-                positions; a token is outside the vocabulary; strings lack a tokenizer; the penalty
-                is meaningless.
+            ValueError: their numbers differ; a sentence is empty or too long for learned positions;
+                a token is outside the vocabulary; a tokenizer is missing; the penalty is invalid.
         """
-        check_penalty(length_penalty, length_penalty_type)
+        call = {"length_penalty": length_penalty, "length_penalty_type": length_penalty_type}
+        check_penalty(**call)
         pairs = self._pairs(sources, targets, tokenizer, target_tokenizer)
         log_probs: list[torch.Tensor] = [torch.empty(0)] * len(pairs)
         with self.evaluating():
@@ -194,7 +194,6 @@ class VaswaniScoringMixin:
                     log_probs[row] = value
         found = [values.sum() for values in log_probs]
         sums = torch.stack(found) if found else torch.zeros(0, device="cpu")
-        call = {"length_penalty": length_penalty, "length_penalty_type": length_penalty_type}
         lengths = sums.new_tensor([len(values) for values in log_probs])
         return VaswaniScores(log_probs, sums, sums / self._penalties(lengths, call))
 

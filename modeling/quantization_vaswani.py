@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..generation.int8_vaswani import Int8Embedding, Int8Linear
 
 _METHOD = "vaswani_int8"
-# Kinds of PEFT's adapters that compute with a layer's output, not with its raw weight.
+# Kinds of PEFT's adapters that answer on int8 weights as on the dequantized ones.
 _ADAPTERS = (
     *("lora", "adalora", "randlora", "gralora", "vera", "ia3", "loha", "lokr", "oft", "boft"),
     *("fourierft", "waveft", "c3a", "miss", "ln_tuning"),

@@ -319,6 +319,21 @@ def test_without_exporters_the_error_says_what_is_needed(monkeypatch, tiny_model
         save(tiny_model(), tmp_path / "out")
 
 
+def test_settings_that_the_folders_reader_refuses_are_said_when_it_is_written(
+    monkeypatch, tiny_model, tmp_path
+):
+    warnings = []
+    monkeypatch.setattr(converter.logger, "warning", warnings.append)
+    for name, value in (("_exporter", ({}, {})), ("_graphs_of_opset", {}), ("_check", None)):
+        monkeypatch.setattr(converter, name, lambda *_, value=value: value)
+    model = tiny_model()
+    save(model, tmp_path / "plain")
+    assert not warnings
+    model.generation_config.update(no_repeat_ngram_size=2)
+    save(model, tmp_path / "other")
+    assert "do not know no_repeat_ngram_size=2, and refuse" in warnings[0]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_exporter")
 @pytest.mark.filterwarnings("ignore")

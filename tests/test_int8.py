@@ -31,7 +31,7 @@ from vaswani.conversion.errors import ConversionError
 from vaswani.generation import int8_vaswani
 from vaswani.generation.int8_vaswani import Int8Embedding, Int8Linear, multiplies_exactly
 from vaswani.hub_cards.card import write_model_card
-from vaswani.modeling.quantization_vaswani import VaswaniInt8Quantizer
+from vaswani.modeling.quantization_vaswani import _ADAPTERS, VaswaniInt8Quantizer
 from vaswani.training.averaging import average_checkpoints
 from vaswani.training.trainer import VaswaniTrainer
 
@@ -61,6 +61,25 @@ SIZES = {
 }
 SOURCE = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2], [13, 14, 2, 0, 0]])
 MASK = (SOURCE != 0).long()
+QUERIES = {"target_modules": ["q_proj"]}
+# A configuration of each kind of PEFT's adapters that int8 weights take.
+ADAPTERS = {
+    "lora": lambda: peft.LoraConfig(**QUERIES, r=2),
+    "adalora": lambda: peft.AdaLoraConfig(**QUERIES, init_r=4, target_r=2, total_step=10),
+    "randlora": lambda: peft.RandLoraConfig(**QUERIES, r=2),
+    "gralora": lambda: peft.GraloraConfig(**QUERIES, r=2, gralora_k=2),
+    "vera": lambda: peft.VeraConfig(**QUERIES, r=2),
+    "ia3": lambda: peft.IA3Config(target_modules=["fc1"], feedforward_modules=["fc1"]),
+    "loha": lambda: peft.LoHaConfig(**QUERIES, r=2),
+    "lokr": lambda: peft.LoKrConfig(**QUERIES, r=2),
+    "oft": lambda: peft.OFTConfig(**QUERIES, r=2, oft_block_size=0),
+    "boft": lambda: peft.BOFTConfig(**QUERIES, boft_block_size=4),
+    "fourierft": lambda: peft.FourierFTConfig(**QUERIES, n_frequency=10),
+    "waveft": lambda: peft.WaveFTConfig(**QUERIES, n_frequency=10),
+    "c3a": lambda: peft.C3AConfig(**QUERIES, block_size=8),
+    "miss": lambda: peft.MissConfig(**QUERIES, r=2),
+    "ln_tuning": lambda: peft.LNTuningConfig(target_modules=["final_layer_norm"]),
+}
 exact = pytest.mark.skipif(not multiplies_exactly(), reason="this CPU has no exact int8 products")
 
 
@@ -523,6 +542,25 @@ class TestClients:
         config = peft.LoraConfig(target_modules=["fc1", "q_proj"], use_dora=True)
         adapted = peft.get_peft_model(rounded, config).eval()
         assert (logits(adapted) - wanted).abs().mean() < 0.01 * wanted.std()
+
+    @pytest.mark.parametrize("kind", ADAPTERS)
+    def test_an_adapter_answers_as_on_dequantized_weights(self, saved, rounded, kind, tmp_path):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(load(saved), ADAPTERS[kind]())
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.02)
+        adapted.save_pretrained(tmp_path)
+        plain = load(saved, quantization_config=VaswaniInt8Config()).dequantize()
+        before = logits(plain)
+        wanted = logits(peft.PeftModel.from_pretrained(plain, str(tmp_path)).eval())
+        found = logits(peft.PeftModel.from_pretrained(rounded, str(tmp_path)).eval())
+        assert (found - wanted).abs().mean() < 0.03 * wanted.std()
+        assert not torch.equal(wanted, before)
+
+    def test_each_kind_of_adapter_is_compared(self):
+        assert set(ADAPTERS) == set(_ADAPTERS)
 
     def test_an_adapter_of_another_kind_is_refused(self, rounded):
         before = logits(rounded)

@@ -70,7 +70,6 @@ with needs("vaswani[train]"):
     from .scores import translate_and_score
 
 
-_BEAMS = 4  # section 6.1
 _ROWS_COUNTED = 1000  # of the validation set, for the share of unknown tokens
 _MANY_UNKNOWN = 0.05
 _SIZES = (
@@ -215,7 +214,7 @@ class TrainingRun:
         generation = self.model.generation_config
         try:
             generation.update(**self.options.generation)
-            generation.num_beams = generation.num_beams or _BEAMS
+            generation.num_beams = generation.num_beams or 4
             generation.validate(strict=True)
         except ValueError as error:  # a setting contradicts those of --model
             raise RunError(f"--generation: {error}") from error
@@ -553,6 +552,11 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
         arguments = Seq2SeqTrainingArguments(**{**fields, **options.trainer})
     except (TypeError, ValueError) as error:
         raise RunError(str(error)) from error
+    try:
+        _check_values(arguments)
+    except (TypeError, ValueError) as error:
+        given = " ".join(f"{name}={value}" for name, value in options.trainer.items())
+        raise RunError(f"--trainer {given}: {error}") from error
     if options.patience and arguments.eval_strategy == "no":
         raise RunError("--patience needs evaluations: leave out --trainer eval_strategy=no.")
     if "save_total_limit" not in options.trainer:
@@ -565,6 +569,21 @@ def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrai
             "leave out save_strategy and save_total_limit of --trainer, or pass --average 1."
         )
     return arguments
+
+
+def _check_values(arguments: Seq2SeqTrainingArguments) -> None:
+    """Make a small optimizer and loader, because transformers does not check these values.
+
+    Raises:
+        TypeError, ValueError: torch refuses a value.
+    """
+    torch.optim.AdamW(
+        [torch.zeros(1, requires_grad=True)],
+        betas=(arguments.adam_beta1, arguments.adam_beta2),
+        eps=arguments.adam_epsilon,
+        weight_decay=arguments.weight_decay,
+    )
+    DataLoader(cast(Any, [0]), num_workers=arguments.dataloader_num_workers)
 
 
 def write(path: Path, text: str) -> None:
