@@ -184,26 +184,33 @@ def trace_back(
         ValueError: there are no hypotheses.
     """
     sentences, returned, _ = endings.shape
-    lengths, parents, tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
+    lengths, last_parents, last_tokens = endings.cpu().numpy().transpose(2, 0, 1)  # (B, n) each
     longest = lengths.max()
     if longest == 0:
         raise ValueError(NO_SCORES)
-    sequences = np.full((longest, sentences, returned), FILL)
-    hypotheses = sequences.copy()
-    hypothesis = parents  # (B, n) the hypothesis of the current step
+    steps = steps[:longest]
+    number = np.repeat(np.arange(longest), [len(rows) for rows, _, _ in steps])
+    rows, open_parents, open_tokens = (
+        torch.cat(part).cpu().numpy() for part in zip(*steps, strict=True)
+    )
+    beams = open_parents.shape[1]
+    # Finished hypotheses follow the open ones. After its last step, each one is its own parent.
+    parents = np.zeros((longest, sentences, beams + returned), dtype=np.int64)
+    parents[number, rows, :beams] = open_parents
+    parents[:, :, beams:] = finished = beams + np.arange(returned)
+    tokens = np.full_like(parents, FILL)
+    tokens[number, rows, :beams] = open_tokens
+    found = lengths.nonzero()  # some may be missing
+    ends = lengths[found] - 1, found[0], beams + found[1]
+    parents[ends], tokens[ends] = last_parents[found], last_tokens[found]
+    sequences = np.empty((longest, sentences, returned), dtype=np.int64)
+    hypotheses = np.empty_like(sequences)
+    sentence = np.arange(sentences)[:, None]
+    hypothesis = np.broadcast_to(finished, lengths.shape)  # (B, n) those of the current step
     for step in range(longest - 1, -1, -1):
-        rows, open_parents, open_tokens = (part.cpu().numpy() for part in steps[step])
-        all_parents = np.zeros((sentences, open_parents.shape[1]), dtype=int)
-        all_tokens = np.zeros_like(all_parents)
-        all_parents[rows], all_tokens[rows] = open_parents, open_tokens
-        ends_here, reached = lengths == step + 1, lengths >= step + 1
-        token = np.where(ends_here, tokens, np.take_along_axis(all_tokens, hypothesis, 1))
-        parent = np.where(ends_here, parents, np.take_along_axis(all_parents, hypothesis, 1))
-        sequences[step] = np.where(reached, token, FILL)
-        hypotheses[step] = np.where(reached, parent, FILL)
-        hypothesis = np.where(reached, parent, hypothesis)
-    first_of_sentence = np.arange(sentences)[:, None] * steps[0][1].shape[1]
-    hypotheses = np.where(hypotheses == FILL, FILL, hypotheses + first_of_sentence)
+        sequences[step] = tokens[step, sentence, hypothesis]
+        hypotheses[step] = hypothesis = parents[step, sentence, hypothesis]
+    hypotheses = np.where(hypotheses < beams, hypotheses + sentence * beams, FILL)
 
     def of_hypotheses(table: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(table.reshape(longest, -1).T.copy()).to(endings.device)

@@ -29,7 +29,7 @@ class SourceCache:
         source: (B, S, D) the encoder's output.
         mask: (B, S), nonzero at real tokens; None means no padding.
         like: a tensor with the dtype of the cache.
-        prepared: prepares a linear layer.
+        prepared: prepares linear layers that read the same states.
     """
 
     def __init__(
@@ -209,12 +209,12 @@ def _keys_and_values(
     Args:
         attention: a layer's attention to the source.
         source: (B, S, D).
-        prepared: prepares a linear layer.
+        prepared: prepares linear layers that read the same states.
     """
-    rows, by_sentence = source.flatten(0, 1), source.shape[:2]
-    keys, values = (
-        prepared(linear)(rows).unflatten(0, by_sentence)
-        for linear in (attention.k_proj, attention.v_proj)
+    joined = prepared(attention.k_proj, attention.v_proj)(source.flatten(0, 1))
+    heads = joined.shape[1] // (attention.d_k + attention.d_v)
+    keys, values = joined.view(*source.shape[:2], -1).split(
+        (heads * attention.d_k, heads * attention.d_v), dim=2
     )
     split = attention._split_heads
     return split(keys, attention.d_k), split(values, attention.d_v)

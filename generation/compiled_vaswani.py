@@ -142,7 +142,7 @@ class CompiledLayers:
 
 
 class CompiledLinear:
-    """A linear layer in the kernels. Its outputs use the same memory in each step."""
+    """Linear layers in the kernels. Their outputs use the same memory in each step."""
 
     def __init__(self, product: Product, weights: Any) -> None:
         self.product, self.weights = product, weights
@@ -151,16 +151,19 @@ class CompiledLinear:
         self.memory = Rounded()
 
     @classmethod
-    def prepare(cls, linear: Any) -> "CompiledLinear | None":
-        """Prepare a linear layer. Return None if the kernels do not support it."""
-        if not _can_compile(linear):
+    def prepare(cls, *linears: Any) -> "CompiledLinear | None":
+        """Prepare layers that read the same states. Return None if the kernels do not support them.
+
+        Their outputs are concatenated.
+        """
+        if not all(map(_can_compile, linears)):
             return None
-        (layer,) = originals((linear,))
+        layers = originals(linears)
 
         def describe(snapshot: Snapshot) -> Any:
-            return compiled_product(layer, snapshot=snapshot) if is_supported(layer) else None
+            return compiled_product(*layers, snapshot=snapshot) if is_supported(*layers) else None
 
-        described = prepared_once(layer, "product", [layer], describe)
+        described = prepared_once(layers[0], "product", layers, describe)
         return None if described is None else cls(*described)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:

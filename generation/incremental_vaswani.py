@@ -70,9 +70,17 @@ class IncrementalDecoder:
         self.embedding: CompiledEmbedding | None = None
         self.position = 0  # position of the next token in the sentence, padding included
 
-    def _prepared(self, linear: nn.Linear) -> Callable:
-        """Prepare a linear layer, for the compiled kernels if they support it."""
-        return (self.can_compile and CompiledLinear.prepare(linear)) or prepare(linear)
+    def _prepared(self, *linears: nn.Linear) -> Callable:
+        """Prepare layers that read the same states, for the compiled kernels if they support them.
+
+        The outputs of the layers are concatenated.
+        """
+        if self.can_compile and (compiled := CompiledLinear.prepare(*linears)) is not None:
+            return compiled
+        products = [prepare(linear) for linear in linears]
+        if len(products) == 1:
+            return products[0]
+        return lambda states: torch.cat([product(states) for product in products], dim=-1)
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T): states that predict the next (B, D)."""

@@ -5,8 +5,9 @@ what was read: attributes of modules, and fingerprints of weights. A later call 
 prepares again only if one of them differs. It skips memory that Linux reports as unwritten.
 """
 
+import operator
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,52 @@ from .library_vaswani import as_stored, is_as_stored
 
 # Types of attributes that are compared by value.
 _VALUES = (bool, int, float, str, type(None))
+_TENSORS = (torch.Tensor, nn.Parameter)  # their subclasses may have their values elsewhere
 
 # Prepared objects and their snapshots, by module. The keys are weak, so an entry is freed with its
 # module.
 _prepared_of: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, "Snapshot", Any]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+class _Attributes:
+    """The attributes of a module, its registries of torch, and where its weights are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own = vars(module)
+        self.kind, self.names = type(module), list(own)
+        self.is_hooked = _is_hooked(own)
+        public = {name: value for name, value in own.items() if name[0] != "_"}
+        plain = {name: value for name, value in public.items() if _is_plain(value)}
+        self.plain_names, self.values = list(plain), list(plain.values())
+        # A tensor or a list can change without a trace here, so it counts as changed in every call.
+        others = {name: value for name, value in public.items() if name not in plain}
+        self.can_hold = all(map(_is_compared_by_identity, others.values()))
+        self.other_names = list(others)
+        self.others = [_reference(value) for value in others.values() if self.can_hold]
+        self.child_names = list(own["_modules"])
+        self.children = list(map(_reference, own["_modules"].values()))
+        self.weight_names = _names_of_weights(own)
+        self.places = list(map(_place, _weights(own)))
+
+    def hold(self, module: nn.Module, weights: list[Any]) -> bool:
+        """Tell whether a module has these attributes. Append its weights to a list."""
+        own = vars(module)
+        children, found = own["_modules"], _weights(own)
+        weights += found
+        return (
+            self.can_hold
+            and type(module) is self.kind
+            and list(own) == self.names
+            and _is_hooked(own) == self.is_hooked
+            and [own[name] for name in self.plain_names] == self.values
+            and _are([own[name] for name in self.other_names], self.others)
+            and list(children) == self.child_names
+            and _are(children.values(), self.children)
+            and _names_of_weights(own) == self.weight_names
+            and list(map(_place, found)) == self.places
+        )
 
 
 class Snapshot:
@@ -35,10 +76,10 @@ class Snapshot:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.values, objects, weights = _attributes(modules)
-        # Strong references could keep the modules themselves alive.
-        self.objects = [weakref.ref(value) for value in objects]
-        self.places = set(map(_place, weights))
+        self.kinds = set(map(type, modules))
+        self.replaced = any(map(class_replaced, self.kinds))
+        self.attributes = list(map(_Attributes, modules))
+        self.places = {place for own in self.attributes for place in own.places}
         self.parts: list[torch.Tensor] = []
         self.digests: list[torch.Tensor] = []
         self.fingerprints: Fingerprints | None = None
@@ -74,12 +115,15 @@ class Snapshot:
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
         """Tell whether these modules and their weights are as they were read."""
-        # `_weights` keeps the memory that is compared, because another thread may replace a weight.
-        values, objects, _weights = _attributes(modules)
+        # The list keeps the memory that is compared, because another thread may replace a weight.
+        weights: list[Any] = []
         return (
-            values == self.values
-            and len(objects) == len(self.objects)
-            and all(own() is other for own, other in zip(self.objects, objects, strict=True))
+            len(modules) == len(self.attributes)
+            and any(map(class_replaced, self.kinds)) == self.replaced
+            and all(
+                own.hold(module, weights)
+                for own, module in zip(self.attributes, modules, strict=True)
+            )
             and self.fingerprints is not None
             and self.fingerprints.hold()
         )
@@ -111,44 +155,40 @@ def prepared_once(
     return prepared
 
 
-def _attributes(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
-    """Return what is compared by value, what is compared by identity, and the weights."""
-    values: list[Any] = [any(map(class_replaced, set(map(type, modules))))]
-    objects: list[Any] = []
-    weights: list[torch.Tensor] = []
-    for module in modules:
-        own = vars(module)
-        objects.append(type(module))
-        values.append(bool(module._forward_pre_hooks or module._forward_hooks))
-        for name, value in list(own.items()):
-            if name[0] != "_":
-                values.append(name)
-                _add_attribute(value, values, objects)
-        for name, child in list(own["_modules"].items()):
-            values.append(name)
-            (values if child is None else objects).append(child)
-        for name, weight in (*own["_parameters"].items(), *own["_buffers"].items()):
-            values.append(name)
-            if type(weight) in (torch.Tensor, nn.Parameter):
-                weights.append(weight.detach())
-                values.append(_place(weights[-1]))
-            else:  # None, or a tensor of a type that may have its values elsewhere
-                values.append(None if weight is None else object())
-    return values, objects, weights
+def _reference(value: Any) -> Callable[[], Any]:
+    """Refer to an object or None. A strong reference could keep the module itself alive."""
+    return (lambda: None) if value is None else weakref.ref(value)
 
 
-def _add_attribute(value: Any, values: list[Any], objects: list[Any]) -> None:
-    """Add an attribute to what is compared by value or by identity.
+def _are(values: Iterable[Any], references: list[Callable[[], Any]]) -> bool:
+    return not references or all(map(operator.is_, values, [refer() for refer in references]))
 
-    A tensor or a list can change without a trace here, so it counts as changed in every call.
-    """
-    plain = type(value) in _VALUES
-    if plain or (isinstance(value, tuple) and all(type(part) in _VALUES for part in value)):
-        values.append(value)
-    elif isinstance(value, torch.Tensor) or not _has_weak_references(value):
-        values.append(object())
-    else:
-        objects.append(value)
+
+def _is_hooked(own: dict[str, Any]) -> bool:
+    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
+
+
+def _names_of_weights(own: dict[str, Any]) -> list[str]:
+    return [*own["_parameters"], *own["_buffers"]]
+
+
+def _weights(own: dict[str, Any]) -> list[Any]:
+    """Detach the weights of a module. Other values than plain tensors are returned unchanged."""
+    return [
+        weight.detach() if type(weight) in _TENSORS else weight
+        for weight in (*own["_parameters"].values(), *own["_buffers"].values())
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is compared with others by `==`."""
+    if isinstance(value, tuple):
+        return all(type(part) in _VALUES for part in value)
+    return type(value) in _VALUES
+
+
+def _is_compared_by_identity(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and _has_weak_references(value)
 
 
 def _has_weak_references(value: Any) -> bool:
@@ -159,14 +199,14 @@ def _has_weak_references(value: Any) -> bool:
     return True
 
 
-def _place(weight: torch.Tensor) -> Any:
+def _place(weight: Any) -> Any:
     """Return where the values of a weight are, or something that equals nothing else.
 
     A weak reference to the weight would not do, because torch refuses to swap tensors that have
     one.
     """
-    if weight.layout != torch.strided or weight.device.type != "cpu":
-        return object()
+    if type(weight) is not torch.Tensor or weight.layout != torch.strided or not weight.is_cpu:
+        return weight if weight is None else object()
     return weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), weight.is_neg()
 
 
