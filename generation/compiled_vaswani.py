@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from .coverage_vaswani import modules_in
 from .int8_vaswani import Int8Embedding
 from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_stored, library
 from .linear_vaswani import compiled_product, is_changed, is_supported, originals
@@ -45,11 +46,8 @@ class CompiledLayers:
         """Prepare layers with H heads. Return None if the kernels do not support them."""
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
-        modules = _modules_read(layers)
-        if not all(isinstance(module, nn.Module) for module in modules):
-            return None
         describe = functools.partial(_describe, layers, heads)
-        described = prepared_once(layers, heads, modules, describe)
+        described = prepared_once(layers, heads, modules_in(layers), describe)
         if described is None:
             return None
         structures, weights = described
@@ -356,17 +354,6 @@ def _products_of(layer: Any) -> dict[str, tuple]:
     if source is not None:
         products |= {"source_query": (source.q_proj,), "source_output": (source.out_proj,)}
     return products
-
-
-def _modules_read(layers: Any) -> list[nn.Module]:
-    """List the modules whose attributes decide how layers are described, and the list of layers."""
-    found = [layers]
-    for layer in layers:
-        attentions = filter(None, (layer.self_attn, _source_attention(layer)))
-        found += (layer, *attentions, layer.activation_fn, *_norms_of(layer).values())
-        for linears in _products_of(layer).values():
-            found += linears
-    return found
 
 
 def _describe(layers: Any, heads: int, snapshot: Snapshot) -> tuple[Any, list[Any]] | None:

@@ -31,6 +31,7 @@ from .coverage_vaswani import (
     class_replaced,
     forward_replaced,
     hooks_are_passive,
+    modules_in,
     parts,
     token_rules,
 )
@@ -435,11 +436,11 @@ class VaswaniGenerationMixin(GenerationMixin):
             and not torch.nn.modules.module._has_any_global_hook()
             and all(self._is_as_written(module) and not module.training for module in modules)
             and not self.training
-            and all(map(hooks_are_passive, (network, self.lm_head, *decoder.modules())))
+            and all(map(hooks_are_passive, (network, self.lm_head, *modules_in(decoder))))
             # Weights that are divided among processes are DTensors, which have a mesh.
             and not any(
                 type(weight) is not torch.nn.Parameter and hasattr(weight, "device_mesh")
-                for module in network.modules()
+                for module in modules_in(network)
                 for weight in module._parameters.values()
             )
         )
