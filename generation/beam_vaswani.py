@@ -96,10 +96,10 @@ class Beam:
         Raises:
             ValueError: a score is NaN.
         """
-        if bool(candidates.scores[:, 0].isnan().any()):  # NaN is best
-            raise ValueError(NO_SCORES)
         if compute(candidates.scores, self.finished):
             return self._advance_compiled(candidates, length, settings)
+        if bool(candidates.scores[:, 0].isnan().any()):  # NaN is best
+            raise ValueError(NO_SCORES)
         ends = settings.ends(candidates.tokens, self.limits[:, None], length)
         self.running, chosen = (candidates.scores + ends * RULED_OUT).topk(settings.num_beams)
         parents, tokens = (
@@ -136,10 +136,12 @@ class Beam:
         )
         best = map(address, (candidates.scores, candidates.parents, candidates.tokens))
         found = Chosen(*map(address, (self.running, parents, tokens, open_rows)))
-        library().advance_beam(
+        are_numbers = library().advance_beam(
             ctypes.byref(CandidateList(*best, candidates.scores.shape[1])),
             *map(ctypes.byref, (rules, state, found)),
         )
+        if not are_numbers:
+            raise ValueError(NO_SCORES)
         self.leaving = found.done
         return parents, tokens, open_rows[: found.rows] if settings.exact else None
 

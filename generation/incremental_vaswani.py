@@ -89,7 +89,10 @@ class IncrementalDecoder:
         position_ids = None
         if self.padding is not None:
             position_ids = ((~self.padding).cumsum(dim=1) - 1).clamp(min=0)
-        states = self.decoder.embed(prefix, None, position_ids=position_ids).flatten(0, 1)
+        if length == 1 and self.embedding is not None:
+            states = self._embed(prefix, None)
+        else:
+            states = self.decoder.embed(prefix, None, position_ids=position_ids).flatten(0, 1)
         mask = self._mask_of_prompt(length) if length > 1 else None
         states = self._decode(states, prefix.shape, None, mask)
         self.position = length
@@ -179,7 +182,7 @@ class IncrementalDecoder:
             position = (position - self.padding.sum(dim=1))[:, None].expand_as(tokens).flatten()
             position = position if rows is None else position[rows]
         tokens = tokens.flatten() if rows is None else tokens.flatten()[rows]
-        embeddings = self.decoder.embed_tokens(tokens) * self.decoder.embed_scale
+        embeddings = self.decoder.look_up(tokens) * self.decoder.embed_scale
         return embeddings + self.positions[position]
 
     def _decode(

@@ -311,16 +311,16 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
 
 def compute(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernels can compute with these tensors: plain ones of float32 on a CPU."""
+    plain = all(map(_is_plain_float32, tensors))
+    return plain and not torch.is_autocast_enabled("cpu") and library() is not None
+
+
+def _is_plain_float32(tensor: torch.Tensor) -> bool:
     return (
-        all(
-            tensor.dtype == torch.float32
-            and tensor.device.type == "cpu"
-            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and is_as_stored(tensor)
-            for tensor in tensors
-        )
-        and not torch.is_autocast_enabled("cpu")
-        and library() is not None
+        tensor.dtype == torch.float32
+        and tensor.is_cpu
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and is_as_stored(tensor)
     )
 
 

@@ -235,7 +235,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
                 id is outside the vocabulary.
         """
         if inputs_embeds is None and input_ids is not None:
-            inputs_embeds = self._look_up(input_ids)
+            inputs_embeds = self.look_up(input_ids)
         elif inputs_embeds is None or input_ids is not None:
             raise ValueError(
                 f"{type(self).__name__} needs exactly one of input_ids and inputs_embeds, got "
@@ -255,7 +255,8 @@ class VaswaniStack(VaswaniPreTrainedModel):
         hidden_states = inputs_embeds * self.embed_scale + positions.to(inputs_embeds)
         return drop_out(hidden_states, self.dropout, self.training)
 
-    def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Look up the embeddings of token ids: (..., D). An unknown id is a ValueError."""
         try:
             return self.embed_tokens(input_ids)
         except IndexError as error:

@@ -119,10 +119,14 @@ static void choose(const struct candidates *candidates, const struct rules *rule
 }
 
 // Choose the hypotheses that go on, keep the best finished ones, and mark sentences that are done.
-EXPORT void advance_beam(const struct candidates *candidates, const struct rules *rules,
-                         const struct beam *beam, struct chosen *chosen)
+// Return 0 if a best score is NaN. NaN is better than any number.
+EXPORT int advance_beam(const struct candidates *candidates, const struct rules *rules,
+                        const struct beam *beam, struct chosen *chosen)
 {
     const int64_t beams = beam->hypotheses;
+    for (int64_t sentence = 0; sentence < beam->sentences; sentence++)
+        if (__builtin_isnan(candidates->scores[sentence * candidates->count]))
+            return 0;
     chosen->rows = chosen->done = 0;
     for (int64_t sentence = 0; sentence < beam->sentences; sentence++) {
         choose(candidates, rules, beam, sentence, chosen);
@@ -140,4 +144,5 @@ EXPORT void advance_beam(const struct candidates *candidates, const struct rules
             if (running[k] / penalty > to_beat)
                 chosen->open_rows[chosen->rows++] = sentence * beams + k;
     }
+    return 1;
 }
