@@ -29,42 +29,59 @@ _prepared_of: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, "Snapshot", A
 
 
 class _Attributes:
-    """The attributes of a module, its registries of torch, and where its weights are."""
+    """The attributes of modules, their registries of torch, and where their weights are.
 
-    def __init__(self, module: nn.Module) -> None:
-        own = vars(module)
-        self.kind, self.names = type(module), list(own)
-        self.is_hooked = _is_hooked(own)
-        public = {name: value for name, value in own.items() if name[0] != "_"}
-        plain = {name: value for name, value in public.items() if _is_plain(value)}
-        self.plain_names, self.values = list(plain), list(plain.values())
+    Each comparison is one pass over all modules, because many small steps of Python take longer.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        owns = list(map(vars, modules))
+        self.kinds, self.names = list(map(type, modules)), list(map(list, owns))
+        self.replaced = _has_replaced(self.kinds)
+        self.hooked = _hooked(owns)
+        public = [[name for name in own if name[0] != "_"] for own in owns]
+        self.plain_names = [
+            [name for name in names if _is_plain(own[name])]
+            for own, names in zip(owns, public, strict=True)
+        ]
+        self.values = _values(owns, self.plain_names)
+        self.other_names = [
+            [name for name in names if name not in plain]
+            for names, plain in zip(public, self.plain_names, strict=True)
+        ]
+        others = _values(owns, self.other_names)
         # A tensor or a list can change without a trace here, so it counts as changed in every call.
-        others = {name: value for name, value in public.items() if name not in plain}
-        self.can_hold = all(map(_is_compared_by_identity, others.values()))
-        self.other_names = list(others)
-        self.others = [_reference(value) for value in others.values() if self.can_hold]
-        self.child_names = list(own["_modules"])
-        self.children = list(map(_reference, own["_modules"].values()))
-        self.weight_names = _names_of_weights(own)
-        self.places = list(map(_place, _weights(own)))
+        self.can_hold = all(map(_is_compared_by_identity, others))
+        self.others = [_reference(value) for value in others if self.can_hold]
+        children = [own["_modules"] for own in owns]
+        self.child_names = list(map(list, children))
+        self.children = list(map(_reference, _all_in(children)))
+        weights = _registries_of_weights(owns)
+        self.weight_names = list(map(list, weights))
+        self.places = list(map(_place, _detached(weights)))
 
-    def hold(self, module: nn.Module, weights: list[Any]) -> bool:
-        """Tell whether a module has these attributes. Append its weights to a list."""
-        own = vars(module)
-        children, found = own["_modules"], _weights(own)
-        weights += found
-        return (
-            self.can_hold
-            and type(module) is self.kind
-            and list(own) == self.names
-            and _is_hooked(own) == self.is_hooked
-            and [own[name] for name in self.plain_names] == self.values
-            and _are([own[name] for name in self.other_names], self.others)
-            and list(children) == self.child_names
-            and _are(children.values(), self.children)
-            and _names_of_weights(own) == self.weight_names
-            and list(map(_place, found)) == self.places
-        )
+    def hold(self, modules: Sequence[nn.Module]) -> list[Any] | None:
+        """Return the weights of modules with these attributes, or None for other modules."""
+        owns = list(map(vars, modules))
+        if (
+            not self.can_hold
+            or list(map(type, modules)) != self.kinds
+            or _has_replaced(self.kinds) != self.replaced
+            or list(map(list, owns)) != self.names
+            or _hooked(owns) != self.hooked
+            or _values(owns, self.plain_names) != self.values
+            or not _are(_values(owns, self.other_names), self.others)
+        ):
+            return None
+        children, registries = [own["_modules"] for own in owns], _registries_of_weights(owns)
+        if (
+            list(map(list, children)) != self.child_names
+            or not _are(_all_in(children), self.children)
+            or list(map(list, registries)) != self.weight_names
+        ):
+            return None
+        weights = _detached(registries)
+        return weights if list(map(_place, weights)) == self.places else None
 
 
 class Snapshot:
@@ -76,10 +93,8 @@ class Snapshot:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.kinds = set(map(type, modules))
-        self.replaced = any(map(class_replaced, self.kinds))
-        self.attributes = list(map(_Attributes, modules))
-        self.places = {place for own in self.attributes for place in own.places}
+        self.attributes = _Attributes(modules)
+        self.places = set(self.attributes.places)
         self.parts: list[torch.Tensor] = []
         self.digests: list[torch.Tensor] = []
         self.fingerprints: Fingerprints | None = None
@@ -115,18 +130,9 @@ class Snapshot:
 
     def holds(self, modules: Sequence[nn.Module]) -> bool:
         """Tell whether these modules and their weights are as they were read."""
-        # The list keeps the memory that is compared, because another thread may replace a weight.
-        weights: list[Any] = []
-        return (
-            len(modules) == len(self.attributes)
-            and any(map(class_replaced, self.kinds)) == self.replaced
-            and all(
-                own.hold(module, weights)
-                for own, module in zip(self.attributes, modules, strict=True)
-            )
-            and self.fingerprints is not None
-            and self.fingerprints.hold()
-        )
+        # `_weights` keeps the memory that is compared, because another thread may replace a weight.
+        _weights = self.attributes.hold(modules)
+        return _weights is not None and bool(self.fingerprints and self.fingerprints.hold())
 
 
 def prepared_once(
@@ -156,27 +162,38 @@ def prepared_once(
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Refer to an object or None. A strong reference could keep the module itself alive."""
+    """Refer to an object or None. A strong reference could keep a module alive."""
     return (lambda: None) if value is None else weakref.ref(value)
 
 
 def _are(values: Iterable[Any], references: list[Callable[[], Any]]) -> bool:
-    return not references or all(map(operator.is_, values, [refer() for refer in references]))
+    return all(map(operator.is_, values, [refer() for refer in references]))
 
 
-def _is_hooked(own: dict[str, Any]) -> bool:
-    return bool(own["_forward_pre_hooks"] or own["_forward_hooks"])
+def _has_replaced(kinds: Iterable[type[nn.Module]]) -> bool:
+    return any(map(class_replaced, set(kinds)))
 
 
-def _names_of_weights(own: dict[str, Any]) -> list[str]:
-    return [*own["_parameters"], *own["_buffers"]]
+def _hooked(owns: list[dict[str, Any]]) -> list[bool]:
+    return [bool(own["_forward_pre_hooks"] or own["_forward_hooks"]) for own in owns]
 
 
-def _weights(own: dict[str, Any]) -> list[Any]:
-    """Detach the weights of a module. Other values than plain tensors are returned unchanged."""
+def _values(owns: list[dict[str, Any]], names: list[list[str]]) -> list[Any]:
+    return [own[name] for own, own_names in zip(owns, names, strict=True) for name in own_names]
+
+
+def _all_in(registries: list[dict[str, Any]]) -> list[Any]:
+    return [value for registry in registries for value in registry.values()]
+
+
+def _registries_of_weights(owns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [registry for own in owns for registry in (own["_parameters"], own["_buffers"])]
+
+
+def _detached(registries: list[dict[str, Any]]) -> list[Any]:
+    """Detach weights. Other values than plain tensors are returned unchanged."""
     return [
-        weight.detach() if type(weight) in _TENSORS else weight
-        for weight in (*own["_parameters"].values(), *own["_buffers"].values())
+        weight.detach() if type(weight) in _TENSORS else weight for weight in _all_in(registries)
     ]
 
 
