@@ -303,6 +303,8 @@ def takes_packed_batches(forward: Callable) -> Callable:
                 outputs[name] = _padded_output(side, value)
         return outputs.to_tuple() if as_tuple else outputs
 
+    # `generate` asks for signatures in each call, and deriving one takes long.
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
     return wrapper
 
 
