@@ -196,19 +196,19 @@ def trace_back(
         torch.cat(part).cpu().numpy() for part in zip(*steps, strict=True)
     )
     beams = open_parents.shape[1]
-    # Finished hypotheses follow the open ones. After its last step, each one is its own parent.
-    parents = np.zeros((longest, sentences, beams + returned), dtype=np.int64)
+    # Finished hypotheses follow the open ones, and are their own parents after their ends.
+    parents = np.zeros((longest, sentences, beams + returned), dtype=np.int32)
     parents[number, rows, :beams] = open_parents
     parents[:, :, beams:] = finished = beams + np.arange(returned)
     tokens = np.full_like(parents, FILL)
     tokens[number, rows, :beams] = open_tokens
-    found = lengths.nonzero()  # some may be missing
+    found = lengths.nonzero()  # some hypotheses may be missing
     ends = lengths[found] - 1, found[0], beams + found[1]
     parents[ends], tokens[ends] = last_parents[found], last_tokens[found]
     sequences = np.empty((longest, sentences, returned), dtype=np.int64)
     hypotheses = np.empty_like(sequences)
     sentence = np.arange(sentences)[:, None]
-    hypothesis = np.broadcast_to(finished, lengths.shape)  # (B, n) those of the current step
+    hypothesis = np.broadcast_to(finished, lengths.shape)  # (B, n) hypotheses of the current step
     for step in range(longest - 1, -1, -1):
         sequences[step] = tokens[step, sentence, hypothesis]
         hypotheses[step] = hypothesis = parents[step, sentence, hypothesis]

@@ -29,7 +29,7 @@ class SourceCache:
         source: (B, S, D) the encoder's output.
         mask: (B, S), nonzero at real tokens; None means no padding.
         like: a tensor with the dtype of the cache.
-        prepared: prepares linear layers that read the same states.
+        project: multiplies states by linear layers.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SourceCache:
         source: torch.Tensor,
         mask: torch.Tensor | None,
         like: torch.Tensor,
-        prepared: Callable,
+        project: Callable[..., list[torch.Tensor]],
     ) -> None:
         padding = nothing = None  # (B, 1, 1, S), (B, 1, 1, 1)
         if mask is not None and not mask.all():
@@ -48,7 +48,7 @@ class SourceCache:
         for layer in layers:
             keys, values = (
                 empty(states.shape, like.dtype, states.device).copy_(states)
-                for states in _keys_and_values(layer.encoder_attn, source, prepared)
+                for states in _keys_and_values(layer.encoder_attn, source, project)
             )  # (B, H, S, d_k or d_v)
             self.layers.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
             if nothing is not None:
@@ -202,19 +202,18 @@ def kept(rows: torch.Tensor, sentences: list[int]) -> torch.Tensor:
 
 
 def _keys_and_values(
-    attention: Any, source: torch.Tensor, prepared: Callable
+    attention: Any, source: torch.Tensor, project: Callable[..., list[torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
 
     Args:
         attention: a layer's attention to the source.
         source: (B, S, D).
-        prepared: prepares linear layers that read the same states.
+        project: multiplies states by linear layers.
     """
-    joined = prepared(attention.k_proj, attention.v_proj)(source.flatten(0, 1))
-    heads = joined.shape[1] // (attention.d_k + attention.d_v)
-    keys, values = joined.view(*source.shape[:2], -1).split(
-        (heads * attention.d_k, heads * attention.d_v), dim=2
+    rows, by_sentence = source.flatten(0, 1), source.shape[:2]
+    keys, values = (
+        part.unflatten(0, by_sentence) for part in project(rows, attention.k_proj, attention.v_proj)
     )
     split = attention._split_heads
     return split(keys, attention.d_k), split(values, attention.d_v)

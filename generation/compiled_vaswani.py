@@ -11,14 +11,13 @@ cache, L layers, H heads, D = d_model.
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from .coverage_vaswani import modules_in
 from .int8_vaswani import Int8Embedding
 from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_stored, library
 from .linear_vaswani import compiled_product, is_changed, is_supported, originals
@@ -47,7 +46,7 @@ class CompiledLayers:
         if not len(layers) or not _can_compile(layers[0].fc1):
             return None
         describe = functools.partial(_describe, layers, heads)
-        described = prepared_once(layers, heads, modules_in(layers), describe)
+        described = prepared_once(layers, heads, [layers], describe, _modules_read)
         if described is None:
             return None
         structures, weights = described
@@ -207,14 +206,15 @@ class CompiledEmbedding:
     ) -> torch.Tensor | None:
         """Embed the tokens (B, K) of some rows (R,): (R, D).
 
-        Return None if a token has no entry, or if the entries do not have D values.
+        Return None if a token has no entry, if the entries do not have D values, or if the tokens
+        are not integers of 64 bits.
 
         Args:
             tokens: (B, K).
             rows: (R,) numbers among B * K; None means all.
             position: (D,) the encoding of their position.
         """
-        if len(position) != self.structure.width:
+        if len(position) != self.structure.width or tokens.dtype != torch.long:
             return None
         tokens, position = tokens.contiguous(), as_stored(position)
         states = position.new_empty(tokens.numel() if rows is None else len(rows), len(position))
@@ -354,6 +354,18 @@ def _products_of(layer: Any) -> dict[str, tuple]:
     if source is not None:
         products |= {"source_query": (source.q_proj,), "source_output": (source.out_proj,)}
     return products
+
+
+def _modules_read(roots: Sequence[Any]) -> list[nn.Module]:
+    """List the modules whose attributes decide how layers are described, and the list of layers."""
+    (layers,) = roots
+    found = [layers]
+    for layer in layers:
+        attentions = filter(None, (layer.self_attn, _source_attention(layer)))
+        found += (layer, *attentions, layer.activation_fn, *_norms_of(layer).values())
+        for linears in _products_of(layer).values():
+            found += linears
+    return [part for part in found if isinstance(part, nn.Module)]
 
 
 def _describe(layers: Any, heads: int, snapshot: Snapshot) -> tuple[Any, list[Any]] | None:

@@ -144,10 +144,13 @@ def hooks_are_passive(module: torch.nn.Module) -> bool:
 
 
 def modules_in(root: Any) -> list[torch.nn.Module]:
-    """List a module and all modules in it, as `modules` does but faster, and shared ones again."""
-    found = [root]
+    """List a module and all modules in it, as `modules` does, but in less time."""
+    found, seen = [root], {root, None}
     for module in found:  # the list grows
-        found += [child for child in module._modules.values() if child is not None]
+        for child in list(module._modules.values()):
+            if child not in seen:
+                seen.add(child)
+                found.append(child)
     return found
 
 

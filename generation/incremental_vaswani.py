@@ -59,7 +59,7 @@ class IncrementalDecoder:
         self.source: SourceCache | None = None
         if source is not None and len(self.decoder.layers):
             layers = self.decoder.layers
-            self.source = SourceCache(layers, source, source_mask, self.no_mask, self._prepared)
+            self.source = SourceCache(layers, source, source_mask, self.no_mask, self._project)
         self.padding = None  # (B, T), True at padding of the prompt
         if prompt_mask is not None and not prompt_mask.all():
             self.padding = prompt_mask == 0
@@ -70,17 +70,16 @@ class IncrementalDecoder:
         self.embedding: CompiledEmbedding | None = None
         self.position = 0  # position of the next token in the sentence, padding included
 
-    def _prepared(self, *linears: nn.Linear) -> Callable:
-        """Prepare layers that read the same states, for the compiled kernels if they support them.
+    def _prepared(self, linear: nn.Linear) -> Callable:
+        """Prepare a linear layer, for the compiled kernels if they support it."""
+        return (self.can_compile and CompiledLinear.prepare(linear)) or prepare(linear)
 
-        The outputs of the layers are concatenated.
-        """
-        if self.can_compile and (compiled := CompiledLinear.prepare(*linears)) is not None:
-            return compiled
-        products = [prepare(linear) for linear in linears]
-        if len(products) == 1:
-            return products[0]
-        return lambda states: torch.cat([product(states) for product in products], dim=-1)
+    def _project(self, states: torch.Tensor, *linears: nn.Linear) -> list[torch.Tensor]:
+        """Multiply states (R, D) by linear layers, in one product if the kernels support that."""
+        joined = self.can_compile and CompiledLinear.prepare(*linears)
+        if joined:
+            return list(joined(states).split([len(linear.weight) for linear in linears], dim=1))
+        return [self._prepared(linear)(states) for linear in linears]
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T): states that predict the next (B, D)."""

@@ -5,6 +5,7 @@ what was read: attributes of modules, and fingerprints of weights. A later call 
 prepares again only if one of them differs. It skips memory that Linux reports as unwritten.
 """
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -28,6 +29,26 @@ _prepared_of: weakref.WeakKeyDictionary[nn.Module, tuple[Hashable, "Snapshot", A
 )
 
 
+class _References:
+    """Weak references to objects, or None. Strong references could keep a module alive."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        values = list(values)
+        self.missing = [value is None for value in values]
+        self.references = [
+            (lambda: None) if value is None else weakref.ref(value) for value in values
+        ]
+
+    def objects(self) -> list[Any]:
+        """Return the objects, and None for those that are gone."""
+        return [refer() for refer in self.references]
+
+    def are(self, values: list[Any]) -> bool:
+        """Tell whether these are the objects."""
+        missing = [value is None for value in values]
+        return missing == self.missing and all(map(operator.is_, values, self.objects()))
+
+
 class _Attributes:
     """The attributes of modules, their registries of torch, and where their weights are.
 
@@ -35,13 +56,14 @@ class _Attributes:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules, self.kinds = _References(modules), _References(map(type, modules))
+        self.replaced = _has_replaced(modules)
         owns = list(map(vars, modules))
-        self.kinds, self.names = list(map(type, modules)), list(map(list, owns))
-        self.replaced = _has_replaced(self.kinds)
-        self.hooked = _hooked(owns)
-        public = [[name for name in own if name[0] != "_"] for own in owns]
+        self.names = list(map(list, owns))
+        self.hooked = _is_hooked(owns)
+        public = [[name for name in names if name[0] != "_"] for names in self.names]
         self.plain_names = [
-            [name for name in names if _is_plain(own[name])]
+            [name for name in names if _is_plain(own.get(name))]
             for own, names in zip(owns, public, strict=True)
         ]
         self.values = _values(owns, self.plain_names)
@@ -52,48 +74,54 @@ class _Attributes:
         others = _values(owns, self.other_names)
         # A tensor or a list can change without a trace here, so it counts as changed in every call.
         self.can_hold = all(map(_is_compared_by_identity, others))
-        self.others = [_reference(value) for value in others if self.can_hold]
+        self.others = _References(others if self.can_hold else ())
         children = [own["_modules"] for own in owns]
-        self.child_names = list(map(list, children))
-        self.children = list(map(_reference, _all_in(children)))
+        self.child_names, self.children = _keys(children), _References(_contents(children))
         weights = _registries_of_weights(owns)
-        self.weight_names = list(map(list, weights))
-        self.places = list(map(_place, _detached(weights)))
+        self.weight_names, self.places = _keys(weights), list(map(_place, _detached(weights)))
 
-    def hold(self, modules: Sequence[nn.Module]) -> list[Any] | None:
-        """Return the weights of modules with these attributes, or None for other modules."""
+    def hold(self) -> list[Any] | None:
+        """Return the weights of the modules, or None if the modules have changed."""
+        modules = self.modules.objects()
+        if not self.can_hold or None in modules:
+            return None
         owns = list(map(vars, modules))
         if (
-            not self.can_hold
-            or list(map(type, modules)) != self.kinds
-            or _has_replaced(self.kinds) != self.replaced
+            not self.kinds.are(list(map(type, modules)))
+            or _has_replaced(modules) != self.replaced
             or list(map(list, owns)) != self.names
-            or _hooked(owns) != self.hooked
-            or _values(owns, self.plain_names) != self.values
-            or not _are(_values(owns, self.other_names), self.others)
+            or _is_hooked(owns) != self.hooked
+            or not self._has_values(_values(owns, self.plain_names))
+            or not self.others.are(_values(owns, self.other_names))
         ):
             return None
         children, registries = [own["_modules"] for own in owns], _registries_of_weights(owns)
         if (
-            list(map(list, children)) != self.child_names
-            or not _are(_all_in(children), self.children)
-            or list(map(list, registries)) != self.weight_names
+            _keys(children) != self.child_names
+            or not self.children.are(_contents(children))
+            or _keys(registries) != self.weight_names
         ):
             return None
         weights = _detached(registries)
         return weights if list(map(_place, weights)) == self.places else None
+
+    def _has_values(self, values: list[Any]) -> bool:
+        if all(map(operator.is_, values, self.values)):
+            return True
+        return all(map(_is_plain, values)) and values == self.values
 
 
 class Snapshot:
     """The attributes of modules and the weights that were read from them.
 
     Args:
-        modules: all modules whose attributes are read. Their children count only if they are among
-            them.
+        roots: modules that are given again to `holds`.
+        modules: all modules whose attributes are read, the roots among them. Each is a root, or a
+            child or an attribute of another. Children count only if they are among the modules.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.attributes = _Attributes(modules)
+    def __init__(self, roots: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:
+        self.roots, self.attributes = _References(roots), _Attributes(modules)
         self.places = set(self.attributes.places)
         self.parts: list[torch.Tensor] = []
         self.digests: list[torch.Tensor] = []
@@ -128,72 +156,73 @@ class Snapshot:
         self.parts, self.digests = [], []  # the modules keep the weights in memory
         return self.sees_memory
 
-    def holds(self, modules: Sequence[nn.Module]) -> bool:
-        """Tell whether these modules and their weights are as they were read."""
+    def holds(self, roots: Sequence[nn.Module]) -> bool:
+        """Tell whether these are the roots, and all modules and weights are as they were read."""
+        if not self.roots.are(list(roots)):
+            return False
         # `_weights` keeps the memory that is compared, because another thread may replace a weight.
-        _weights = self.attributes.hold(modules)
+        _weights = self.attributes.hold()
         return _weights is not None and bool(self.fingerprints and self.fingerprints.hold())
 
 
 def prepared_once(
     owner: nn.Module,
     kind: Hashable,
-    modules: Sequence[nn.Module],
+    roots: Sequence[nn.Module],
     prepare: Callable[[Snapshot], Any],
+    modules_of: Callable[[Sequence[nn.Module]], Sequence[nn.Module]] = list,
 ) -> Any:
     """Return what `prepare` returned in an earlier call, or call it if something has changed.
 
     Args:
         owner: the module whose memory is freed together with what was prepared.
         kind: says what is prepared. Another kind replaces what was prepared before.
-        modules: all modules that `prepare` reads.
+        roots: modules that are prepared.
         prepare: gets a snapshot for the weights that it reads. If it returns None, nothing is kept.
+        modules_of: lists all modules that `prepare` reads, as `Snapshot` needs them.
     """
     found = _prepared_of.get(owner)
-    if found is not None and found[0] == kind and found[1].holds(modules):
+    if found is not None and found[0] == kind and found[1].holds(roots):
         return found[2]
     del found  # it holds the old copies of weights
     _prepared_of.pop(owner, None)
-    snapshot = Snapshot(modules)
+    snapshot = Snapshot(roots, modules_of(roots))
     prepared = prepare(snapshot)
     if prepared is not None and snapshot.complete():
         _prepared_of[owner] = kind, snapshot, prepared
     return prepared
 
 
-def _reference(value: Any) -> Callable[[], Any]:
-    """Refer to an object or None. A strong reference could keep a module alive."""
-    return (lambda: None) if value is None else weakref.ref(value)
+def _has_replaced(modules: Iterable[nn.Module]) -> bool:
+    return any(map(class_replaced, set(map(type, modules))))
 
 
-def _are(values: Iterable[Any], references: list[Callable[[], Any]]) -> bool:
-    return all(map(operator.is_, values, [refer() for refer in references]))
-
-
-def _has_replaced(kinds: Iterable[type[nn.Module]]) -> bool:
-    return any(map(class_replaced, set(kinds)))
-
-
-def _hooked(owns: list[dict[str, Any]]) -> list[bool]:
+def _is_hooked(owns: list[dict[str, Any]]) -> list[bool]:
     return [bool(own["_forward_pre_hooks"] or own["_forward_hooks"]) for own in owns]
 
 
 def _values(owns: list[dict[str, Any]], names: list[list[str]]) -> list[Any]:
-    return [own[name] for own, own_names in zip(owns, names, strict=True) for name in own_names]
+    # Another thread may just have deleted an attribute.
+    return [own.get(name) for own, own_names in zip(owns, names, strict=True) for name in own_names]
 
 
-def _all_in(registries: list[dict[str, Any]]) -> list[Any]:
-    return [value for registry in registries for value in registry.values()]
+def _keys(registries: list[Any]) -> list[list[str]]:
+    return [list(registry.keys()) for registry in registries]
 
 
-def _registries_of_weights(owns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _contents(registries: list[Any]) -> list[Any]:
+    # `chain` runs no Python code while it reads a registry, so no other thread adds a value then.
+    return list(itertools.chain.from_iterable(registry.values() for registry in registries))
+
+
+def _registries_of_weights(owns: list[dict[str, Any]]) -> list[Any]:
     return [registry for own in owns for registry in (own["_parameters"], own["_buffers"])]
 
 
-def _detached(registries: list[dict[str, Any]]) -> list[Any]:
+def _detached(registries: list[Any]) -> list[Any]:
     """Detach weights. Other values than plain tensors are returned unchanged."""
     return [
-        weight.detach() if type(weight) in _TENSORS else weight for weight in _all_in(registries)
+        weight.detach() if type(weight) in _TENSORS else weight for weight in _contents(registries)
     ]
 
 

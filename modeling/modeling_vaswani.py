@@ -256,7 +256,7 @@ class VaswaniStack(VaswaniPreTrainedModel):
         return drop_out(hidden_states, self.dropout, self.training)
 
     def look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Look up the embeddings of token ids: (..., D). An unknown id is a ValueError."""
+        """Look up the embeddings of token ids: (..., D). On a CPU, refuse unknown ids."""
         try:
             return self.embed_tokens(input_ids)
         except IndexError as error:

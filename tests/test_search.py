@@ -244,10 +244,11 @@ def test_a_forced_end_token_and_a_limit_of_the_call_give_transformers_tokens(
     assert torch.equal(found, theirs)
 
 
-def test_prompts_of_int32_are_read(tiny_model, source):
-    model = tiny_model()
-    start = torch.full((len(source["input_ids"]), 1), model.config.decoder_start_token_id)
-    found = model.generate(**source, decoder_input_ids=start.int(), max_new_tokens=4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_prompts_of_int32_are_read(tiny_model, source, dtype):
+    model = tiny_model(decoder_start_token_id=0).to(dtype)
+    start = torch.zeros((len(source["input_ids"]), 1), dtype=torch.int32)
+    found = model.generate(**source, decoder_input_ids=start, max_new_tokens=4)
     assert torch.equal(found, model.generate(**source, max_new_tokens=4))
 
 

@@ -82,6 +82,43 @@ def test_later_calls_prepare_nothing_again(monkeypatch):
 
 
 @compiled
+@pytest.mark.parametrize("value", [torch.ones(8), [1], "a"], ids=str)
+def test_an_attribute_may_become_one_that_cannot_be_compared(value):
+    model = model_with()
+    layer_of(model).probe = 0.0
+    before = answer(model)
+    layer_of(model).probe = value
+    assert torch.equal(answer(model)[1], before[1])
+
+
+@compiled
+def test_a_child_may_lead_back_to_the_decoder():
+    model = model_with()
+    before = answer(model)
+    layer_of(model).owner = model.model.decoder
+    assert torch.equal(answer(model)[1], before[1])
+
+
+@compiled
+def test_a_scripted_activation_is_left_to_torch():
+    model = model_with()
+    before = answer(model)
+    layer_of(model).activation_fn = torch.jit.script(torch.nn.ReLU())
+    assert torch.allclose(answer(model)[1], before[1], atol=1e-5)
+
+
+@compiled
+def test_modules_that_the_layers_do_not_read_do_not_prepare_them_again(monkeypatch):
+    model = model_with()
+    layer_of(model).encoder_attn.v_proj.history = []
+    before = answer(model)
+    calls = []
+    monkeypatch.setattr(compiled_vaswani, "_describe", lambda *_: calls.append("describe"))
+    assert torch.equal(answer(model)[1], before[1])
+    assert not calls
+
+
+@compiled
 class TestPreparedOnce:
     """`prepared_once` prepares again after each change, and only then."""
 
@@ -122,7 +159,7 @@ class TestPreparedOnce:
         assert prepare()[1] == 2
 
     def test_weights_beyond_the_cpu_never_count_as_unchanged(self, layer):
-        snapshot = Snapshot([layer.to("meta")])
+        snapshot = Snapshot([layer], [layer.to("meta")])
         assert snapshot.complete()
         assert not snapshot.holds([layer])
 
@@ -165,6 +202,26 @@ class TestPreparedOnce:
         gone = prepare(torch.nn.Linear(8, 4))
         gc.collect()
         assert gone() is None
+
+    def test_a_class_that_leads_back_to_the_module_does_not_keep_it(self):
+        def prepare(layer):
+            class Probe(torch.nn.Module):
+                owner = layer
+
+            modules = [layer, Probe()]
+            prepared_once(layer, "copied", modules, lambda snapshot: snapshot.copy(layer.weight))
+            return weakref.ref(layer)
+
+        gone = prepare(torch.nn.Linear(8, 4))
+        gc.collect()
+        assert gone() is None
+
+    def test_an_object_that_is_gone_is_not_none(self, layer, prepare):
+        layer.probe = lambda: None
+        prepare()
+        assert prepare()[1] == 1
+        layer.probe = None
+        assert prepare()[1] == 2
 
     def test_another_kind_replaces_the_first(self, layer, prepare):
         prepare()
