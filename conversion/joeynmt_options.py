@@ -21,7 +21,7 @@ def read_config(path: Path, problems: list[str]) -> "Section":
     """Read config.yaml. Problems of its options are added to `problems`.
 
     Raises:
-        ConversionError: the file is missing or is not a config of JoeyNMT.
+        ConversionError: the file is missing or is not a config of JoeyNMT 2.
     """
     if not path.is_file():
         raise ConversionError(f"There is no file {path}: name it by --config.")
@@ -29,6 +29,12 @@ def read_config(path: Path, problems: list[str]) -> "Section":
     if not isinstance(values, dict) or not {"model", "data"} <= set(values):
         raise ConversionError(
             f"{path} lacks the sections model and data: it is not a config of JoeyNMT."
+        )
+    data = values["data"]
+    if isinstance(data, dict) and isinstance(data.get("src"), str):
+        raise ConversionError(
+            f"{path} is a config of JoeyNMT 1 (data.src is {data['src']!r}), but only models of "
+            "JoeyNMT 2 can be converted."
         )
     return Section(values, "", problems)
 

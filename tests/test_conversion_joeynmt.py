@@ -503,6 +503,8 @@ def test_damaged_hostile_and_foreign_files_leave_nothing_behind(save, tmp_path, 
     refused("not a config of JoeyNMT")
     (folder / "config.yaml").write_text("model: 3\ndata: {src: 5}\n")
     refused("model is not a section")
+    (folder / "config.yaml").write_text("model: {}\ndata: {src: de, trg: en, level: bpe}\n")
+    refused("config of JoeyNMT 1 ")
 
 
 TEXTS = [
