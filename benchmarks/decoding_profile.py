@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from vaswani.generation.library_vaswani import KERNELS, library
 from worker import synchronize
 
 _STEPS = 20  # of a profile
+_RUNS = 5  # runs in which the time outside the kernels is measured
 
 Row = dict[str, Any]
 
@@ -30,8 +32,10 @@ def measure_profile(
 ) -> list[Row]:
     """Return what our search with the peer's rule calls in each setting.
 
-    A row has the shares of the ten slowest operators in the time, and the calls of all operators in
-    a step. Precisions that this machine lacks have no rows.
+    A row has the shares of the ten slowest operators in the time of all operators, and the calls of
+    all operators in a step. With compiled kernels, it also has the share of the whole time that the
+    search spends outside them, in Python above all. Precisions that this machine lacks have no
+    rows.
 
     Args:
         workshop, text: of the model.
@@ -60,12 +64,17 @@ def _profile(engine: TorchEngine, sources: list[list[int]], beams: int, forced: 
     on_gpu = engine.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     batch = engine.prepare(sources)
-    for _ in range(4):  # the first runs pack weights, choose kernels for them, and compare them
+
+    def run() -> None:
         engine.run(batch, beams, steps)
+
+    for _ in range(4):  # the first runs pack weights, choose kernels for them, and compare them
+        run()
     gc.disable()  # a collection would count as time of the operator that it interrupts
     try:
-        with _kernels_as_operators(), profile(activities=activities) as recorded:
-            engine.run(batch, beams, steps)
+        outside = None if on_gpu else _share_outside_kernels(run)
+        with _wrapped_kernels(_recorded), profile(activities=activities) as recorded:
+            run()
             synchronize()
     finally:
         gc.enable()
@@ -77,24 +86,49 @@ def _profile(engine: TorchEngine, sources: list[list[int]], beams: int, forced: 
     slowest = sorted(taken, key=lambda name: -taken[name])[:10]
     shares = {name: round(taken[name] / sum(taken.values()), 3) for name in slowest}
     shares["others"] = round(1 - sum(shares.values()), 3)
-    return {"calls_a_step": round(sum(event.count for event in events) / steps), "shares": shares}
+    row: Row = {"calls_a_step": round(sum(event.count for event in events) / steps)}
+    row |= {} if outside is None else {"outside_kernels": outside}
+    return row | {"shares": shares}
 
 
-@contextlib.contextmanager
-def _kernels_as_operators() -> Iterator[None]:
-    """Show our compiled kernels to the profiler, which knows torch's operators only."""
-    kernels = library()
-    before = {} if kernels is None else {name: getattr(kernels, name) for name in KERNELS}
+def _share_outside_kernels(run: Callable[[], None]) -> float | None:
+    """Return the share of time that a run spends outside our kernels; None without kernels."""
+    inside = 0.0
 
-    def recorded(name: str, kernel: Callable) -> Callable:
+    def timed(name: str, kernel: Callable) -> Callable:
         def call(*arguments: Any) -> Any:
-            with record_function(f"vaswani::{name}"):
-                return kernel(*arguments)
+            nonlocal inside
+            start = time.perf_counter()
+            result = kernel(*arguments)
+            inside += time.perf_counter() - start
+            return result
 
         return call
 
+    start = time.perf_counter()
+    with _wrapped_kernels(timed):
+        for _ in range(_RUNS):
+            run()
+    return None if inside == 0 else round(1 - inside / (time.perf_counter() - start), 3)
+
+
+def _recorded(name: str, kernel: Callable) -> Callable:
+    """Show a kernel to the profiler, which knows torch's operators only."""
+
+    def call(*arguments: Any) -> Any:
+        with record_function(f"vaswani::{name}"):
+            return kernel(*arguments)
+
+    return call
+
+
+@contextlib.contextmanager
+def _wrapped_kernels(wrap: Callable[[str, Callable], Callable]) -> Iterator[None]:
+    """Call `wrap` with the name of each kernel and the kernel, and use what it returns instead."""
+    kernels = library()
+    before = {} if kernels is None else {name: getattr(kernels, name) for name in KERNELS}
     for name, kernel in before.items():
-        setattr(kernels, name, recorded(name, kernel))
+        setattr(kernels, name, wrap(name, kernel))
     try:
         yield
     finally:
