@@ -102,9 +102,9 @@ layer (`multiply_states`), the choice of tokens (`log_sums_and_maxima`, `best_ca
 the share of the whole time that is spent outside the kernels, in Python above all. Profiles before
 2026-11-29 lack it. Our aims are 600 calls of operators a step in batches of 1, and 900 in batches
 of 32. A call of a kernel counts as one.
-The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread. Of the
-Xeon's profiles, only that with one thread, short sentences and native instructions is from today's
-code.
+The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread. The
+profile of the Xeon with one thread, short sentences and native instructions is from the host with
+300 MiB of L3. The other profiles of the Xeon are older than its ratios.
 """
 _WITHOUT_KERNELS = """
 Without the kernels (`VASWANI_KERNELS=0`), these operators of torch are the slowest. The numbers of

@@ -241,6 +241,7 @@ def test_presets_for_small_data_are_as_listed():
         options = ["--train", "pairs.tsv", "--output", "out", "--preset", name]
         args = make_parser().parse_args(options)
         assert f"Both presets use the scheduler `{args.scheduler}`" in DOCS["train"].words
+        assert f"and dropout {args.set['dropout']}." in DOCS["train"].words
         expected = [
             args.set["d_model"],
             f"{args.set['encoder_layers']} + {args.set['decoder_layers']}",

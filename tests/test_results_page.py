@@ -351,11 +351,14 @@ def test_the_gain_of_a_second_thread_for_ctranslate2_comes_from_the_files_of_the
         if row["engine"] == "CTranslate2" and row["allocator"] == "glibc"
     }
     gains = {
-        precision: [seconds[1, precision, batch] / seconds[2, precision, batch] for batch in (1, 8)]
+        (precision, batch): seconds[1, precision, batch] / seconds[2, precision, batch]
         for precision in ("int8", "float32")
+        for batch in (1, 8, 32, 128)
     }
-    assert max(gains["int8"]) < 1
-    assert DOCS["results"].says("float32 gains at most", f"{max(gains['float32']):.1f} times")
+    assert max(gains["int8", batch] for batch in (1, 8)) < 1
+    assert round(gains["int8", 32], 1) == 1
+    in_float32 = max(gains["float32", batch] for batch in (1, 8))
+    assert DOCS["results"].says("float32 gains at most", f"{in_float32:.1f} times")
 
 
 def test_the_aims_of_decoding_are_those_of_the_benchmark(monkeypatch):
@@ -387,14 +390,11 @@ def test_ratios_without_the_kernels_come_from_their_files(monkeypatch):
     assert readme.says("Without the kernels", "slower than CTranslate2's int8")
 
 
-def test_the_largest_difference_between_rounds_of_a_noisy_host_comes_from_its_files():
+def test_the_largest_difference_between_rounds_comes_from_the_files_of_all_hosts():
     ratios = [
-        row["most"] / row["least"]
-        for results in results_of_hosts()
-        if results["hardware"]["flags"] == ["avx2"]
-        for row in results["ratios"]
+        row["most"] / row["least"] for results in results_of_hosts() for row in results["ratios"]
     ]
-    assert DOCS["results"].says("EPYC with AVX2", "factor of up to", f"{max(ratios):.2f}")
+    assert DOCS["results"].says("Between rounds", "factor of up to", f"{max(ratios):.2f}")
 
 
 def test_the_ratio_to_ctranslate2_with_mkl_comes_from_its_file():
