@@ -85,7 +85,7 @@ class _Attributes:
         modules = self.modules.objects()
         if not self.can_hold or None in modules:
             return None
-        owns = list(map(vars, modules))
+        owns: list[dict[str, Any]] = list(map(vars, modules))
         if (
             not self.kinds.are(list(map(type, modules)))
             or _has_replaced(modules) != self.replaced
