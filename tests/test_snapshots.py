@@ -82,7 +82,7 @@ def test_later_calls_prepare_nothing_again(monkeypatch):
 
 
 @compiled
-@pytest.mark.parametrize("value", [torch.ones(8), [1], "a"], ids=str)
+@pytest.mark.parametrize("value", [torch.ones(8), [1]], ids=str)
 def test_an_attribute_may_become_one_that_cannot_be_compared(value):
     model = model_with()
     layer_of(model).probe = 0.0
