@@ -10,9 +10,9 @@ from transformers import SchedulerType, Seq2SeqTrainingArguments, get_scheduler
 from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.errors import InputError
 from ..configuration.names_vaswani import complaints
-from ..configuration.places_vaswani import check_path
+from ..configuration.places_vaswani import check_folder, check_path
 from ..generation.settings_vaswani import VaswaniGenerationConfig
-from ..hub_cards.results import is_language
+from ..hub_cards.metadata import is_language, is_licence
 from ..training.objectives import make_objective
 from ..training.presets import PRESETS
 
@@ -81,6 +81,8 @@ def check_settings(args: argparse.Namespace) -> None:
     for code in args.languages or ():
         if not is_language(code):
             raise SettingsError(f"--languages takes ISO 639 codes, such as de, not {code!r}")
+    if args.license and not is_licence(args.license):
+        raise SettingsError(f"--license takes a name of the Hub, such as mit, not {args.license!r}")
     presets = [*PRESETS, *VaswaniConfig.presets()]
     if wrong := complaints([args.preset], presets):
         raise SettingsError(f"--preset: {wrong} The presets are {', '.join(presets)}.")
@@ -101,9 +103,18 @@ def check_settings(args: argparse.Namespace) -> None:
     if args.objective:
         make_objective(args.objective, **args.objective_settings)
     if args.model:
+        check_folder(args.model)
         VaswaniConfig.from_pretrained(args.model)
     if args.tokenizer:
         check_path(args.tokenizer)
+        _check_has_tokenizer(Path(args.tokenizer))
+
+
+def _check_has_tokenizer(folder: Path) -> None:
+    """Refuse a folder without the files by which transformers finds the class of a tokenizer."""
+    names = ("tokenizer_config.json", "tokenizer.json", "config.json")
+    if folder.is_dir() and not any((folder / name).is_file() for name in names):
+        raise SettingsError(f"--tokenizer {folder} holds no tokenizer: it has no {names[0]}")
 
 
 def _check_scheduler(args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from .remote_code_vaswani import (
 
 logger = logging.get_logger(__name__)
 
-# The largest count of positions that float32 holds exactly. Scripts of others compare
+# The largest count of positions that float32 holds exactly. Other programs compare
 # max_position_embeddings with integers, so sinusoids need an integer that limits nothing.
 NO_LONGEST_SEQUENCE = 2**24
 _AUTO_MAP = {

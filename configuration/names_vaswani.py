@@ -112,7 +112,7 @@ _FOREIGN_NAMES = {
 
 
 def meant_names(name: str, known: Collection[str]) -> list[str]:
-    """List the names of `known` that `name` is a misspelling of, or another library's name for.
+    """List the known names that `name` means, as a misspelling or in another library.
 
     The list is empty for an unrelated name.
     """

@@ -45,6 +45,20 @@ def check_place(
             check_toolkit(place)
 
 
+def check_folder(place: str | os.PathLike) -> None:
+    """Refuse a file where a folder of a model is needed.
+
+    Raises:
+        OSError: the place is a file. The error names its folder, or the command that converts a
+            file of another toolkit.
+    """
+    check_toolkit(place)
+    if Path(place).is_file():
+        raise NotADirectoryError(
+            f"{place} is a file: name the folder of the model, such as {Path(place).parent}"
+        )
+
+
 def check_path(
     place: str | os.PathLike,
     cache_dir: str | os.PathLike | None = None,
@@ -195,4 +209,4 @@ def _pickled(path: Path) -> bytes:
             return file.read(_BYTES_READ)
 
 
-__all__ = ["check_model_type", "check_path", "check_place", "check_toolkit"]
+__all__ = ["check_folder", "check_model_type", "check_path", "check_place", "check_toolkit"]

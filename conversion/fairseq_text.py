@@ -22,7 +22,7 @@ class Vocabulary:
 
     Args:
         symbols: entries, in the order of their ids.
-        codes: of byte-pair encoding, if any.
+        codes: codes of byte-pair encoding, if any.
         pieces: file of a SentencePiece model, if any.
         remove_bpe: join tokens at "@@ " when decoding.
     """

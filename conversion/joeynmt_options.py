@@ -40,7 +40,7 @@ def read_config(path: Path, problems: list[str]) -> "Section":
 
 
 class Section:
-    """A section of config.yaml. It knows which of its options nobody has read.
+    """A section of config.yaml. It remembers which options have not been read.
 
     Args:
         values: its options.
@@ -186,7 +186,7 @@ class _Stack:
 
         Args:
             section: model.encoder or model.decoder.
-            norm_position: of this stack.
+            norm_position: position of the LayerNorms in this stack.
             layers, heads: JoeyNMT's defaults.
             tied: whether the embeddings are those of the other stack.
         """

@@ -113,7 +113,7 @@ class Vocabulary:
             section: data.src or data.trg.
             side: "src" or "trg".
             named: the file, unless it is beside the checkpoint.
-            folder: of the checkpoint.
+            folder: folder of the checkpoint.
             symbols: the special tokens.
             pretokenized: whether texts will be tokens between spaces.
 
@@ -135,7 +135,7 @@ class Vocabulary:
         return cls(section, symbols, file, tokens, folder, pretokenized)
 
     def backend(self) -> Tokenizer | None:
-        """Make the tokenizer. None if that is impossible, which is added to the problems."""
+        """Make the tokenizer, or return None and add the reason to the problems."""
         level, lowercase = self.section.get("level", ""), self.section.get("lowercase", False)
         normalize = self.section.get("normalize", False)
         if self.pretokenized:
@@ -259,7 +259,7 @@ def _tidy_output() -> list[decoders.Decoder]:
 
 def _lowercase() -> list[normalizers.Normalizer]:
     """The option lowercase: str.lower, which knows the sigma at the end of a word."""
-    # The library's Lowercase does not know it.
+    # The Lowercase of the tokenizers library does not know this sigma.
     ending = Regex(r"\p{Cased}\p{Case_Ignorable}*\KΣ(?!\p{Case_Ignorable}*\p{Cased})")
     return [normalizers.Replace(ending, "ς"), normalizers.Lowercase()]
 

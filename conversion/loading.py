@@ -232,7 +232,7 @@ def open_tokenizers(
         target_tokenizer: tokenizer of the target.
 
     Returns:
-        The source's tokenizer, or None if there is none. The target's, or None if it has no own.
+        The tokenizer of the source and the separate one of the target; None where there is none.
 
     Raises:
         ConversionError: a tokenizer cannot be loaded.

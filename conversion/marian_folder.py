@@ -2,7 +2,7 @@
 
 decoder.yml has the settings of the search, and names the weights (.npz) and two vocabularies. The
 .npz also has the options of the training, as special:model.yml. source.spm and target.spm split
-text. Marian has no padding token. One is added after its vocabularies, as transformers does.
+text. Marian has no padding token. This module adds one at the end, as transformers does.
 """
 
 import math
@@ -95,7 +95,7 @@ class MarianFolder:
         path: the folder.
         decoder: the options of decoder.yml.
         options: the options of special:model.yml.
-        weights: in Marian's names and layout.
+        weights: the weights, in Marian's names and layout.
     """
 
     path: Path
@@ -201,7 +201,7 @@ class MarianFolder:
         return problems
 
     def tensors(self, as_transformers: bool) -> Tensors:
-        """Return the weights with layers numbered from 0, and with the same names however tied.
+        """Return the weights, with layers numbered from 0 and names that do not depend on tying.
 
         The embedding of the padding token is zeros, which is also Marian's first decoder input.
 

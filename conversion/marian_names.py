@@ -57,10 +57,10 @@ def marian_rules(norm_position: str) -> list[Rule]:
     ]
     their_layer, our_layer = "{stack}_l{i}", "model.{stack}.layers.{i}"
     for theirs, ours in (("self", "self_attn"), ("context", "encoder_attn")):
-        for x in ("q", "k", "v", "o"):
-            projection = f"{our_layer}.{ours}.{'out' if x == 'o' else x}_proj"
-            rules.append(matrix(f"{their_layer}_{theirs}_W{x}", f"{projection}.weight"))
-            rules.append(vector(f"{their_layer}_{theirs}_b{x}", f"{projection}.bias"))
+        for letter in ("q", "k", "v", "o"):
+            projection = f"{our_layer}.{ours}.{'out' if letter == 'o' else letter}_proj"
+            rules.append(matrix(f"{their_layer}_{theirs}_W{letter}", f"{projection}.weight"))
+            rules.append(vector(f"{their_layer}_{theirs}_b{letter}", f"{projection}.bias"))
         rules += norm(f"{their_layer}_{theirs}_Wo", f"{our_layer}.{ours}_layer_norm", suffix)
     for number in (1, 2):
         rules.append(matrix(f"{their_layer}_ffn_W{number}", f"{our_layer}.fc{number}.weight"))

@@ -38,8 +38,8 @@ from .onnx_translator import OnnxTranslator
 
 logger = logging.get_logger(__name__)
 
-# Sizes for tracing. All differ, because equal sizes would become one. None is 1, because the tracer
-# takes 1 for a constant.
+# Sizes for tracing. All differ, because the tracer would merge equal sizes. No size is 1, because
+# the tracer takes 1 for a constant.
 _BATCH, _SOURCE, _PROMPT = 2, 5, 3
 _NEW = 2  # tokens that the exporter generates
 _CLOSE = 1e-3  # largest difference of a logit that rounding explains
@@ -69,7 +69,7 @@ def save(
         model: a folder, an id on the Hub, or a model in memory, which stays as it is.
         output: the folder to write.
         opset: version of ONNX's operators. None is the exporter's default.
-        tokenizer: is saved in the folder. None is the tokenizer in the model's folder.
+        tokenizer: tokenizer to save. None is the tokenizer in the model's folder.
         target_tokenizer: likewise, if the target has its own vocabulary.
 
     Raises:

@@ -49,7 +49,7 @@ class OnnxModel:
 
     Args:
         folder: the output of `onnx.save`.
-        threads: for onnxruntime. None lets onnxruntime choose.
+        threads: number of threads of onnxruntime. None lets onnxruntime choose.
         providers: execution providers of onnxruntime.
         strict: refuse a generation config with settings that this class does not follow.
 

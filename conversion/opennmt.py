@@ -243,7 +243,7 @@ def _current_name(name: str) -> str:
 
 
 def _tokenizer(tokens: list[str], version: int, source_eos: bool) -> VaswaniTokenizer:
-    """Make a tokenizer for tokens between spaces, which adds "</s>" to sources or does not."""
+    """Make a tokenizer for tokens between spaces. `source_eos` adds "</s>" to sources too."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     backend.normalizer = normalizers.Replace(Regex(rf"\A{_SPACE}+|{_SPACE}+\z"), "")

@@ -41,9 +41,9 @@ class SentencePiece:
     Args:
         path: its file.
         pieces: all pieces, control symbols included, in the order of their ids.
-        scores: of the pieces that occur in texts. User-defined symbols have the scores that the
-            search of SentencePiece gives them.
-        lowest_score: of the normal pieces. The score of unknown characters follows from it.
+        scores: score of each piece that occurs in texts. User-defined symbols have the scores
+            that the search of SentencePiece gives them.
+        lowest_score: lowest score of a normal piece. Unknown characters get a score from it.
         bpe: whether the model merges byte pairs. Otherwise it finds the most probable pieces.
         byte_fallback: whether characters outside all pieces become bytes.
         charsmap: the compiled table of characters to replace.
@@ -111,7 +111,7 @@ class SentencePiece:
         Args:
             vocabulary: ids 0, 1, 2, ... of the pieces, the special tokens and any further entries.
             unknown: the token for characters outside all pieces.
-            other_score: of entries that are not pieces. Only unigram models have scores.
+            other_score: score of entries that are not pieces. Only unigram models have scores.
         """
         if self.bpe:
             return models.BPE(
@@ -214,7 +214,7 @@ def _unknown_runs(
     run are still found.
 
     Args:
-        entries: of the vocabulary that a text may contain.
+        entries: entries of the vocabulary that a text may contain.
 
     Returns:
         steps after `normalizers`, and the split that keeps runs apart.

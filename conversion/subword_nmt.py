@@ -28,7 +28,7 @@ class Codes:
     """The merges of byte-pair encoding.
 
     Args:
-        pairs: in the order of merging. A symbol at the end of a word ends in "</w>".
+        pairs: merged pairs, in the order of merging. A symbol at the end of a word ends in "</w>".
         separate_end: whether "</w>" starts as a symbol of its own (subword-nmt until 2017).
     """
 

@@ -25,9 +25,13 @@ def refuse_existing(output: Path) -> None:
 
     Raises:
         FileExistsError: `output` exists, or is the current folder.
+        NotADirectoryError: `output` lies below a file.
     """
     if not output.name:
         raise FileExistsError(f"{output} is the current folder: name a new folder.")
+    above = next(path for path in output.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise NotADirectoryError(f"{output} cannot be made, because {above} is a file.")
     if output.exists() and not (output.is_dir() and _is_empty(output)):
         raise FileExistsError(
             f"{output} exists and is not an empty folder: choose another output folder, or remove "

@@ -40,7 +40,7 @@ class PackedCollator:
 
     Args:
         collate: makes a padded batch.
-        pad_to_multiple_of: as of `packed`.
+        pad_to_multiple_of: as in `packed`.
     """
 
     def __init__(

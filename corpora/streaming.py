@@ -153,7 +153,7 @@ class TokenBatchStream(IterableDataset):
         sampler.set_epoch(number * _MOST_WORKERS + worker)
         if len(sampler.oversize):
             self._warn_of_oversize(*lengths[sampler.oversize[0]])
-        # The sampler cannot drop them, because it refuses a buffer without any other pair.
+        # The sampler cannot drop oversize pairs itself, because it refuses a buffer without others.
         dropped = set(sampler.oversize.tolist()) if self.drop_oversize else set()
         return [[block[row] for row in batch] for batch in sampler if batch[0] not in dropped]
 

@@ -148,7 +148,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
         if not prompt.shape[1]:
             raise NotCovered("an empty prompt")
         if config.return_dict_in_generate and config.num_beams == 1:
-            raise NotCovered("a returned cache")  # by which the text can be continued
+            raise NotCovered("a returned cache")  # the caller may continue the text with it
         if prompt.device != self.model.decoder.embed_tokens.weight.device:
             raise NotCovered("a prompt on another device")  # transformers moves it in each step
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")

@@ -42,10 +42,11 @@ _WARPERS = (
 )
 
 
-# Methods that the fast search computes by itself, and those of classes as they were written.
+# Methods whose results the fast search may compute by itself. `_written` keeps these methods of
+# each remembered class.
 _COMPUTED = ("forward", "feed_forward", "add_norm", "embed")
 _written: dict[type, tuple[Any, ...]] = {}
-# Attention that the fast search computes, and the functions of transformers for it.
+# Attention implementations that the fast search covers, with transformers' function for each.
 _ATTENTION = {
     name: ALL_ATTENTION_FUNCTIONS.get(name) for name in ("eager", "sdpa", "flex_attention")
 }
@@ -101,16 +102,16 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
 
 def remember(*kinds: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """Remember the methods of classes as they are written, and return the classes."""
-    _written.update({kind: _computed(kind) for kind in kinds})
+    _written.update({kind: _computed_methods(kind) for kind in kinds})
     return kinds
 
 
 def class_replaced(kind: type[nn.Module]) -> bool:
     """Tell whether the methods of a class are monkey-patched, if they were remembered."""
-    return kind in _written and _written[kind] != _computed(kind)
+    return kind in _written and _written[kind] != _computed_methods(kind)
 
 
-def _computed(kind: type[nn.Module]) -> tuple[Any, ...]:
+def _computed_methods(kind: type[nn.Module]) -> tuple[Any, ...]:
     return tuple(getattr(kind, name, None) for name in _COMPUTED)
 
 

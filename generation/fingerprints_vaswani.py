@@ -1,4 +1,4 @@
-"""Fingerprints of values in memory, which tell whether a bit of them has changed since.
+"""Fingerprints of values in memory, which show later whether any bit has changed.
 
 Where Linux reports writes to memory, unwritten memory is not compared again (`kernels/written.c`).
 """
@@ -26,7 +26,7 @@ class Fingerprint(ctypes.Structure):
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return digests of the parts of contiguous values. Other bytes almost surely have others."""
+    """Digest each part of contiguous values. Other bytes almost surely have other digests."""
     digests = torch.empty(-(-values.nbytes // _PART), _DIGEST, dtype=torch.uint8, device="cpu")
     structure = Fingerprint(address(values), values.nbytes, address(digests))
     library().take_fingerprint(ctypes.byref(structure), _KEY, torch.get_num_threads())

@@ -48,7 +48,7 @@ class IncrementalDecoder:
         weight = self.decoder.embed_tokens.weight
         self.can_compile = self.decoder.dtype in COMPUTED and weight.device.type == "cpu"
         self.norm = copied_norm(self.decoder.layer_norm)  # normalises the last layer's output
-        self.logits = self._prepared(model.lm_head)  # (r, V) of states (r, D), until the next call
+        self.logits = self._prepared(model.lm_head)  # (r, D) to (r, V), valid until the next call
         self.vocabulary = len(weight)  # V
         # Encodings, computed in advance. An int8 weight has another dtype than its embeddings.
         self.positions = weight.new_empty((0, weight.shape[1]), dtype=self.decoder.dtype)
@@ -82,7 +82,7 @@ class IncrementalDecoder:
         return [self._prepared(linear)(states) for linear in linears]
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
-        """Read the first target tokens (B, T): states that predict the next (B, D)."""
+        """Read the first target tokens (B, T); return states (B, D) that predict the next token."""
         sentences, length = prefix.shape
         self._start_cache(sentences)
         position_ids = None
@@ -119,7 +119,7 @@ class IncrementalDecoder:
             self.compiled.read_source(self.source.layers, self.source.seen)
 
     def _mask_of_prompt(self, length: int) -> torch.Tensor:
-        """Say what the prompt's tokens see of each other: (T, T) or (B, 1, T, T), 0 or -inf."""
+        """Return the mask of a prompt: (T, T) or (B, 1, T, T), 0 if seen and -inf if not."""
         device = self.no_mask.device
         seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         if self.prefix_mask is not None:
@@ -136,7 +136,7 @@ class IncrementalDecoder:
         parents: torch.Tensor | None = None,
         open_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Extend hypotheses by one token each: states that predict the next (R, D).
+        """Extend hypotheses by one token each; return states (R, D) that predict the next token.
 
         Args:
             tokens: (B, K).

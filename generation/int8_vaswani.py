@@ -90,7 +90,7 @@ class _Int8Weight(nn.Module):
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
-        """The values: PEFT's DoRA calls `dequantize` on layers with this name."""
+        """The int8 values. PEFT's DoRA calls `dequantize` on layers that have this attribute."""
         return self.weight
 
     def dequantize(self) -> torch.Tensor:
@@ -158,8 +158,8 @@ class Int8Linear(_Int8Weight, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight: (..., in) to (..., out).
 
-        Exported and traced programs multiply in floating point, because ONNX has no such int8
-        product and sums of 8-bit products may overflow on the CPU that runs them.
+        Exported and traced programs multiply in floating point. ONNX has no such int8
+        product, and sums of 8-bit products may overflow on the CPU that runs the program.
         """
         self._refuse_training(input)
         exported = torch.compiler.is_exporting() or torch.jit.is_tracing()

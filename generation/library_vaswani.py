@@ -2,9 +2,9 @@
 
 A step of the search has few rows of states, so torch spends most of a step between its operators.
 The kernels in the folder `kernels` make one pass where torch needs several operators. GCC compiles
-them for this CPU the first time that a model decodes or trains, in some seconds, and the Hugging
-Face cache keeps the result. Where that is impossible, `library()` is None, and torch's operators
-compute the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
+the kernels for this CPU when a model first decodes or trains. This takes some seconds, and the
+Hugging Face cache keeps the result. Where the kernels cannot run, `library()` is None, and torch's
+operators compute the same. `VASWANI_KERNELS=0` in the environment turns the kernels off.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _FLAGS = [
     # GCC may reorder sums to vectorise them.
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 ]
-_TIMEOUT = 60  # seconds of the compiler
+_TIMEOUT = 60  # seconds that one run of the compiler may take
 _DIGEST = hashlib.sha256().digest_size  # bytes at the end of a file in the cache
 _WINDOW = 0.2  # seconds between two looks at how crowded the cores are
 _CROWDED_WINDOWS = 3  # in a row, after which the cores count as crowded
@@ -88,7 +88,7 @@ def library() -> Any:
     """Compile and load the kernels. Return None if they are turned off or cannot run here."""
     if os.environ.get("VASWANI_KERNELS") == "0" or not _FOLDER.is_dir():
         return None  # remote code has no C files
-    # On Linux, GCC's OpenMP is the one of torch, so that both share their threads.
+    # On Linux, the kernels and torch use the same OpenMP, so both share their threads.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or " aes" not in _cpu():

@@ -90,7 +90,7 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multipl
 
 
 def originals(linears: tuple[nn.Linear, ...]) -> tuple[nn.Linear, ...]:
-    """Return the layers whose parameters these layers have."""
+    """Return the original of each prepared layer, and other layers unchanged."""
     return tuple(
         linear.original if isinstance(linear, PreparedLinear) else linear for linear in linears
     )
@@ -273,7 +273,7 @@ def _fits_kernels(values: torch.Tensor, shape: torch.Size) -> bool:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Tell whether a module has hooks or a `forward` of its own, or its class has another one."""
+    """Tell whether a module has hooks, a `forward` of its own, or a monkey-patched class."""
     hooks = module._forward_pre_hooks or module._forward_hooks
     return bool("forward" in vars(module) or hooks or class_replaced(type(module)))
 

@@ -3,6 +3,7 @@
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.places_vaswani import check_folder
 from .pipeline_vaswani import VaswaniTranslationPipeline
 
 
@@ -14,6 +15,7 @@ def load(model: str, dtype: str = "auto") -> VaswaniTranslationPipeline:
         ValueError: a file of the model is damaged.
     """
     # Load the configuration first, because its errors explain wrong paths and foreign models.
+    check_folder(model)
     VaswaniConfig.from_pretrained(model)
     # transformers' `pipeline` would hide an error of the weights among the tracebacks of all
     # classes that it tries.

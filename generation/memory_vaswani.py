@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _LEAST = 2**20  # bytes; smaller blocks stay in the C library
-_MOST = 2**31  # bytes of addresses that are kept, of which only the pages in use take memory
+_MOST = 2**31  # bytes of addresses that are kept; only pages in use take memory
 
 _BLOCK = 2**25  # bytes that several weights share; a huge page of Linux has 2 MiB
 _ALIGNMENT = 64

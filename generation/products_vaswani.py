@@ -21,7 +21,7 @@ from .memory_vaswani import empty, empty_for_weights
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _DIGITS = 3  # of a float, with 8 bits each
 _INPUTS_OF_TILE, _ROWS_OF_TILE = 64, 16
-_MOST_INPUTS = 2**14  # with which sums of products of digits fit 32 bits
+_MOST_INPUTS = 2**14  # sums of products of digits with more inputs exceed 32 bits
 
 
 class Product(ctypes.Structure):
@@ -61,7 +61,7 @@ class Panels(NamedTuple):
     inputs: int
     dtype: torch.dtype
     panels: torch.Tensor  # (out / width, words, width) of 32 bits, with values of several inputs
-    # With zeros up to a whole panel:
+    # Zeros pad the next two tensors to a whole panel.
     sums: torch.Tensor | None  # of each output's int8 weights
     scale: torch.Tensor | None  # of each output, for int8 and digits, relative to a row of states
     outputs: int

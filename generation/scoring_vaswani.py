@@ -51,11 +51,11 @@ def _has_target_tokenizer(folder: str, **origin: Any) -> bool:
     )
 
 
-def _have_same_tokens(one: Any, other: Any, size: int) -> bool:
+def _have_same_tokens(left: Any, right: Any, size: int) -> bool:
     """Tell whether the first `size` tokens of two tokenizers have the same ids."""
     vocabularies = [
         {token: number for token, number in tokenizer.get_vocab().items() if number < size}
-        for tokenizer in (one, other)
+        for tokenizer in (left, right)
     ]
     return vocabularies[0] == vocabularies[1]
 
@@ -422,8 +422,8 @@ class VaswaniScoringMixin:
             prefix = self.prepare_decoder_input_ids_from_labels(labels)
             prefix[:, 0] = self._token_id("decoder_start_token_id")
             inputs = {
-                # The mask hides the padding. The padding token of the target may be none of the
-                # source's tokens.
+                # The mask hides the padding, so any token will do. The source vocabulary may lack
+                # the target's padding token.
                 "input_ids": source.masked_fill(source == -100, 0),
                 "attention_mask": (source != -100).long(),
                 "decoder_input_ids": prefix,

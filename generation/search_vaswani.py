@@ -33,7 +33,7 @@ class Decoder(Protocol):
     vocabulary: int  # V, known after `read`
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
-        """Read the first target tokens (B, T): states that predict the next (B, W)."""
+        """Read the first target tokens (B, T); return states (B, W) that predict the next token."""
 
     def step(
         self,
@@ -41,12 +41,16 @@ class Decoder(Protocol):
         parents: torch.Tensor | None = None,
         open_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Extend hypotheses `parents` (B, K) by `tokens` (B, K): states of the open rows (R, W)."""
+        """Extend the hypotheses `parents` (B, K) by `tokens` (B, K).
+
+        Returns:
+            The states (R, W) of the open rows.
+        """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Predict the next tokens from states of some rows (r, W): logits (r, V).
 
-        The next call may overwrite them.
+        The next call may overwrite the logits.
         """
 
     def keep(self, sentences: torch.Tensor) -> None:
@@ -119,9 +123,9 @@ def greedy_search(
 def _portions(sentences: int, logits_each: int, device: torch.device) -> list[slice]:
     """Divide sentences into portions, whose logits are computed and used in turn.
 
-    Without the compiled kernels, the allocator of the C library returns large blocks of memory to
-    the system, which then has to clear them again in each step. Portions are smaller, and fit the
-    last cache of most CPUs.
+    Without the compiled kernels, the C library returns large blocks of memory to the system. The
+    system would clear such blocks again in each step. Portions are smaller, and fit the last cache
+    of most CPUs.
     """
     if device.type != "cpu":
         return [slice(0, sentences)]
@@ -273,8 +277,8 @@ def _sentences_to_keep(done: torch.Tensor, leaving: int) -> torch.Tensor | None:
     if leaving == 0 or 8 * leaving < len(done):
         return None
     places = torch.arange(len(done) - leaving, device=done.device)
-    last = (~done[len(places) :]).nonzero()[:, 0] + len(places)
-    return places.masked_scatter(done[: len(places)], last)
+    moved = (~done[len(places) :]).nonzero()[:, 0] + len(places)
+    return places.masked_scatter(done[: len(places)], moved)
 
 
 def _rows_after_leaving(rows: torch.Tensor, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -63,7 +63,7 @@ def checked_factor(factor: Any) -> float:
 
 
 def check_penalty(length_penalty: Any, length_penalty_type: Any) -> None:
-    """Refuse a length penalty that no formula gives; None takes the default.
+    """Refuse an invalid length penalty or formula; None takes the default.
 
     Raises:
         ValueError: names the setting, its value and the valid values.
@@ -224,7 +224,7 @@ class VaswaniGenerationConfig(GenerationConfig):
             for name, value in off.items()
             if name in config_dict and config_dict[name] is None
         }
-        # A file may name a stranger's code. No save may repeat it.
+        # A file may name a stranger's code as custom_generate, so never save that name again.
         kept = {name: value for name, value in config_dict.items() if name != "custom_generate"}
         return {**kept, **switched}
 

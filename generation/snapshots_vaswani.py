@@ -116,8 +116,9 @@ class Snapshot:
 
     Args:
         roots: modules that are given again to `holds`.
-        modules: all modules whose attributes are read, the roots among them. Each is a root, or a
-            child or an attribute of another. Children count only if they are among the modules.
+        modules: all modules whose attributes are read, the roots among them. Each module is a
+            root, or a child or an attribute of another module. Attributes of children that are not
+            listed are not compared.
     """
 
     def __init__(self, roots: Sequence[nn.Module], modules: Sequence[nn.Module]) -> None:

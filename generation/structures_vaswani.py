@@ -112,7 +112,7 @@ class Positions:
 
     def __init__(self) -> None:
         self.lists = self.longest = 0
-        # The lists, one after the other, and how many positions of each count.
+        # The lists, one after the other, and the number of positions in each list.
         self.places, self.counts = torch.empty(0, **_INTEGERS), torch.empty(0, **_INTEGERS)
 
     def see(self, mask: torch.Tensor, end: int | None = None) -> None:

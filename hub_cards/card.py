@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from ..configuration import __version__
 from ..corpora.atomic_folder import replaced_file
-from .metadata import listed, metadata_of_card
-from .results import Results, is_language, read_results
+from .metadata import is_language, is_licence, listed, metadata_of_card
+from .results import Results, read_results
 from .saved_model import RESULTS, SavedModel, same_weights
 from .sibling_card import has_sibling_card, is_sibling, render_sibling, require_sibling_card
 
@@ -77,8 +77,11 @@ def write_model_card(
         TypeError: `results` is not a path.
         FileNotFoundError: the folder has no saved model, or a results file is missing.
         ValueError: the folder holds another kind of model; a results file belongs to another model,
-            has no circumstances, or has the name of another one; `language` is not a code.
+            has no circumstances, or has the name of another one; `language` is not a code;
+            `license` is not a name of the Hub.
     """
+    if license is not None and not is_licence(license):
+        raise ValueError(f"license {license!r} is no name of the Hub, such as 'cc-by-4.0'.")
     folder, target = Path(folder), Path(folder if output is None else output)
     model = _translation_model(folder, results)
     stated = {"license": license, "base_model": base_model, "datasets": listed(datasets)}

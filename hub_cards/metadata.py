@@ -1,5 +1,6 @@
 """The metadata of a model card, as earlier programs or authors wrote them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _LISTS = ("language", "datasets", "tags")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
 def metadata_of_card(card: Path) -> dict[str, Any]:
@@ -37,4 +40,14 @@ def listed(values: Any) -> list[Any]:
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
-__all__ = ["listed", "metadata_of_card"]
+def is_language(code: str) -> bool:
+    """Tell whether a code has the Hub's form of a language: "de", "deu", "pt-BR"."""
+    return bool(_LANGUAGE.fullmatch(code))
+
+
+def is_licence(name: str) -> bool:
+    """Tell whether a name has the Hub's form of a licence: "cc-by-4.0", "mit", "other"."""
+    return bool(_LICENCE.fullmatch(name))
+
+
+__all__ = ["is_language", "is_licence", "listed", "metadata_of_card"]

@@ -35,7 +35,6 @@ _METRICS = {
 LEAST_EXACT_MATCHES = 10  # percent; below, exact matches are shown only if a run asks for them
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")
-_LANGUAGE = re.compile(r"[a-z]{2,3}(-\w+)*")
 _TWO_LETTERS = re.compile(r"[a-z]{2}")
 
 
@@ -325,11 +324,6 @@ def _is_number_or_none(value: Any) -> bool:
 
 def _is_list_of(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
-
-
-def is_language(code: str) -> bool:
-    """Tell whether a code has the Hub's form of a language: "de", "deu", "pt-BR"."""
-    return bool(_LANGUAGE.fullmatch(code))
 
 
 def _signature(name: str, figures: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 
 def is_slow_on_cpu(query: torch.Tensor) -> bool:
-    """Tell whether SDPA's backward pass is slow: on CPUs, in bfloat16, by several times."""
+    """Tell whether SDPA's backward pass is several times slower: on CPUs, in bfloat16."""
     return query.is_cpu and query.dtype == torch.bfloat16 and query.requires_grad
 
 

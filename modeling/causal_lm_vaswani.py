@@ -42,8 +42,8 @@ def _without_first_tokens(
     """Subtract tokens that the Trainer counts, but that nothing predicts, from an update's tokens.
 
     The Trainer counts all labels except those of the first column. A text that is padded on the
-    left, or packed behind another text, has its first token in a later column. Other batches of
-    the update are taken to have the same share of such tokens.
+    left, or packed behind another text, has its first token in a later column. The result
+    assumes that all batches of the update have the same share of such tokens.
     """
     counted, kept = ((part != -100).sum() for part in (labels[:, 1:], shift_labels))
     share = torch.where(kept > 0, kept / counted, 1.0)

@@ -32,7 +32,7 @@ class _CheapDropout(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mask,) = ctx.saved_tensors
         kept = mask.to(gradient.dtype)
-        if is_batched(gradient):  # which `mul_` cannot multiply
+        if is_batched(gradient):  # `mul_` cannot multiply such gradients
             return kept * gradient * ctx.scale, None
         return kept.mul_(gradient).mul_(ctx.scale), None
 

@@ -94,8 +94,8 @@ def _are_copies(first: Any, second: Any) -> bool:
 def _copy_foreign_memory(model: torch.nn.Module) -> None:
     """Copy weights that lie in memory that torch did not allocate.
 
-    safetensors maps the file. Other programs can write to it, and Linux does not report their
-    writes, so each call of `generate` would have to compare such weights again.
+    safetensors maps the file. Other programs can write to the file, and Linux does not report
+    their writes. Each call of `generate` would therefore have to compare such weights again.
     """
     for weight in (*model.parameters(), *model.buffers()):
         values = weight.data
@@ -107,7 +107,7 @@ def _copy_foreign_memory(model: torch.nn.Module) -> None:
 class StrictlyLoadedModel(PreTrainedModel):
     """A model that is loaded completely or not at all, and never pushed with an empty card."""
 
-    # The package sets both. Remote code has neither, because hub_cards does not travel.
+    # The package sets both. Remote code has neither, because saved folders have no hub_cards.
     write_card: ClassVar[Callable[..., Path] | None] = None
     add_card_to_push: ClassVar[Callable[..., None] | None] = None
 
@@ -205,7 +205,7 @@ class StrictlyLoadedModel(PreTrainedModel):
                 )
 
     def refuse_new_int8(self, place: Any, new: Collection[str]) -> None:
-        """Refuse an int8 checkpoint to which weights would be added, which cannot be trained.
+        """Refuse an int8 checkpoint that lacks weights, because new int8 weights cannot be trained.
 
         Raises:
             OSError: the checkpoint lacks an int8 weight or its scale, or has it in another size.

@@ -18,7 +18,7 @@ from .training_products_vaswani import multiply_matrices
 # Most bytes of a chunk's logits.
 _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Smaller chunks stay in a CPU's cache. Each chunk also adds to the gradient of the whole vocabulary
-# matrix, so a chunk has at least 2 D tokens if that many fit the limit above.
+# matrix. A chunk therefore has at least 2 D tokens, if that many fit the limit above.
 _CHUNK_IN_CACHE = 2**24
 _MULTIPLE = 64  # of the rows of a chunk, where a new number of rows costs time
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core

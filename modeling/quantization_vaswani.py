@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..generation.int8_vaswani import Int8Embedding, Int8Linear
 
 _METHOD = "vaswani_int8"
-# Kinds of PEFT's adapters that answer on int8 weights as on the dequantized ones.
+# Kinds of PEFT adapters that give the same results on int8 weights as on dequantized weights.
 _ADAPTERS = (
     *("lora", "adalora", "randlora", "gralora", "vera", "ia3", "loha", "lokr", "oft", "boft"),
     *("fourierft", "waveft", "c3a", "miss", "ln_tuning"),
@@ -35,10 +35,10 @@ class VaswaniInt8Config(QuantizationConfigMixin):
     Args:
         weight_error: relative rounding error: root mean square of the change, divided by the root
             mean square of the weights. Rounding sets it; None means not yet rounded.
-        quant_method: name of this form, as a config.json states it.
+        quant_method: name of the quantization method, as in config.json.
 
     Raises:
-        ValueError: `quant_method` is the name of another form, or `weight_error` is negative or no
+        ValueError: `quant_method` names another method, or `weight_error` is negative or no
             number.
     """
 
@@ -293,7 +293,7 @@ def refuse_int8(model: Any, action: str) -> None:
 
 
 def _refuse_offloaded(model: nn.Module) -> None:
-    """Refuse to round a model whose weights are not all in memory, or on several devices."""
+    """Refuse to round a model whose weights are offloaded, or are on several devices."""
     if name := _offloaded(model):
         raise ValueError(
             f"Rounding needs all weights in memory, but device_map offloads {name}: round the "

@@ -181,13 +181,13 @@ def _multiply(
     library().multiply_matrices(*(ctypes.byref(products), address(memory), len(memory), threads))
 
 
-def _memory(threads: int, least: int) -> torch.Tensor:
-    """Return memory for threads, and at least that many bytes for digits of the right side.
+def _memory(threads: int, needed: int) -> torch.Tensor:
+    """Return memory for threads, and at least `needed` bytes for digits of the right side.
 
     A thread of Python keeps memory for `_MEMORY` bytes of digits.
     """
-    size = threads * library().bytes_of_thread() + max(least, _MEMORY)
-    if least > _MEMORY:
+    size = threads * library().bytes_of_thread() + max(needed, _MEMORY)
+    if needed > _MEMORY:
         return torch.empty(size, dtype=torch.int8, device="cpu")
     if len(_kept.memory) != size:
         _kept.memory = torch.empty(size, dtype=torch.int8, device="cpu")

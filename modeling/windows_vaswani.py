@@ -135,7 +135,7 @@ class Windows:
 
     Args:
         lengths: (B, 2) number of queries and keys of each sentence, on the CPU.
-        device: of the indices.
+        device: device of the indices.
         join: put short sentences together; else each sentence has its own window.
     """
 
@@ -201,13 +201,13 @@ def _windows(lengths: list[list[int]]) -> list[_Window]:
 def _groups(windows: list[_Window]) -> list[list[_Window]]:
     """Divide windows into groups of similar sizes, the longest first."""
     groups: list[list[_Window]] = []
-    least = 0.0
+    shortest = 0.0
     for window in sorted(windows, key=lambda window: -max(window.sizes)):
         longest = max(window.sizes)
-        if not groups or longest < least:
+        if not groups or longest < shortest:
             groups.append([])
-            least = 0.0 if longest <= _WINDOW else _SIMILAR * longest
-            least = max(least, LONG + 1) if longest > LONG else least
+            shortest = 0.0 if longest <= _WINDOW else _SIMILAR * longest
+            shortest = max(shortest, LONG + 1) if longest > LONG else shortest
         groups[-1].append(window)
     return groups
 

@@ -76,8 +76,8 @@ def draw_heat_maps(
     Args:
         maps: titles and weights of the maps, (rows, columns).
         rows, columns: labels of the tokens.
-        title, subtitle: of the whole figure. The subtitle may be empty.
-        row_name, column_name: what rows and columns are.
+        title, subtitle: headings of the whole figure. The subtitle may be empty.
+        row_name, column_name: names of the two axes.
         across: maps in a row of the figure; None chooses.
     """
     sizes = _ONE_MAP if len(maps) == 1 else _GRID

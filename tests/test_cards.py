@@ -495,6 +495,12 @@ def test_a_language_that_is_no_code_is_refused(run):
     assert not (run / "README.md").exists()
 
 
+def test_a_licence_that_the_hub_cannot_know_is_refused(run):
+    with pytest.raises(ValueError, match=r"license 'Apache 2\.0' is no name of the Hub"):
+        write_model_card(run, license="Apache 2.0")
+    assert not (run / "README.md").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

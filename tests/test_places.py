@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import socket
 import zipfile
 from argparse import Namespace
@@ -261,6 +262,34 @@ def test_commands_end_at_once_at_a_mistyped_path(folder, looked_up, arguments):
     assert "There is no file or folder runs/en-dee, and the Hub does not answer" in said
     assert said.endswith("; did you mean runs/en-de?")
     assert len(looked_up) <= 2
+
+
+def test_a_file_of_a_model_is_not_its_folder(folder):
+    VaswaniConfig().save_pretrained("runs/en-de")
+    Path("text.tsv").write_text("a\tb\n")
+    file = "runs/en-de/config.json"
+    for arguments in (
+        ["translate", file, "text.tsv"],
+        ["score", file, "text.tsv", "text.tsv"],
+        ["train", "--model", file, "--train", "text.tsv", "--output", "new"],
+    ):
+        said = ends_with(*arguments)
+        assert said.endswith(f"{file} is a file: name the folder of the model, such as runs/en-de")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_data_are_read(folder):
+    Path("empty").mkdir()
+    Path("text.tsv").write_text("a\tb\n")
+    said = ends_with("train", "--tokenizer", "empty", "--train", "text.tsv", "--output", "new")
+    assert said.endswith("--tokenizer empty holds no tokenizer: it has no tokenizer_config.json")
+
+
+def test_outputs_below_a_file_are_refused(folder):
+    Path("text").write_text("a\n")
+    for name in ("last", "second"):
+        shutil.copytree(FROZEN, name)
+    said = ends_with("average", "second", "last", "--output", "text/new/averaged")
+    assert said.endswith(f"{folder / 'text'} is a file.")
 
 
 def test_converters_end_at_once_at_a_mistyped_path(folder, looked_up):

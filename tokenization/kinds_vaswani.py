@@ -22,10 +22,11 @@ _SMALLEST_UNIGRAM = 10  # entries of a vocabulary
 _REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
 # A punctuation mark, alone or repeated ("..."), with the space that it carries; by space_after.
 _PUNCTUATION = {False: r"▁?(\p{P})\1*", True: r"(\p{P})\1*▁?"}
-# The space that every text gets, and the same without a space at a mark that closes or opens.
+# Steps that add the outer space of every text. The second table adds none beside a closing or an
+# opening mark.
 # Metaspace adds no first space to a text that begins with one, and decoding would lose it.
-_ONE_MORE = {False: normalizers.Prepend(" "), True: normalizers.Replace(Regex(r"\z"), " ")}
-_NONE_AT_MARKS = {
+_OUTER_SPACE = {False: normalizers.Prepend(" "), True: normalizers.Replace(Regex(r"\z"), " ")}
+_OUTER_SPACE_EXCEPT_AT_MARKS = {
     False: normalizers.Replace(Regex(r"\A(?=[^\p{Pe}\p{Pf}.,;:!?…%'])"), " "),
     True: normalizers.Replace(Regex(r"(?<=[^\p{Ps}\p{Pi}¿¡])\z"), " "),
 }
@@ -34,7 +35,7 @@ _NONE_AT_MARKS = {
 def subword_backend(model: models.Model, space_after: bool, split_punctuation: bool) -> Tokenizer:
     """Make words carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
     backend = Tokenizer(model)
-    backend.normalizer = _escapes_and(_ONE_MORE[space_after])
+    backend.normalizer = _escapes_and(_OUTER_SPACE[space_after])
     # No token continues after "<", so no learned token can equal "</s>" or "<0x41>".
     ends = ["▁", "<"] if space_after else ["<"]
     splits = [pre_tokenizers.Split(end, "merged_with_previous") for end in ends]
@@ -60,20 +61,20 @@ def subword_backend(model: models.Model, space_after: bool, split_punctuation: b
     return backend
 
 
-def _escapes_and(one_more: normalizers.Normalizer) -> normalizers.Normalizer:
+def _escapes_and(outer_space: normalizers.Normalizer) -> normalizers.Normalizer:
     return normalizers.Sequence(
-        [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), one_more]
+        [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), outer_space]
     )
 
 
 def join_marks_to_added_tokens(backend: Tokenizer) -> None:
-    """Give a closing mark behind an added token no space, nor an opening mark before it.
+    """Put no space between an added token and a closing mark after it or an opening one before.
 
     The backend normalises each text between added tokens as a text of its own.
     """
-    for space_after, one_more in _ONE_MORE.items():
-        if backend.normalizer.__getstate__() == _escapes_and(one_more).__getstate__():
-            backend.normalizer = _escapes_and(_NONE_AT_MARKS[space_after])
+    for space_after, outer_space in _OUTER_SPACE.items():
+        if backend.normalizer.__getstate__() == _escapes_and(outer_space).__getstate__():
+            backend.normalizer = _escapes_and(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
 
 
 def _word_backend() -> Tokenizer:

@@ -64,7 +64,7 @@ from .kinds_vaswani import (
 )
 
 _MASK = "<mask>"
-_SWITCHING = threading.RLock()  # targets change the backend, until their call ends
+_SWITCHING = threading.RLock()  # a call that encodes targets changes the backend
 
 
 def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
@@ -221,7 +221,7 @@ class VaswaniTokenizer(TokenizersBackend):
 
     @functools.wraps(TokenizersBackend.__call__)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Encode as in transformers; a tokenizer with `source_eos` serves one thread at a time."""
+        """Encode as in transformers; with `source_eos=False`, one thread at a time."""
         switches = self.init_kwargs.get("source_eos") is False
         with _SWITCHING if switches else contextlib.nullcontext():
             return super().__call__(*args, **kwargs)

@@ -15,8 +15,8 @@ def untie_embeddings(model: PreTrainedModel) -> None:
     alone, because both stacks share one module. PEFT only warns about it, and its
     `ensure_weight_tying` adds the adapter once for each of the three uses of the matrix.
 
-    Call it before `get_peft_model`, and on the base model before `PeftModel.from_pretrained`. The
-    merged and saved model then has `tie_word_embeddings=False`.
+    Call this function before `get_peft_model`, and on the base model before
+    `PeftModel.from_pretrained`. The merged and saved model then has `tie_word_embeddings=False`.
 
     Args:
         model: a VaswaniForConditionalGeneration without adapters.

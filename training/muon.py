@@ -21,9 +21,9 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 class Muon(Optimizer):
     """Muon for matrices, and AdamW for the other parameters.
 
-    Muon replaces the momentum of a gradient by a nearly orthogonal matrix. The update of a matrix
-    (m, n) is 0.2 * sqrt(max(m, n)) times that matrix, which is about as large as an update of Adam
-    (Liu et al., 2025, arXiv:2502.16982, equation 4).
+    Muon replaces the momentum of a gradient by a nearly orthogonal matrix. The update of a weight
+    (m, n) is 0.2 * sqrt(max(m, n)) times this orthogonal matrix. The factor makes updates about as
+    large as those of Adam (Liu et al., 2025, arXiv:2502.16982, equation 4).
 
     Args:
         matrices: the parameters for Muon. `matrices_of` finds them in a model.

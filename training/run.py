@@ -104,7 +104,7 @@ class TrainingRun:
             self.metric = TranslationMetric(options.bleu_tokenize)
         except (ImportError, RuntimeError, ValueError) as error:
             raise RunError(f"--bleu-tokenize {options.bleu_tokenize}: {error}") from error
-        if not uses_deepspeed():  # its arguments would decide how models are made from here on
+        if not uses_deepspeed():  # DeepSpeed's arguments would shard models made later
             training_arguments(options, d_model=512)  # refuses wrong values before data are read
         self.circumstances = circumstances()
         set_seed(options.seed)
@@ -486,7 +486,7 @@ def _usable_tokenizer(option: str, place: str | Path) -> PreTrainedTokenizerBase
     """Load a tokenizer that pads, and that adds its end token to each target.
 
     Raises:
-        RunError: it does not, or cannot be loaded.
+        RunError: the tokenizer lacks either, or cannot be loaded.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)

@@ -84,7 +84,7 @@ class SafeSaving(Seq2SeqTrainer):
     def _add_states_of_new_callbacks(self) -> None:
         """Add entries for callbacks that the resumed checkpoint does not know.
 
-        Without them, transformers would fail to save their states.
+        Otherwise, transformers would fail to save the states of these callbacks.
         """
         states: Any = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
@@ -112,7 +112,7 @@ class SafeSaving(Seq2SeqTrainer):
 
     @contextlib.contextmanager
     def _limit_as_given(self) -> Iterator[None]:
-        """Give the arguments, which transformers saves too, the user's limit of checkpoints."""
+        """Restore the user's limit of checkpoints while transformers saves the arguments."""
         limit = self.args.save_total_limit
         self.args.save_total_limit = limit if limit is not None else self._limit_of_run
         try:
@@ -206,7 +206,7 @@ class SafeSaving(Seq2SeqTrainer):
         model.write_card(folder, **options)
 
     def _has_whole_model(self, folder: Path) -> bool:
-        """Return whether a folder holds a whole model. Adapters and sharded states are not."""
+        """Tell the main process whether a folder holds a whole model. Adapters do not count."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         translator = isinstance(model, VaswaniForConditionalGeneration)
         weights = any(folder.glob("model*.safetensors"))

@@ -21,7 +21,7 @@ def noam_schedule(
 ) -> LambdaLR:
     """Return a schedule that sets an optimizer's learning rate to equation 3 (5.3).
 
-    It replaces the learning rate that the optimizer was made with. Call `step` once after every
+    The schedule replaces the learning rate of the optimizer. Call `step` once after every
     update, with any number of processes. Do not pass the schedule to `accelerator.prepare`, which
     would step it once per process. "inverse_sqrt" of transformers is the same curve one update
     later, with a first learning rate of 0.
@@ -37,7 +37,7 @@ def noam_schedule(
         ValueError: d_model or warmup_steps is less than 1.
     """
     for group in optimizer.param_groups:
-        # LambdaLR multiplies these. An earlier schedule may have left its own "initial_lr".
+        # LambdaLR multiplies "initial_lr", which an earlier schedule may have left in the group.
         group["lr"] = group["initial_lr"] = factor
     return LambdaLR(optimizer, lambda updates: noam_rate(updates + 1, d_model, warmup_steps))
 

@@ -88,27 +88,27 @@ class ScheduledSampling(Objective):
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
         """Compute the share of a batch in the mean loss of its update."""
-        right, own = inputs.get("decoder_input_ids"), self.unwrap(model)
-        if right is None:
-            right = decoder_inputs(own, inputs["labels"], inputs)
+        reference, own = inputs.get("decoder_input_ids"), self.unwrap(model)
+        if reference is None:
+            reference = decoder_inputs(own, inputs["labels"], inputs)
         epsilon = self.probability_of_reference_tokens(update.number, update.updates)
-        mixed = right
+        mixed = reference
         if epsilon < 1:
-            predicted = self._predictions(model, inputs, right)
-            kept = torch.rand(right.shape, device=right.device) < epsilon
-            mixed = torch.where(kept | _starts(inputs, right), right, predicted)
+            predicted = self._predictions(model, inputs, reference)
+            kept = torch.rand(reference.shape, device=reference.device) < epsilon
+            mixed = torch.where(kept | _starts(inputs, reference), reference, predicted)
         inputs = {**inputs, "decoder_input_ids": mixed, "num_items_in_batch": update.tokens}
         return model(**inputs)["loss"]
 
     def _predictions(
-        self, model: nn.Module, inputs: dict[str, Any], right: torch.Tensor
+        self, model: nn.Module, inputs: dict[str, Any], reference: torch.Tensor
     ) -> torch.Tensor:
         """Predict the token at each position from the reference tokens before it."""
         batch = {name: value for name, value in inputs.items() if name != "labels"}
         if "cu_seq_lens_q" in batch:
             batch["pad_outputs"] = False
         with torch.no_grad():
-            outputs = model(**{**batch, "decoder_input_ids": right}, use_cache=False)
+            outputs = model(**{**batch, "decoder_input_ids": reference}, use_cache=False)
         # The first position of a row has no prediction, so `_starts` keeps its reference token.
         return outputs["logits"].argmax(dim=-1).roll(1, dims=1)
 
@@ -122,9 +122,9 @@ def _log_of_default_k(updates: int) -> float:
     return log_k
 
 
-def _starts(inputs: dict[str, Any], right: torch.Tensor) -> torch.Tensor:
+def _starts(inputs: dict[str, Any], reference: torch.Tensor) -> torch.Tensor:
     """Return a mask of the first position of each sentence, which has the start token."""
-    first = torch.zeros_like(right, dtype=torch.bool)
+    first = torch.zeros_like(reference, dtype=torch.bool)
     boundaries = inputs.get("decoder_cu_seq_lens_q")
     if boundaries is None:
         first[:, 0] = True

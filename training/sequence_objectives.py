@@ -106,7 +106,7 @@ class SequenceObjective(Objective):
                 or no process has the whole weights.
         """
         if trainer.train_dataset is None:
-            return  # `train` reports it
+            return  # `train` reports missing data
         if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():
             raise ObjectiveError(
                 "Sampling needs the whole weights in each process, but FSDP and ZeRO-3 divide "
@@ -224,7 +224,7 @@ class SequenceObjective(Objective):
             sequences = own.generate(
                 input_ids=ids.to(own.device), attention_mask=mask.long().to(own.device)
             )
-        sequences = sequences[:, 1:].cpu()  # what follows reads single tokens
+        sequences = sequences[:, 1:].cpu()  # the code below reads single tokens
         ends = torch.isin(sequences, torch.tensor(own.config.eos_token_id))
         # Keep the end token. Padding follows it, or the limit of a sample without an end token.
         real = ends.cumsum(dim=1) - ends.long() == 0

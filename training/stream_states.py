@@ -30,7 +30,8 @@ class StreamStates:
     def batches(self, items: Iterable[tuple[Any, tuple[int, Any]]]) -> Iterator[Any]:
         """Yield the batches of a TokenBatchStream, and keep each worker's state after its batch.
 
-        Batches of the run before are None. Trainers with `ignore_data_skip` do not skip them.
+        Batches before the resume are None. They are dropped here, because a trainer with
+        `ignore_data_skip` does not skip them.
         """
         for batch, (worker, state) in items:
             self.states[worker] = state
@@ -43,7 +44,7 @@ class StreamStates:
         """Write the states of a process after this number of updates, and the settings.
 
         A checkpoint in the middle of an update, such as transformers' on SIGTERM, has the states
-        before that update, because a resumed run repeats it.
+        before that update. A resumed run repeats the whole update.
         """
         begun, before = self.before
         states = before if begun == updates else self.states
@@ -60,7 +61,7 @@ class StreamStates:
             checkpoint: folder of the checkpoint.
             args: arguments of the run.
             update: number of updates of the checkpoint.
-            settings: those of this run that decide which rows a batch has.
+            settings: settings of this run that decide which rows a batch has.
 
         Raises:
             InputError: the checkpoint has no streams, other settings, or another number of

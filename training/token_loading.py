@@ -134,10 +134,10 @@ class TokenBatchLoading(Seq2SeqTrainer):
         return DataLoader(stream, batch_size=None, **self._loader_settings())
 
     def _multiple_of_tokens(self) -> int | None:
-        """Return a multiple for the tokens of packed batches where each new number costs time.
+        """Return a multiple for the number of tokens in packed batches, or None for any number.
 
-        On a CPU, a bfloat16 product with a new number of rows starts slowly in oneDNN. Objectives
-        that count the sentences of a batch get no spare ones.
+        On a CPU, a bfloat16 product with a new number of rows starts slowly in oneDNN. Other
+        objectives may count the sentences of a batch, so their batches get no spare sentences.
         """
         if self.args.device.type != "cpu" or not isinstance(self.objective, RDrop | None):
             return None
@@ -225,7 +225,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
         return self._data_parallel_rank()[1] * self.args.gradient_accumulation_steps
 
     def _warn_of_other_batches(self, checkpoint: Path, state: TrainerState) -> None:
-        """Name settings by which the rest of a resumed epoch has other batches than before."""
+        """Warn about changed settings that change the batches in the rest of a resumed epoch."""
         file, epoch = checkpoint / _BATCHES, state.epoch or 0.0
         if math.isclose(epoch, round(epoch), abs_tol=1e-6) or not self.is_world_process_zero():
             return

@@ -47,9 +47,9 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
 
     A run may be killed at any time, even during a save. `train(resume_from_checkpoint=True)`
     continues from the last complete checkpoint, and names incomplete checkpoints in a warning. The
-    rest of the epoch has the same batches, so the final weights are those of a run that was never
-    killed, bit for bit. This holds for one and for several processes. A stream continues at its
-    saved position even with `ignore_data_skip`, because that costs no time.
+    rest of the epoch has the same batches. The final weights are therefore those of a run that was
+    never killed, bit for bit. This holds for one and for several processes. A stream continues at
+    its saved position even with `ignore_data_skip`, because that costs no time.
 
     `save_total_limit` removes a checkpoint only after a newer one is complete. A loss or gradient
     that is not finite ends training before it changes the weights. DeepSpeed and some optimizers
@@ -286,8 +286,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         return model
 
     def _hp_search_setup(self, trial: Any) -> None:
-        # Before, transformers gives the model the special tokens of `processing_class`. If source
-        # and target have separate vocabularies, these would be tokens of the source.
+        # transformers has just given the model the special tokens of `processing_class`. If source
+        # and target have separate vocabularies, these are tokens of the source.
         for holder, tokens in self._own_special_tokens:
             vars(holder).update(tokens)
         super()._hp_search_setup(trial)
@@ -421,7 +421,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             found = (loss, None) if return_outputs else loss
         if model.training and (updater := self._early_updater()):
             # Check the loss now, because these backends change the weights in the backward pass.
-            # Without them, `training_step` checks it later, so that the device need not wait.
+            # Otherwise, `training_step` checks it later, so that the device need not wait.
             # DeepSpeed changes the weights after the last batch of an update, and such an
             # optimizer after each batch.
             unchanged = self.is_deepspeed_enabled or self.args.gradient_accumulation_steps == 1

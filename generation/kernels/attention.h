@@ -191,7 +191,7 @@ INLINE int64_t tokens_of_block(const struct batch *batch, int64_t row)
 
 // Store new keys and values at position `used` + the hypothesis' number in its sentence.
 //
-// They follow the queries of their row of `inner` (R, H d_k + H d_k + H d_v).
+// A row of `inner` (R, H d_k + H d_k + H d_v) has its queries, then its keys, then its values.
 static void store(const struct batch *batch, const float *inner, const struct cache *cache)
 {
     const int64_t d_k = batch->d_k, d_v = batch->d_v, heads = batch->heads;

@@ -24,7 +24,7 @@ EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocab
     for (int64_t row = 0; row < rows; row++) {
         const float *values = logits + row * vocabulary;
         float so_far = LOWEST; // the highest logit of the blocks so far
-        double total = 0;      // of e^(logit - so_far)
+        double total = 0;      // sum of e^(logit - so_far)
         for (int64_t i = 0; i <= blocks; i++) {
             const int64_t width = i < blocks ? block : vocabulary - blocks * block;
             const float highest = maximum(values + i * block, width);

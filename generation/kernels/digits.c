@@ -4,8 +4,8 @@
 #include "digits.h"
 
 #if defined(HAS_TILES)
-enum { BLOCKS = 8, STEPS = 4 };  // of rows and inputs, for a core's first cache
-enum { IN_CACHE = 1 << 20 };     // bytes of states, for its second cache
+enum { BLOCKS = 8, STEPS = 4 };  // blocks and steps that fit a core's first cache
+enum { IN_CACHE = 1 << 20 };     // bytes of states that fit its second cache
 
 // Split a row of floats (in,) into digits. Tiles of the next inputs are `step` bytes apart, and tiles
 // of the next digit `size` bytes. Returns the largest size of a float, which is NaN if a float is NaN

@@ -12,8 +12,8 @@
 // Tiles of 64 inputs have the highest digits, the middle ones and the lowest ones.
 enum { DIGITS = 3, TILE = TILE_ROWS * TILE_BYTES, STEP = DIGITS * TILE };
 #define LARGEST (127 * 65536. + 127 * 256 + 127)  // the integer with the largest digits
-#define SHARE (1 / 1073741824.f)                  // by which joined sums are multiplied: 2^-30
-#define SCALE (65536 / LARGEST / LARGEST / SHARE) // of them, if the largest values are 1
+#define SHARE (1 / 1073741824.f)                  // factor of joined sums: 2^-30
+#define SCALE (65536 / LARGEST / LARGEST / SHARE) // scale of joined sums, if the largest values are 1
 
 // Sums of products of digits, for 16 rows and outputs. A sum counts 256 times as much as the next one,
 // and the third counts 65536.

@@ -1,4 +1,4 @@
-// Fingerprints of values in memory, which tell whether a bit of them has changed since.
+// Fingerprints of values in memory, which show later whether any bit has changed.
 
 #include "instructions.h"
 #include "written.h"

@@ -1,4 +1,4 @@
-// Bias, scale and ReLU of a product: what makes sums its outputs.
+// Bias, scale and ReLU, which turn the sums of a product into outputs.
 
 #pragma once
 #include "instructions.h"

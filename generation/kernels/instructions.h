@@ -88,7 +88,7 @@ INLINE floats read_floats(const float *values)
 // the products on some CPUs.
 #define IN_REGISTERS(left, right) __asm__("" : "+v"(left), "+v"(right))
 
-// Fetch a row of a panel of weights that is used soon. Without this, a CPU waits for memory at each new page.
+// Fetch a row of a panel of weights before its use. Otherwise, a CPU waits for memory at each new page.
 INLINE void fetch(const void *weights)
 {
     enum { AHEAD = 2048, LINE = 64 }; // bytes
@@ -117,7 +117,7 @@ INLINE float exponential(float x)
 }
 
 #define LOWEST (-3e38f) // nearly the least float
-#define LEAST (-60.f)   // values further below the highest have no chance: e^-60 is 1e-26
+#define LEAST (-60.f)   // values further below the highest do not count: e^-60 is 1e-26
 
 // The largest value, and at least LOWEST. NaN is overlooked.
 INLINE float maximum(const float *values, int64_t count)

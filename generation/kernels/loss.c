@@ -19,7 +19,7 @@ static double smooth_row(float *values, int64_t count, int64_t target, float eps
             values[i] = NAN;
         return NAN;
     }
-    double total = 0, chances = 0; // of logits minus the highest, and of their exponentials
+    double total = 0, chances = 0; // sums of logits minus the highest, and of their exponentials
     for (int64_t first = 0; first < count; first += BLOCK) {
         const int64_t end = count - first < BLOCK ? count : first + BLOCK;
         float total_of_block = 0, chances_of_block = 0;

@@ -10,7 +10,7 @@
 #include <omp.h>
 
 #if defined(HAS_SPLITS)
-enum { BLOCKS = 16 }; // of rows that a thread splits at once, for its second cache
+enum { BLOCKS = 16 }; // blocks of rows that a thread splits at once, so that they fit its second cache
 
 // Tell whether this CPU multiplies matrices by digits.
 EXPORT int multiplies_matrices(void) { return has_tiles; }

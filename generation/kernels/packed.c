@@ -7,7 +7,7 @@
 
 #include <omp.h>
 
-enum { ROWS = 8 }; // of a product at once: with more, the registers of AVX2 do not suffice
+enum { ROWS = 8 }; // rows of a product at once; more rows would exceed the registers of AVX2
 
 struct sides {
     const int32_t *query_starts, *key_starts; // (sentences + 1,)

@@ -30,7 +30,7 @@ struct ending {
 struct beam {
     int64_t sentences, hypotheses; // B, K
     const int64_t *limits;         // (B,)
-    const float *penalties;        // (B,) of the limits, if open hypotheses are judged by those
+    const float *penalties;        // (B,) at the limits, or NULL for `penalty`
     float *finished;               // (B, K) penalised scores, best first
     struct ending *endings;        // (B, K)
     char *done;                    // (B,)

@@ -46,7 +46,7 @@ INLINE void scale_by(vector bits, floats *factors, floats *scales)
 {
     const vector infinite = in_all_lanes(0x7f800000), nan = in_all_lanes(0x7fc00000);
     bits = _mm512_mask_mov_epi32(bits, _mm512_cmpge_epi32_mask(bits, infinite), nan);
-    const floats least_size = float_in_all_lanes(1e-30f); // by which zeros can be divided
+    const floats least_size = float_in_all_lanes(1e-30f); // so that no divisor is zero
     const floats sizes = larger(least_size, _mm512_castsi512_ps(bits));
     const float largest = (float)LARGEST - 1; // a rounded quotient does not exceed LARGEST
     *factors = _mm512_div_ps(float_in_all_lanes(largest), sizes);

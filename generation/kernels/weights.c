@@ -10,7 +10,7 @@ EXPORT int panel_width(void) { return PANEL; }
 EXPORT void pack_rows(const char *weight, int64_t rows, int64_t words, int32_t *panels,
                       int64_t first, int threads)
 {
-    enum { FEW = 1 << 14 }; // words, for which several threads are not worth it
+    enum { FEW = 1 << 14 }; // words; with fewer, starting threads takes longer
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * words > FEW)
     for (int64_t panel = first / PANEL; panel <= (first + rows - 1) / PANEL; panel++) {
         const int64_t begin = first > panel * PANEL ? first : panel * PANEL;
