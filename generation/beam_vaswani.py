@@ -150,10 +150,12 @@ class Beam:
     ) -> None:
         """Add the candidates that end, and keep the best K finished hypotheses of each sentence.
 
-        A candidate must be among the best K of its step, as in transformers.
+        A candidate must be among the best K of its step, as in transformers. Candidates that are
+        ruled out do not count.
         """
         best = slice(0, settings.num_beams)
-        eligible = ends[:, best] & ~self.done[:, None]
+        possible = candidates.scores[:, best] > RULED_OUT / 2
+        eligible = ends[:, best] & possible & ~self.done[:, None]
         scores = candidates.scores[:, best] / settings.penalty(length)
         scores = scores.masked_fill(~eligible, -torch.inf)
         self.finished, chosen = torch.cat((self.finished, scores), dim=1).topk(settings.num_beams)

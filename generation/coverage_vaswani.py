@@ -44,7 +44,7 @@ _WARPERS = (
 
 # Methods whose results the fast search may compute by itself. `_written` keeps these methods of
 # each remembered class.
-_COMPUTED = ("forward", "feed_forward", "add_norm", "embed")
+_COMPUTED = ("forward", "feed_forward", "add_norm", "embed", "look_up", "_split_heads")
 _written: dict[type, tuple[Any, ...]] = {}
 # Attention implementations that the fast search covers, with transformers' function for each.
 _ATTENTION = {
@@ -65,6 +65,8 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
     rules = TokenRules()
     for processor in processors:
         kind = type(processor)
+        if rules.renormalize:
+            raise NotCovered(f"{kind.__name__} after LogitNormalization")
         if kind in _WARPERS:
             rules.warpers.append(processor)
         elif rules.warpers and kind is not LogitNormalization:
@@ -92,7 +94,7 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
                 raise NotCovered("forced_eos_token_id with several tokens or a limit of its own")
             rules.forced_last = int(processor.eos_token_id)
         elif kind is LogitNormalization:
-            rules.renormalize = True  # transformers runs this processor last
+            rules.renormalize = True
         else:
             raise NotCovered(kind.__name__)
     if rules.forced_last in rules.never:
@@ -127,13 +129,16 @@ def attends_as_known(implementation: str | None) -> bool:
 remember(nn.Linear, nn.LayerNorm, nn.Embedding, nn.ReLU)
 
 
-def forward_replaced(module: torch.nn.Module) -> bool:
-    """Tell whether a module's `forward` is monkey-patched.
+def method_replaced(module: torch.nn.Module) -> bool:
+    """Tell whether a method of a module is monkey-patched.
 
-    Accelerate's wrapper for mixed precision does not count; it keeps `_original_forward`. The fast
-    search computes in the dtype of the weights, without such casts.
+    Accelerate's wrapper of `forward` for mixed precision does not count; it keeps
+    `_original_forward`. The fast search computes in the dtype of the weights, without such casts.
     """
-    return "forward" in vars(module) and "_original_forward" not in vars(module)
+    own = vars(module)
+    if own.keys().isdisjoint(_COMPUTED):
+        return False
+    return "_original_forward" not in own or any(name in own for name in _COMPUTED[1:])
 
 
 def hooks_are_passive(module: torch.nn.Module) -> bool:
@@ -155,6 +160,17 @@ def modules_in(root: Any) -> list[torch.nn.Module]:
     return found
 
 
+def weights_are_dense(root: Any) -> bool:
+    """Tell whether no weight is sparse, or divided among processes as a DTensor with a mesh."""
+    return not any(
+        weight.layout is not torch.strided
+        or (type(weight) is not torch.nn.Parameter and hasattr(weight, "device_mesh"))
+        for module in modules_in(root)
+        for weight in module._parameters.values()
+        if weight is not None
+    )
+
+
 def parts(stack: Any) -> list[torch.nn.Module]:
     """List an encoder or a decoder, its layers, and their attention."""
     found = [stack, *stack.layers]
@@ -167,10 +183,11 @@ __all__ = [
     "NotCovered",
     "attends_as_known",
     "class_replaced",
-    "forward_replaced",
     "hooks_are_passive",
+    "method_replaced",
     "modules_in",
     "parts",
     "remember",
     "token_rules",
+    "weights_are_dense",
 ]

@@ -29,11 +29,12 @@ from .coverage_vaswani import (
     NotCovered,
     attends_as_known,
     class_replaced,
-    forward_replaced,
     hooks_are_passive,
+    method_replaced,
     modules_in,
     parts,
     token_rules,
+    weights_are_dense,
 )
 from .fallback_vaswani import TargetSide, fallback_beam_search
 from .incremental_vaswani import IncrementalDecoder
@@ -239,7 +240,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         attention_mask = kwargs.get("attention_mask")
         if attention_mask is not None and attention_mask.dim() == 2:
-            return attention_mask.sum(dim=-1)
+            return (attention_mask != 0).sum(dim=-1)
         return torch.full((source.shape[0],), source.shape[1], device=source.device)
 
     def _prompt_length(self, given: GenerationConfig | None, kwargs: dict[str, Any]) -> int:
@@ -430,27 +431,22 @@ class VaswaniGenerationMixin(GenerationMixin):
             and "predict" not in vars(self)
             and getattr(type(self), "predict", None)
             is getattr(self._network_classes[-1], "predict", None)
-            and not forward_replaced(network)
+            and not method_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
             and attends_as_known(self.config._attn_implementation)
             and not torch.nn.modules.module._has_any_global_hook()
             and all(self._is_as_written(module) and not module.training for module in modules)
             and not self.training
             and all(map(hooks_are_passive, (network, self.lm_head, *modules_in(decoder))))
-            # Weights that are divided among processes are DTensors, which have a mesh.
-            and not any(
-                type(weight) is not torch.nn.Parameter and hasattr(weight, "device_mesh")
-                for module in modules_in(network)
-                for weight in module._parameters.values()
-            )
+            and weights_are_dense(network)
         )
 
     def _is_as_written(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module of the network runs the `forward` of its class and nothing else."""
+        """Tell whether a module of the network runs the methods of its class and nothing else."""
         return (
             type(module) in self._network_classes
             and not class_replaced(type(module))
-            and not forward_replaced(module)
+            and not method_replaced(module)
             and hooks_are_passive(module)
         )
 

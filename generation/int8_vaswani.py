@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from .coverage_vaswani import remember
 from .library_vaswani import FLOATS, as_stored, library
 from .products_vaswani import Panels
 from .products_vaswani import multiply as multiply_panels
@@ -195,6 +196,9 @@ class Int8Embedding(_Int8Weight, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up tokens (...): (..., D)."""
         return F.embedding(input, self.weight) * F.embedding(input, self.weight_scale[:, None])
+
+
+remember(Int8Linear, Int8Embedding)
 
 
 class PackedInt8:

@@ -550,3 +550,19 @@ def test_a_mask_of_four_dimensions_is_refused_as_by_transformers(tiny_model, sou
     mask = source["attention_mask"][:, None, None].expand(-1, 1, source["input_ids"].shape[1], -1)
     with pytest.raises(ValueError, match="must be 2D"):
         model.generate(source["input_ids"], attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("vocabulary", "beams"), [(4, 6), (4, 12), (5, 9)])
+def test_more_beams_than_tokens_give_what_transformers_search_gives(
+    tiny_model, dtype, vocabulary, beams
+):
+    """The first step then has fewer continuations than beams. Only real ones can be finished."""
+    call = {"num_beams": beams, "num_return_sequences": beams, "early_stopping": True}
+    call |= {"max_new_tokens": 12, "return_dict_in_generate": True}
+    for seed in range(4):
+        model = tiny_model(vocab_size=vocabulary, seed=seed, dtype=dtype)
+        found = model.generate(torch.tensor([[3, 2]]), **call)
+        expected = model.generate(torch.tensor([[3, 2]]), **call, output_scores=True)
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        torch.testing.assert_close(found.sequences_scores.float(), expected.sequences_scores)

@@ -129,6 +129,14 @@ def test_a_limit_is_factor_times_source_length_plus_offset_rounded_down(
         assert said == expected
 
 
+@pytest.mark.parametrize("mask", [torch.ones(1, 301).bfloat16(), 3 * torch.ones(1, 301).long()])
+def test_a_limit_counts_tokens_whatever_the_values_of_the_mask(endless_model, mask):
+    model = endless_model()
+    source = torch.full((1, 301), 3)
+    limited = {"max_length_factor": 0.1, "max_length_offset": 1, "num_beams": 1}
+    assert model.generate(source, attention_mask=mask, **limited).shape == (1, 1 + 30 + 1)
+
+
 def test_a_limit_is_computed_in_float64_whatever_the_length():
     lengths = torch.tensor([1, 100, 2**24 + 1])
     # 0.29 * 100 is 28.999999999999996 in float64, and 29.0 in float32.

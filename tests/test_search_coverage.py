@@ -15,6 +15,7 @@ from transformers import (
 from transformers.generation import (
     EosTokenCriteria,
     ForcedEOSTokenLogitsProcessor,
+    LogitNormalization,
     MaxLengthCriteria,
     MaxTimeCriteria,
     SuppressTokensLogitsProcessor,
@@ -22,10 +23,12 @@ from transformers.generation import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vaswani.generation.coverage_vaswani import NotCovered, token_rules
+from vaswani.generation.int8_vaswani import Int8Embedding, Int8Linear
 from vaswani.modeling.attention_vaswani import VaswaniAttention
 from vaswani.modeling.modeling_vaswani import VaswaniDecoderLayer
+from vaswani.modeling.quantization_vaswani import VaswaniInt8Quantizer
 
-from vaswani import VaswaniForConditionalGeneration
+from vaswani import VaswaniForConditionalGeneration, VaswaniInt8Config
 
 
 def allow_all(batch, tokens):
@@ -258,6 +261,59 @@ def test_a_method_replaced_on_a_class_is_run(tiny_model, source, monkeypatch, ki
     assert model.generate(**call).tolist() == before.tolist()
 
 
+@pytest.mark.parametrize("kind", [Int8Linear, Int8Embedding])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_method_replaced_on_a_class_of_int8_weights_is_run(
+    tiny_model, source, monkeypatch, kind, beams
+):
+    quantizer = VaswaniInt8Quantizer(VaswaniInt8Config(), pre_quantized=False)
+    model = tiny_model(seed=1, dtype=torch.float32, norm_position="pre")
+    quantizer.preprocess_model(model)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    call = {**source, "num_beams": beams}
+    before = model.generate(**call)
+    monkeypatch.setattr(kind, "forward", doubling(kind.forward))
+    expected = model.generate(**call, use_cache=False)
+    assert expected.tolist() != before.tolist()
+    assert model.generate(**call).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("place", "method"),
+    [
+        ("model.encoder", "embed"),
+        ("model.encoder.layers.0", "feed_forward"),
+        ("model.encoder.layers.0.self_attn", "_split_heads"),
+        ("model.decoder", "embed"),
+        ("model.decoder", "look_up"),
+        ("model.decoder.layers.0", "feed_forward"),
+        ("model.decoder.layers.0.encoder_attn", "_split_heads"),
+    ],
+)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_method_replaced_on_a_module_is_run(tiny_model, source, place, method, beams):
+    model = tiny_model(seed=1, dtype=torch.float32, norm_position="pre")
+    call = {**source, "num_beams": beams}
+    before = model.generate(**call)
+    module = model.get_submodule(place)
+    setattr(module, method, doubling(getattr(module, method)))
+    encoded = model.model.encoder(**source)
+    expected = model.generate(**call, encoder_outputs=encoded, use_cache=False)
+    assert expected.tolist() != before.tolist()
+    assert model.generate(**call).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_sparse_weights_are_left_to_transformers(tiny_model, source, stack, beams):
+    model = tiny_model(seed=1, dtype=torch.float32)
+    expected = model.generate(**source, num_beams=beams)
+    linear = getattr(model.model, stack).layers[0].fc1
+    linear.weight = torch.nn.Parameter(linear.weight.detach().to_sparse())
+    assert model.generate(**source, num_beams=beams).tolist() == expected.tolist()
+
+
 def test_attention_registered_under_a_known_name_is_run(tiny_model, source, monkeypatch):
     model = tiny_model(seed=1, dtype=torch.float32)
     model.set_attn_implementation("sdpa")
@@ -324,6 +380,15 @@ def test_a_rule_after_a_warper_is_left_to_transformers():
     rules = token_rules(processors[::-1], 1, config)
     assert rules.warpers == processors[:1]
     assert rules.never == {18}
+
+
+def test_a_rule_after_the_normalisation_is_left_to_transformers():
+    processors = [LogitNormalization(), SuppressTokensLogitsProcessor([18])]
+    config = GenerationConfig(max_length=60)
+    with pytest.raises(NotCovered, match="after LogitNormalization"):
+        token_rules(processors, 1, config)
+    rules = token_rules(processors[::-1], 1, config)
+    assert (rules.never, rules.renormalize) == ({18}, True)
 
 
 def test_a_subclass_that_prepares_its_own_inputs_is_asked_for_them(source, searches, tiny_model):

@@ -105,7 +105,7 @@ static void choose(const struct candidates *candidates, const struct rules *rule
                                   going_on, sizeof(*going_on), beams);
         if (place < beams)
             going_on[place] = i;
-        if (!ends || i >= beams || beam->done[sentence])
+        if (!ends || i >= beams || beam->done[sentence] || scores[i] <= rules->ruled_out / 2)
             continue;
         place = make_room(scores[i] / rules->penalty, beam->finished + own, endings,
                           sizeof(*endings), beams);
