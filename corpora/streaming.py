@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as loader_worker
 from transformers.utils import logging
 
 from ..configuration.extras import needs
@@ -38,7 +39,7 @@ class TokenBatchStream(IterableDataset):
     most one buffer twice.
 
     Pass the stream to a DataLoader with `batch_size=None`. With several workers, `rows` must give
-    each worker its own rows, as data sets of Hugging Face `datasets` do.
+    each worker its own rows, as the rows of `rows_of_process` do.
 
     Args:
         rows: rows of this process, from `rows_of_process`.
@@ -176,10 +177,18 @@ def rows_of_process(data: Any, process: int, processes: int) -> Any:
         data: a TextStream, a `datasets.IterableDataset` or any other iterable of rows.
         process: rank of this process.
         processes: number of processes.
+
+    Raises:
+        DataError: the data set has been divided among processes before.
     """
     if isinstance(data, TextStream):
         return data.rows_of_process(process, processes)
     if isinstance(data, datasets.IterableDataset):
+        if getattr(data, "_distributed", None) is not None:
+            raise DataError(
+                "The training data have been divided by split_dataset_by_node, and would be "
+                "divided among processes again: pass the whole data set."
+            )
         own = split_dataset_by_node(data, process, processes)
         # The state of a shuffled data set does not have the rows in its shuffle buffer.
         return _CountedRows(own) if _is_shuffled(getattr(data, "_ex_iterable", None)) else own
@@ -192,6 +201,21 @@ def _is_shuffled(rows: Any) -> bool:
         return True
     parts = [getattr(rows, "ex_iterable", None), *(getattr(rows, "ex_iterables", None) or ())]
     return any(_is_shuffled(part) for part in parts if part is not None)
+
+
+def _as_one_reader(rows: Any) -> Iterator[Row]:
+    """Read all rows of an iterable, even if it divides its rows among the workers of a loader."""
+    found, info = None, loader_worker._worker_info
+    while True:
+        loader_worker._worker_info = None
+        try:
+            found = iter(rows) if found is None else found
+            row = next(found)
+        except StopIteration:
+            return
+        finally:
+            loader_worker._worker_info = info
+        yield row
 
 
 class _CountedRows:
@@ -209,7 +233,8 @@ class _CountedRows:
         if self._processes is not None:
             reader, readers = reader_of(self._process, self._processes)
         before, self._read = self._read, 0
-        for number, row in enumerate(self._rows):
+        rows = iter(self._rows) if self._processes is None else _as_one_reader(self._rows)
+        for number, row in enumerate(rows):
             self._read = number + 1
             if number % readers == reader and number >= before:
                 yield row

@@ -338,7 +338,7 @@ def make_trainer(
     own = {"max_source_tokens": BUDGET} if trainer_class is VaswaniTrainer else {}
     names = ("max_source_tokens", "max_target_tokens", "lengths", "drop_oversize", "batching")
     names += ("noam_warmup_steps", "noam_factor", "r_drop", "objective", "compute_loss_func")
-    names += ("processing_class", "stream_buffer", "mixture", "muon", "optimizers")
+    names += ("processing_class", "stream_buffer", "mixture", "muon", "optimizers", "eval_dataset")
     own.update({name: changes.pop(name) for name in names if name in changes})
     dropout, model = changes.pop("dropout", 0.1), changes.pop("model", None)
     set_seed(3)

@@ -14,7 +14,7 @@ LOG = [
     {"step": 10, "eval_loss": 4.5, "eval_bleu": 3.0, "eval_chrf": 20.0},
     {"step": 20, "loss": 4.0},
     {"step": 20, "eval_loss": 4.2, "eval_bleu": 9.0, "eval_chrf": 25.0},
-    {"step": 20, "eval_loss": float("nan")},
+    {"step": 20, "eval_loss": float("nan"), "eval_bleu": None, "eval_chrf": [25.0]},
     {"step": 20, "train_runtime": 3.0},
 ]
 

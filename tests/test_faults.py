@@ -21,6 +21,7 @@ from test_batching import STEPS, assert_bit_for_bit, make_trainer, needs_resume_
 from transformers import Seq2SeqTrainer, TrainerCallback, TrainerState, modeling_utils
 from transformers.testing_utils import CaptureLogger
 from vaswani.training import checkpoints, saving, trainer
+from vaswani.training.averaging import AverageCheckpoints
 from vaswani.training.checkpoints import last_complete_checkpoint
 from vaswani.training.trainer import VaswaniTrainer
 
@@ -228,7 +229,7 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_named_and_passed_over(
     if damage == "missing":
         path.unlink()
     else:
-        os.truncate(path, path.stat().st_size - 1)
+        os.truncate(path, path.stat().st_size // 2)
     with CaptureLogger(checkpoints.logger) as log:
         assert last_complete_checkpoint(run) == run / "checkpoint-12"
     flaw = f"{name} is missing" if damage == "missing" else f"{name} has"
@@ -293,13 +294,46 @@ def test_the_best_checkpoint_stays_beside_the_newest(five_checkpoints, tmp_path)
         assert names == [f"checkpoint-{step}" for step in kept]
 
 
-def test_incomplete_checkpoints_do_not_count_as_kept_ones(five_checkpoints, tmp_path):
+def test_checkpoints_that_were_cut_off_do_not_count_as_kept_ones(five_checkpoints, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(five_checkpoints, run)
-    (run / "checkpoint-12" / "optimizer.pt").unlink()
+    os.truncate(run / "checkpoint-12" / checkpoints._MANIFEST, 0)
     checkpoints.limit_checkpoints(run / "checkpoint-14", 2)
     names = [path.name for path in checkpoints.run_checkpoints(run)]
     assert names == ["checkpoint-9", "checkpoint-14"]
+
+
+class RemoveOptimizers(TrainerCallback):
+    """Remove the optimizer of every checkpoint but the newest, to save disk space."""
+
+    def on_save(self, args, state, control, **kwargs):
+        for folder in checkpoints.run_checkpoints(Path(args.output_dir)):
+            if folder.name != f"checkpoint-{state.global_step}":
+                (folder / "optimizer.pt").unlink(missing_ok=True)
+
+
+def test_checkpoints_without_optimizers_stay_and_are_averaged(tmp_path):
+    run = make_trainer(
+        tmp_path / "run",
+        **(SAVING | {"save_total_limit": 3}),
+        callbacks=[RemoveOptimizers(), AverageCheckpoints(3)],
+    )
+    run.train()
+    kept = checkpoints.run_checkpoints(tmp_path / "run")
+    assert [path.name for path in kept] == ["checkpoint-9", "checkpoint-12", "checkpoint-14"]
+    weights = [load_file(path / "model.safetensors") for path in kept]
+    mean = load_file(tmp_path / "run-averaged" / "model.safetensors")
+    for name, tensor in mean.items():
+        expected = torch.stack([tensors[name] for tensors in weights]).mean(dim=0)
+        torch.testing.assert_close(tensor, expected)
+
+
+def test_a_checkpoint_whose_settings_were_edited_is_complete(five_checkpoints, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(five_checkpoints, run)
+    settings = json.loads((run / "checkpoint-14" / "config.json").read_text())
+    (run / "checkpoint-14" / "config.json").write_text(json.dumps(settings | {"dropout": 0.2}))
+    assert last_complete_checkpoint(run) == run / "checkpoint-14"
 
 
 def test_a_checkpoint_of_an_earlier_run_does_not_complete_one_of_the_same_number(
@@ -417,7 +451,7 @@ def test_a_backend_that_updates_in_the_backward_pass_is_not_said_to_keep_the_wei
 
     run.accelerator.backward = backward
     if what == "loss":
-        run.objective = lambda model, inputs, update: (
+        run.training_objective = lambda model, inputs, update: (
             model(**inputs).loss * (math.nan if update.number == 2 else 1)
         )
     with pytest.raises(FloatingPointError, match=f"{what} is nan in update 3. {fate}"):

@@ -185,7 +185,8 @@ IN_SOURCE = {
     "transformers.PreTrainedTokenizerBase.__init__": "_in_target_context_manager",
     "transformers.PreTrainedTokenizerBase.save_pretrained": "_auto_map",
     "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
-    "datasets.IterableDataset.__init__": "_ex_iterable",
+    "datasets.IterableDataset.__init__": "_distributed _ex_iterable",
+    "torch.utils.data.get_worker_info": "_worker_info",
     "torch.distributed.fsdp.fully_shard": "_is_fsdp_managed_module",
     "torch.nn.Module._call_impl": """
         _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from test_batching import (
     weights,
 )
 from transformers.testing_utils import CaptureLogger
+from transformers.trainer_utils import HPSearchBackend, default_compute_objective
 from transformers.utils import logging
 from vaswani.corpora.packed_collator import packed
 from vaswani.training.objective import ObjectiveError, Update
@@ -278,6 +280,47 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, name):
     assert whole.settings()["objective"] == type(OBJECTIVES[name]()).__name__
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_search_for_hyperparameters_keeps_the_objective(tmp_path, monkeypatch, name):
+    """The trials of a search have the losses of single runs, with evaluations between updates."""
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+    monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace())
+    rates = (1e-3, 5e-3)
+    validation = training_data().select(range(4))
+
+    def trainer_of(folder, **own):
+        return make_trainer(
+            tmp_path / folder,
+            objective=OBJECTIVES[name](),
+            processing_class=Letters(),
+            max_steps=3,
+            logging_strategy="steps",
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            eval_dataset=validation,
+            **own,
+        )
+
+    def losses(trainer):
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    searched = trainer_of("search")
+    first = searched.model
+    searched.model_init = lambda: copy.deepcopy(first)
+    searched.hp_search_backend, searched.hp_name = HPSearchBackend.OPTUNA, None
+    searched.hp_space = lambda trial: trial.params
+    searched.compute_objective = default_compute_objective
+    for number, rate in enumerate(rates):
+        single = trainer_of(f"single-{rate}", learning_rate=rate)
+        single.train()
+        searched.objective = None  # transformers' search sets both between trials
+        searched.train(trial=SimpleNamespace(number=number, params={"learning_rate": rate}))
+        assert losses(searched) == losses(single)
+        assert searched.objective == searched.state.log_history[-2]["eval_loss"]
+        searched.model_wrapped = searched.model = None
+
+
 @pytest.mark.parametrize(
     ("objective", "recorded"),
     [
@@ -427,8 +470,8 @@ def test_worker_processes_compute_the_same_rewards_and_report_their_errors(tmp_p
     alone, shared = trained(0), trained(2)
     assert_bit_for_bit(weights(shared), weights(alone))
     names = [f"{number} a b" for number in range(7)]
-    assert shared.objective.reward(names, names) == [1.0] * 7
-    assert copy.deepcopy(shared.objective).reward(names[:1], names[:1]) == [1.0]
+    assert shared.training_objective.reward(names, names) == [1.0] * 7
+    assert copy.deepcopy(shared.training_objective).reward(names[:1], names[:1]) == [1.0]
     with pytest.raises(ObjectiveError, match="The reward broken failed with KeyError: 'absent'"):
         rewarded(reward_of(broken, 2), names, names)
 
@@ -589,7 +632,7 @@ def test_what_only_translation_models_can_do_is_refused_for_others(tmp_path, set
 def test_a_function_is_an_objective_for_language_models_too(tmp_path):
     model = VaswaniForCausalLM(VaswaniDecoderConfig(**SIZES_OF_DECODER))
     trainer = make_trainer(tmp_path, model=model, objective=lambda model, inputs, update: None)
-    assert trainer.objective(model, {}, UPDATE) is None
+    assert trainer.training_objective(model, {}, UPDATE) is None
 
 
 @pytest.mark.parametrize(
@@ -599,6 +642,8 @@ def test_a_function_is_an_objective_for_language_models_too(tmp_path):
         ("labels", {"max_source_tokens": None}, "Row 37 .* has no reference"),
         ("input_ids", {}, "Row 37 .* has no source"),
         ("input_ids", {"batching": "packed", "objective": None}, "Row 37 .* has no source tokens"),
+        ("labels", {"batching": "packed", "objective": None}, "Row 37 .* has no labels"),
+        ("labels", {"objective": None}, "Row 37 .* has no labels"),
     ],
 )
 def test_an_empty_row_ends_the_run_before_the_first_update(tmp_path, column, changes, message):

@@ -8,12 +8,13 @@ from logging import FileHandler
 from types import SimpleNamespace
 
 import pytest
+from datasets.distributed import split_dataset_by_node
 from forks import forked
 from launches import TRAIN
 from num2words import num2words
 from test_batching import Recorder, assert_bit_for_bit, make_trainer, training_data, weights
 from test_processes import assert_equal_weights
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from vaswani.commands.train import make_parser
@@ -173,6 +174,44 @@ def test_training_on_a_stream_resumes_with_the_same_weights(form, workers, tmp_p
     other = make_trainer(tmp_path / "whole", data=FORMS[form](), **changes)
     with pytest.raises(ValueError, match=r"streams of \d loader workers, but this run has 3"):
         other.train(resume_from_checkpoint=True)
+
+
+class RowsOfWorker(IterableDataset):
+    """Rows that are divided among workers, as the documentation of PyTorch shows."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        yield from itertools.islice(PAIRS, worker, None, workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rows_that_divide_themselves_among_workers_are_all_read(processes, workers):
+    read = [
+        tuple(row)
+        for process in range(processes)
+        for row in DataLoader(
+            Read(rows_of_process(RowsOfWorker(), process, processes)),
+            batch_size=None,
+            num_workers=workers,
+        )
+    ]
+    assert sorted(read) == sorted(PAIRS)
+
+
+class Read(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from self.rows
+
+
+def test_data_that_were_divided_before_are_refused():
+    data = training_data().to_iterable_dataset(num_shards=4)
+    with pytest.raises(DataError, match="pass the whole data set"):
+        rows_of_process(split_dataset_by_node(data, 0, 2), 0, 2)
 
 
 def test_a_stream_continues_with_the_settings_of_its_checkpoint(tmp_path):

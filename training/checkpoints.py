@@ -24,6 +24,9 @@ _MANIFEST = "checkpoint_files.json"
 # transformers writes this file last. A checkpoint without it is incomplete.
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
+# Files that users may edit in a finished checkpoint, and the weights, which an average needs.
+_EDITABLE = re.compile(r"(.*/)?(.*config|tokenizer.*)\.json|.*\.(md|py|jinja|txt)")
+_WEIGHTS = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json")
 
 
 def run_checkpoints(run: Path) -> list[Path]:
@@ -37,15 +40,15 @@ def update_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def complete_checkpoints(run: Path, updates: int) -> list[Path]:
-    """List the complete checkpoints of a run that has made this number of updates.
+def checkpoints_with_weights(run: Path, updates: int) -> list[Path]:
+    """List the checkpoints with whole weights of a run that has made this number of updates.
 
     An earlier run may have left checkpoints of later updates in the same folder.
     """
     return [
         folder
         for folder in run_checkpoints(run)
-        if update_of(folder) <= updates and flaw_of(folder) is None
+        if update_of(folder) <= updates and flaw_of(folder, _WEIGHTS) is None
     ]
 
 
@@ -64,25 +67,50 @@ def last_complete_checkpoint(run: str | os.PathLike) -> Path | None:
     return None
 
 
-def flaw_of(folder: Path) -> str | None:
-    """Return why a checkpoint is incomplete, or None if it is complete."""
-    try:
-        manifest = (folder / _MANIFEST).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return _unreadable_in(folder)
-    if not manifest:
-        return "it was being saved when its run ended"
-    try:
-        sizes = dict(json.loads(manifest))
-    except (TypeError, ValueError) as error:
-        return f"{_MANIFEST} is damaged ({error})"
+def flaw_of(folder: Path, needed: re.Pattern[str] | None = None) -> str | None:
+    """Return why a checkpoint is incomplete, or None if it is complete.
+
+    Args:
+        folder: folder of the checkpoint.
+        needed: pattern of the files that must be whole; None means all files.
+    """
+    sizes, flaw = _sizes_in(folder)
     for name, size in sizes.items():
+        if needed is not None and not needed.fullmatch(name):
+            continue
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size:
+        if path.stat().st_size != size and not _is_edited(path, name):
             return f"{name} has {path.stat().st_size} of {size} bytes"
-    return None
+    return flaw
+
+
+def _sizes_in(folder: Path) -> tuple[dict[str, int], str | None]:
+    """Read the sizes of a checkpoint's files, and tell why its save did not finish, if so."""
+    try:
+        manifest = (folder / _MANIFEST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}, _unreadable_in(folder)
+    if not manifest:
+        return {}, "it was being saved when its run ended"
+    try:
+        return dict(json.loads(manifest)), None
+    except (TypeError, ValueError) as error:
+        return {}, f"{_MANIFEST} is damaged ({error})"
+
+
+def _is_edited(path: Path, name: str) -> bool:
+    """Tell whether a file of another size may have been edited, and is not cut off."""
+    if not _EDITABLE.fullmatch(name):
+        return False
+    if path.suffix != ".json":
+        return True
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return True
 
 
 def _unreadable_in(folder: Path) -> str | None:
@@ -159,10 +187,11 @@ def discard_checkpoint(folder: Path) -> None:
 
 
 def limit_checkpoints(newest: Path, limit: int, best: str | None = None) -> None:
-    """Keep the last `limit` complete checkpoints of a run up to `newest`, and remove the others.
+    """Keep the last `limit` checkpoints of a run up to `newest`, and remove the others.
 
     `newest` and the checkpoint at the path `best` are always kept and count towards the limit.
-    Incomplete checkpoints are removed.
+    Checkpoints whose save was cut off are removed. If a user has removed or changed files of a
+    finished checkpoint, the checkpoint counts as before.
     """
     before = run_checkpoints(newest.parent)
     before = before[: before.index(newest)]
@@ -172,7 +201,7 @@ def limit_checkpoints(newest: Path, limit: int, best: str | None = None) -> None
     for folder in reversed(before):
         if best is not None and folder.resolve() == Path(best).resolve():
             continue
-        if room > 0 and flaw_of(folder) is None:
+        if room > 0 and _sizes_in(folder)[1] is None:
             room -= 1
         else:
             discard_checkpoint(folder)

@@ -1,6 +1,7 @@
 """Pictures of learning curves: losses and the validation score over updates."""
 
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def _series(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, floa
     return [
         (entry["step"], entry[name])
         for entry in log
-        if name in entry and math.isfinite(entry[name])
+        if isinstance(entry.get(name), numbers.Real) and math.isfinite(entry[name])
     ]
 
 

@@ -47,7 +47,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
     batching: str
     mixture: Mixture | None
     stream_buffer: int
-    objective: Loss | None
+    training_objective: Loss | None
     _streams: StreamStates
     _sentences_per_update: int | None = None
 
@@ -139,7 +139,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
         On a CPU, a bfloat16 product with a new number of rows starts slowly in oneDNN. Other
         objectives may count the sentences of a batch, so their batches get no spare sentences.
         """
-        if self.args.device.type != "cpu" or not isinstance(self.objective, RDrop | None):
+        if self.args.device.type != "cpu" or not isinstance(self.training_objective, RDrop | None):
             return None
         is_half = self.args.bf16 or getattr(self.model, "dtype", None) == torch.bfloat16
         return _MULTIPLE if is_half else None
@@ -184,8 +184,13 @@ class TokenBatchLoading(Seq2SeqTrainer):
                 f"Row {row} of the training data, counted from 0, has no source tokens. "
                 "batching='packed' needs at least an end token in each source: leave the row out."
             )
-        if isinstance(self.objective, Objective):
-            self.objective.check_lengths(lengths)
+        if isinstance(self.training_objective, Objective):
+            self.training_objective.check_lengths(lengths)
+        if (row := first_empty(lengths, 1)) is not None:
+            raise InputError(
+                f"Row {row} of the training data, counted from 0, has no labels. Token batches "
+                "need at least an end token in each target: leave the row out."
+            )
         self._sentences_per_update = round(
             sampler.num_sentences * batches_per_update / len(sampler)
         )

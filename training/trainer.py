@@ -131,7 +131,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 f"noam_factor={noam_factor} needs noam_warmup_steps: give both, or set "
                 "learning_rate instead."
             )
-        self.objective: Loss | None = RDrop(r_drop) if r_drop else objective_of(objective)
+        # transformers' hyperparameter search has a number of its own in `self.objective`.
+        self.training_objective: Loss | None = RDrop(r_drop) if r_drop else objective_of(objective)
         refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
         super().__init__(*args, **kwargs)
         if noam_warmup_steps is not None and self.lr_scheduler is not None:
@@ -139,10 +140,10 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "noam_warmup_steps is a schedule too: leave out `noam_warmup_steps`, or the "
                 "scheduler in `optimizers`."
             )
-        if self.objective is not None:
+        if self.training_objective is not None:
             setting = "r_drop" if r_drop else "objective"
-            self._require_own_loss(setting, getattr(self.objective, "translates", False))
-            if isinstance(self.objective, SequenceObjective):
+            self._require_own_loss(setting, getattr(self.training_objective, "translates", False))
+            if isinstance(self.training_objective, SequenceObjective):
                 self._refuse_virtual_tokens(setting)
         if batching == "packed":
             self._require_own_loss("batching='packed'", translates=True)
@@ -162,7 +163,9 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self.noam_warmup_steps = _python_number(noam_warmup_steps)
         self.noam_factor = _python_number(noam_factor)
         self.muon = float(muon)
-        self.r_drop = float(self.objective.alpha) if isinstance(self.objective, RDrop) else 0.0
+        self.r_drop = 0.0
+        if isinstance(self.training_objective, RDrop):
+            self.r_drop = float(self.training_objective.alpha)
         self.mixture = mixture
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = _python_number(stream_buffer)
@@ -269,8 +272,6 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self._own_special_tokens = _special_tokens(self.model)
         if resume_from_checkpoint:
             self._check_checkpoint(Path(resume_from_checkpoint))
-        if isinstance(self.objective, Objective):
-            self.objective.prepare(self)
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._has_stream and not self._is_fed:
             raise InputError(
@@ -286,11 +287,14 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         return model
 
     def _hp_search_setup(self, trial: Any) -> None:
+        """Prepare the objective too: `train` calls this method when the model is there."""
         # transformers has just given the model the special tokens of `processing_class`. If source
         # and target have separate vocabularies, these are tokens of the source.
         for holder, tokens in self._own_special_tokens:
             vars(holder).update(tokens)
         super()._hp_search_setup(trial)
+        if isinstance(self.training_objective, Objective):
+            self.training_objective.prepare(self)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         model: Any = self.model
@@ -413,11 +417,13 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Compute the model's own loss (5.4), or the loss of the objective during training."""
-        if self.objective is None or not model.training:
+        if self.training_objective is None or not model.training:
             found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             loss = found[0] if return_outputs else found
         else:
-            loss = self._loss_of_objective(self.objective, model, inputs, num_items_in_batch)
+            loss = self._loss_of_objective(
+                self.training_objective, model, inputs, num_items_in_batch
+            )
             found = (loss, None) if return_outputs else loss
         if model.training and (updater := self._early_updater()):
             # Check the loss now, because these backends change the weights in the backward pass.
@@ -465,7 +471,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._is_fed |= bool(batches)
         self._sentences_in_update = None
-        if self.objective is not None and tokens is not None:
+        if self.training_objective is not None and tokens is not None:
             sentences = torch.tensor(sum(map(sentences_of, batches)), device=device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 sentences = self.accelerator.gather(sentences).sum() / self.get_tp_size()
@@ -525,8 +531,8 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             **super().settings(),
             **{name: getattr(self, name) for name in own},
             "mixture": None if self.mixture is None else self.mixture.settings(),
-            "objective": None if self.objective is None else name_of(self.objective),
-            "objective_settings": _settings_of(self.objective),
+            "objective": self.training_objective and name_of(self.training_objective),
+            "objective_settings": _settings_of(self.training_objective),
         }
 
 
