@@ -72,6 +72,7 @@ PUBLISHED = {
     "multi30k-tiny": (41.02, "Wu et al. (2021)"),
     "multi30k-muon": (41.02, "Wu et al. (2021)"),
     "multi30k-muon-r-drop": (41.02, "Wu et al. (2021)"),
+    "multi30k-muon-risk": (41.02, "Wu et al. (2021)"),
     "g2p-eng_us": (58.06, "SIGMORPHON 2021 Task 1, the baseline ensemble"),
 }
 SPLITS = ("valid", "test")

@@ -155,18 +155,27 @@ def test_every_setting_of_a_run_stands_in_its_recipe(name):
     assert {"bf16", "seed", "save-steps", "eval-steps", "average", "bleu-tokenize"} <= stated
 
 
-def test_r_drop_goes_on_from_a_model_and_its_settings_stand_in_its_recipe():
+@pytest.mark.parametrize("stage", ["r-drop", "risk"])
+def test_a_second_stage_goes_on_from_a_model_and_its_settings_stand_in_its_recipe(stage):
     name = "multi30k-muon"
-    path = RECIPES / f"{name}-r-drop.yaml"
+    path = RECIPES / f"{name}-{stage}.yaml"
     first, more = recipe_of(name), recipe_of(path.stem)
     assert more.model == first.output
-    assert (first.r_drop, more.r_drop) == (0, 1)
-    same = ("train", "valid", "test", "trainer", "generation", "beams", "bleu_tokenize", "average")
-    for setting in (*same, "seed", "bf16", "scheduler", "batching", "muon"):
+    assert (first.r_drop, first.objective) == (0, None)
+    same = ("train", "valid", "test", "generation", "beams", "bleu_tokenize", "average")
+    same += ("seed", "bf16", "scheduler", "batching")
+    if stage == "r-drop":
+        assert more.r_drop == 1
+        same += ("trainer", "muon")
+    else:
+        settings = {"reward": "bleu", "candidates": 10, "sharpness": 0.005}
+        assert (more.objective, more.objective_settings) == ("risk", settings)
+    for setting in same:
         assert getattr(more, setting) == getattr(first, setting), setting
     stated = set(re.findall(r"^([\w-]+):", path.read_text(), re.M))
     assert {"max-source-tokens", "accumulate", "steps", "warmup", "learning-rate"} <= stated
-    assert {"save-steps", "eval-steps", "output"} | set(same) - {"bleu_tokenize"} <= stated
+    assert {"save-steps", "eval-steps", "output", "trainer"} <= stated
+    assert set(same) - {"bleu_tokenize"} <= stated
     assert re.findall(r"^#   (vaswani .*)$", path.read_text(), re.M) == [
         f"vaswani train --recipe examples/recipes/{recipe}.yaml" for recipe in (name, path.stem)
     ]
