@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex
+from tokenizers import AddedToken, Regex
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoTokenizer
+from transformers.testing_utils import CaptureLogger
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from transformers.utils import logging
 from vaswani.corpora.encoding import TextEncoder
 from vaswani.tokenization.kinds_vaswani import KINDS, SMILES_PATTERN, SUBWORD_KINDS
 from vaswani.tokenization.tokenization_vaswani import VaswaniTokenizer
@@ -492,6 +494,63 @@ def test_added_tokens_of_an_imported_tokenizer_are_known(tmp_path):
         assert known(f">>de<< {last} <mask>")["input_ids"] == [tag, UNK, known.mask_token_id, EOS]
 
 
+@pytest.mark.parametrize("space_after", [False, True])
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram"])
+def test_a_plain_added_token_is_found_everywhere(kind, space_after, tmp_path):
+    lines = ["the dogs run (fast).", "two dogs, three cats!", '"quoted" text?'] * 5
+    tokenizer = train(kind, lines, space_after=space_after)
+    tokenizer.add_tokens(["<num>"])
+    number = tokenizer.convert_tokens_to_ids("<num>")
+    assert tokenizer.convert_ids_to_tokens(number) == "<num>"
+    restored = ["the (<num>)", "two <num>, dogs", "two <num> dogs", "<num> dogs", "dogs <num>"]
+    tokenizer.save_pretrained(tmp_path)
+    for known in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        for text in (*restored, '"<num>"', "dogs,<num>", "dogs<num>dogs", "<num><num>."):
+            ids = known(text)["input_ids"]
+            assert ids.count(number) == text.count("<num>")
+            assert text not in restored or known.decode(ids, skip_special_tokens=True) == text
+
+
+def test_an_added_token_with_rules_keeps_them():
+    tokenizer = train("bpe", ["two dogs", "a dog"])
+    ids = tokenizer(", two")["input_ids"]
+    rules = {"single_word": True, "normalized": False}
+    tokenizer.add_tokens([AddedToken("<num>", **rules)])
+    assert tokenizer("dogs<num>s")["input_ids"].count(len(tokenizer) - 1) == 0
+    assert tokenizer(", two")["input_ids"] == ids
+
+
+def test_special_tokens_that_texts_cannot_hold_are_warned_of():
+    tokenizer = train("bpe", ["two dogs"])
+    log = logging.get_logger("vaswani.tokenization.tokenization_vaswani")
+    with CaptureLogger(log) as captured:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<sep>"]})
+    assert "<sep> in a text will not become special tokens: use tokenizer.add" in captured.out
+    with CaptureLogger(log) as captured:
+        tokenizer.add_special_tokens({"bos_token": "<s>"})
+        tokenizer.for_masked_words().add_special_tokens({"additional_special_tokens": ["<cls>"]})
+    assert not captured.out
+
+
+def test_a_start_token_leaves_the_end_token(tmp_path):
+    tokenizer = train("bpe", ["two dogs"])
+    assert tokenizer.add_eos_token
+    assert not tokenizer.for_language_model().add_eos_token
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.add_bos_token = True
+    assert tokenizer("two").tokens() == ["<s>", "▁two", "</s>"]
+    tokenizer.add_eos_token = False
+    assert tokenizer("two").tokens() == ["<s>", "▁two"]
+    loaded = AutoTokenizer.from_pretrained(tmp_path, bos_token="<s>", add_bos_token=True)
+    assert loaded("two").tokens() == ["<s>", "▁two", "</s>"]
+    for saved in (tokenizer, tokenizer.for_language_model()):
+        saved.save_pretrained(tmp_path)
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+        assert loaded("two").tokens() == saved("two").tokens()
+        assert not loaded.add_eos_token
+
+
 def test_an_error_in_a_target_leaves_the_next_source_without_an_end():
     tokenizer = VaswaniTokenizer.from_backend(train("word", ["the house"]).backend_tokenizer)
     tokenizer.init_kwargs["source_eos"] = False
@@ -606,10 +665,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert "\ufeff" not in trained.get_vocab()
 
 
-@pytest.mark.parametrize("row", [b"a house", None, 5, ["a", b"b"]])
+@pytest.mark.parametrize("row", [b"a house", None, 5, {"en": "a"}, ["a", b"b"]])
 def test_a_row_that_is_no_text_is_named(row):
     number = 3 if isinstance(row, list) else 2
-    with pytest.raises(TypeError, match=rf"Line {number} is (bytes|NoneType|int), not a string"):
+    with pytest.raises(TypeError, match=rf"Line {number} is (bytes|NoneType|int|dict), not"):
         train(lines=["a", row])
     with pytest.raises(TypeError, match=rf"Line {number} is"):
         train().train_new_from_iterator(["a", row], 400, show_progress=False)

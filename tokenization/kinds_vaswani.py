@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -72,9 +72,21 @@ def join_marks_to_added_tokens(backend: Tokenizer) -> None:
 
     The backend normalises each text between added tokens as a text of its own.
     """
-    for space_after, outer_space in _OUTER_SPACE.items():
-        if backend.normalizer.__getstate__() == _escapes_and(outer_space).__getstate__():
-            backend.normalizer = _escapes_and(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
+    space_after = carries_space_after(backend)
+    if space_after is not None:
+        backend.normalizer = _escapes_and(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
+
+
+def carries_space_after(backend: Tokenizer) -> bool | None:
+    """Tell whether words carry the space after them, or None if they do not carry spaces."""
+    if backend.normalizer is None:
+        return None
+    state = backend.normalizer.__getstate__()
+    for table in (_OUTER_SPACE, _OUTER_SPACE_EXCEPT_AT_MARKS):
+        for space_after, outer_space in table.items():
+            if state == _escapes_and(outer_space).__getstate__():
+                return space_after
+    return None
 
 
 def _word_backend() -> Tokenizer:
@@ -182,8 +194,8 @@ def lines_that_fit(
     characters: set[str] = set()
     number = 0
     for batch in lines:
-        # Bytes are iterable too, but their items are numbers.
-        is_line = isinstance(batch, str | bytes) or not isinstance(batch, Iterable)
+        # Bytes and dictionaries are iterable too, but their items are numbers and keys.
+        is_line = isinstance(batch, str | bytes | Mapping) or not isinstance(batch, Iterable)
         for line in [batch] if is_line else batch:
             number += 1
             if not isinstance(line, str):
@@ -275,6 +287,7 @@ __all__ = [
     "SMILES_PATTERN",
     "SUBWORD_KINDS",
     "UNK",
+    "carries_space_after",
     "completed",
     "half_character",
     "lines_that_fit",

@@ -45,7 +45,7 @@ from typing import Any, ClassVar, Self, TypedDict, Unpack
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
-from transformers.utils import extract_commit_hash
+from transformers.utils import extract_commit_hash, logging
 
 from ..configuration.places_vaswani import check_path
 from ..configuration.remote_code_vaswani import save_remote_code
@@ -53,6 +53,7 @@ from .kinds_vaswani import (
     EOS,
     PAD,
     UNK,
+    carries_space_after,
     completed,
     half_character,
     join_marks_to_added_tokens,
@@ -62,6 +63,8 @@ from .kinds_vaswani import (
     untrained,
     vocab_size_of_trainer,
 )
+
+logger = logging.get_logger(__name__)
 
 _MASK = "<mask>"
 _SWITCHING = threading.RLock()  # a call that encodes targets changes the backend
@@ -112,6 +115,13 @@ def _without_spaces(encoding: Any) -> list[tuple[int, int]]:
     return places
 
 
+def _is_plain(token: str | AddedToken) -> bool:
+    """Tell whether a token to add has no rule about the text beside it."""
+    if isinstance(token, str):
+        return True
+    return token.normalized and not (token.lstrip or token.rstrip or token.single_word)
+
+
 class _Options(TypedDict, total=False):
     """Options of `train_from_iterator`, for the signature of `train_from_files`."""
 
@@ -138,6 +148,7 @@ class VaswaniTokenizer(TokenizersBackend):
     * `unknown_ends_word=True` puts a space for an unknown token when decoding skips special tokens.
     """
 
+    _adds_eos: bool | None = None  # the last value that was given to `add_eos_token`
     _auto_map: ClassVar[dict[str, list[str | None]]] = {
         "AutoTokenizer": ["tokenization_vaswani.VaswaniTokenizer", None]
     }
@@ -280,6 +291,58 @@ class VaswaniTokenizer(TokenizersBackend):
         texts = [decode(part, skip_special_tokens=True) for part in parts]
         return " ".join(text for text in texts if text)
 
+    def _add_tokens(
+        self, new_tokens: Sequence[str | AddedToken], special_tokens: bool = False
+    ) -> int:
+        """Add tokens that are found everywhere in a text, also beside punctuation.
+
+        A text between two added tokens is decoded with the space that its first or last word
+        carries.
+        """
+        backend = self.backend_tokenizer
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        tokens = [token for token in new_tokens if str(token) not in known]
+        if special_tokens:
+            self._warn_of_hidden_tokens([str(token) for token in tokens])
+        space_after = carries_space_after(backend)
+        if special_tokens or space_after is None:
+            return int(super()._add_tokens(tokens, special_tokens))
+        plain = [_is_plain(token) for token in tokens]
+        if any(plain):
+            join_marks_to_added_tokens(backend)
+        found_everywhere = [
+            AddedToken(str(token), lstrip=space_after, rstrip=not space_after, normalized=False)
+            if is_plain
+            else token
+            for token, is_plain in zip(tokens, plain, strict=True)
+        ]
+        return int(super()._add_tokens(found_everywhere))
+
+    def _warn_of_hidden_tokens(self, tokens: list[str]) -> None:
+        """Warn of new special tokens that texts cannot hold, because they are read as text."""
+        named = {str(token) for token in self._special_tokens_map.values()}
+        if self.split_special_tokens and (hidden := [t for t in tokens if t not in named]):
+            logger.warning(
+                f"{', '.join(hidden)} in a text will not become special tokens: use "
+                "tokenizer.add_tokens instead, or set tokenizer.split_special_tokens = False."
+            )
+
+    @property
+    def add_eos_token(self) -> bool:
+        """Whether the end token is added to a text."""
+        if self._adds_eos is not None or "add_eos_token" in self.init_kwargs:
+            return bool(self._add_eos_token)
+        processor = self.backend_tokenizer.post_processor
+        if processor is None or self.eos_token is None:
+            return False
+        *_, last = json.loads(processor.__getstate__()).get("single") or [{}]
+        return bool(last.get("SpecialToken", {}).get("id") == self.eos_token)
+
+    @add_eos_token.setter
+    def add_eos_token(self, value: bool) -> None:
+        self._adds_eos = value
+        TokenizersBackend.add_eos_token.__set__(self, value)
+
     def _switch_to_input_mode(self) -> None:
         if self.init_kwargs.get("source_eos") is False and self.add_eos_token:
             self.add_eos_token = False
@@ -296,13 +359,13 @@ class VaswaniTokenizer(TokenizersBackend):
         "word." is.
         """
         new = copy.deepcopy(self)
+        new._recognise_special_tokens()
         # The parts of words carry the spaces, so spaces beside the mask must not become tokens. The
         # other kinds remove spaces, or have tokens for them.
         strip = not isinstance(self.backend_tokenizer.model, models.WordLevel)
         mask = AddedToken(_MASK, lstrip=strip, rstrip=strip, normalized=False, special=True)
         new.add_special_tokens({"mask_token": mask})
         join_marks_to_added_tokens(new.backend_tokenizer)
-        new._recognise_special_tokens()
         return new
 
     def for_language_model(self) -> Self:
