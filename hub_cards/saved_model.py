@@ -80,7 +80,7 @@ class SavedModel:
     @property
     def weights(self) -> list[Path]:
         """Files of the weights."""
-        return sorted(self.folder.glob("model*.safetensors"))
+        return weight_files(self.folder)
 
     @cached_property
     def parameters(self) -> int:
@@ -236,6 +236,16 @@ def describe_rounding(config: Any) -> str:
     )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """List the files of weights that `from_pretrained` loads, without variants and old shards."""
+    if (whole := folder / "model.safetensors").exists():
+        return [whole]
+    shards = _json_object(folder / "model.safetensors.index.json").get("weight_map", {})
+    if shards:
+        return sorted({folder / name for name in shards.values()})
+    return sorted(folder.glob("model*.safetensors"))
+
+
 def same_weights(first: Path, second: Path) -> bool:
     """Tell whether two folders hold the same weights, bit for bit."""
     names = [
@@ -266,4 +276,11 @@ def _json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-__all__ = ["RESULTS", "SavedModel", "count_parameters", "describe_rounding", "same_weights"]
+__all__ = [
+    "RESULTS",
+    "SavedModel",
+    "count_parameters",
+    "describe_rounding",
+    "same_weights",
+    "weight_files",
+]

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoConfig
 
 from ..training.circumstances import weights_sha256
-from .saved_model import count_parameters, describe_rounding
+from .saved_model import count_parameters, describe_rounding, weight_files
 
 _TEMPLATE = Path(__file__).with_name("sibling_template.md.j2")
 _TEXT = '"Two dogs run."'
@@ -118,7 +118,7 @@ def render_sibling(
 
 def _parameters(folder: Path) -> int:
     """Count the stored parameters, tied ones once."""
-    files = sorted(folder.glob("model*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise FileNotFoundError(f"{folder} holds no model.safetensors: save the model there first.")
     return count_parameters(files)

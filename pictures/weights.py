@@ -101,12 +101,18 @@ def check_model(model: Any, tokenizer: Any) -> None:
         raise TypeError(f"tokenizer must be that of the model, got {type(tokenizer).__name__}.")
 
 
-def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]:
-    """Return the token ids of one sentence, after all checks."""
+def _is_batch(sentence: Any) -> bool:
     nested = isinstance(sentence, list | tuple) and any(
         isinstance(entry, str | list | tuple) for entry in sentence
     )
-    if nested or getattr(sentence, "ndim", 1) != 1:
+    return nested or getattr(sentence, "ndim", 1) == 2
+
+
+def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids of one sentence, after all checks. A batch of one is a sentence."""
+    if _is_batch(sentence) and len(sentence) == 1:
+        sentence = sentence[0]
+    if _is_batch(sentence) or getattr(sentence, "ndim", 1) != 1:
         raise ValueError(
             f"{name} must be one sentence, a string or its token ids, but holds {len(sentence)}: "
             "make one call for each sentence."

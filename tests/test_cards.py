@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from loopback_hub import LoopbackHub, Reply
+from safetensors.torch import load_file, save_file
 from test_batching import make_trainer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer
 from transformers.testing_utils import CaptureLogger
@@ -25,6 +26,7 @@ from vaswani.hub_cards import card as cards
 from vaswani.hub_cards import metadata as card_metadata
 from vaswani.hub_cards import saved_model, sibling_card
 from vaswani.hub_cards.card import may_be_written, write_model_card
+from vaswani.hub_cards.saved_model import SavedModel
 from vaswani.training.circumstances import weights_sha256
 
 from vaswani import VaswaniModel, VaswaniTokenizer
@@ -493,6 +495,23 @@ def test_a_language_that_is_no_code_is_refused(run):
     with pytest.raises(ValueError, match="language 'German' is no ISO 639 code"):
         write_model_card(run, language=["en", "German"])
     assert not (run / "README.md").exists()
+
+
+def test_parameters_of_variants_and_old_shards_do_not_count(bare):
+    weights = load_file(bare / "model.safetensors")
+    expected = SavedModel(bare).parameters
+    save_file(weights, bare / "model.fp16.safetensors")
+    save_file(weights, bare / "model-00001-of-00002.safetensors")
+    assert SavedModel(bare).parameters == expected
+    (bare / "model.safetensors").rename(bare / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    write_json(bare / "model.safetensors.index.json", index)
+    assert SavedModel(bare).parameters == expected
+
+
+def test_several_base_models_are_listed(bare):
+    (bare / "README.md").write_text("---\nbase_model:\n- user/one\n- user/two\n---\n")
+    assert "fine-tuned from user/one, user/two." in text_of(bare, overwrite=True)
 
 
 def test_a_licence_that_the_hub_cannot_know_is_refused(run):

@@ -559,7 +559,7 @@ def test_a_write_that_fails_leaves_what_was_there(model, tokenizer, tmp_path, mo
         ({"target": ""}, ValueError, "target is empty .*None means"),
         ({"source": ["one", "two"]}, ValueError, "source must be one sentence.*holds 2"),
         ({"target": [[3, 2], [4, 2]]}, ValueError, "target must be one sentence.*holds 2"),
-        ({"source": torch.ones(1, 3, dtype=int)}, ValueError, "source must be one sentence"),
+        ({"source": torch.ones(2, 3, dtype=int)}, ValueError, "source must be one sentence"),
         ({"source": 5}, TypeError, "string or a sequence of token ids, got 5"),
         ({"source": [3, VOCABULARY, 2]}, ValueError, f"token id {VOCABULARY}, outside the"),
         ({"source": "one " * 1200}, ValueError, "tokens, more than the 1000 that a picture"),
@@ -573,6 +573,16 @@ def test_bad_input_is_named_with_the_way_out(model, tokenizer, arguments, error,
     given = {"model": model, "tokenizer": tokenizer, "source": SOURCE, "target": TARGET}
     with pytest.raises(error, match=message):
         plot_attention(**{**given, **arguments})
+
+
+def test_a_batch_of_one_is_a_sentence(model, tokenizer):
+    ids = tokenizer([SOURCE])["input_ids"]
+    drawn = plot_attention(model, tokenizer, SOURCE, TARGET)
+    for source in ([SOURCE], ids, torch.tensor(ids)):
+        titles = [
+            axes.get_title() for axes in plot_attention(model, tokenizer, source, TARGET).axes
+        ]
+        assert titles == [axes.get_title() for axes in drawn.axes]
 
 
 def test_a_model_without_a_decoder_is_refused(tiny_model, tokenizer):
