@@ -38,6 +38,8 @@ The tokenizers:
 * With --bpe-codes, of subword-nmt or fastBPE, they take words between spaces, such as the output of
   Moses' tokenizer. They split words, and join them when decoding. Any white space separates words,
   but subword-nmt and fastBPE read some of it as letters.
+  A symbol that the dictionary lacks becomes <unk>. `subword-nmt apply-bpe --vocabulary` would split
+  the symbol again.
 * With --sentencepiece-model they take plain text.
 * Tokens that the dictionary lacks become <unk>. So do "<s>", "<pad>" and "</s>" in a text. Decoding
   with skip_special_tokens leaves out <unk>, which fairseq prints, and joins nothing across it.

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers.utils import logging
 
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .errors import ConversionError
 from .reading import read_text
 from .sentencepiece import SentencePiece, piece_backend
 from .subword_nmt import SPACES, Codes, pair_backend, read_codes, word_backend
+
+logger = logging.get_logger(__name__)
 
 BOS, PAD, EOS, UNK = range(4)
 _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -65,15 +68,51 @@ def read_vocabulary(
     """Read a dictionary and its codes, if any.
 
     Raises:
-        ConversionError: a file is missing or damaged, or both codes and pieces are given.
+        ConversionError: a file is missing or damaged, both codes and pieces are given, or the
+            dictionary belongs to others.
     """
     if codes and pieces:
         raise ConversionError(f"Text is split by {codes} or by {pieces}, not by both.")
-    return Vocabulary(
-        read_dictionary(Path(dictionary)),
-        read_codes(Path(codes)) if codes else None,
-        Path(pieces) if pieces else None,
-        remove_bpe,
+    symbols = read_dictionary(Path(dictionary))
+    merges = read_codes(Path(codes)) if codes else None
+    if merges is not None:
+        _check_entries(symbols, _entries_of(merges), f"{dictionary} cannot come from {codes}")
+    if pieces:
+        known = set(SentencePiece.read(Path(pieces)).pieces)
+        _check_entries(symbols, known, f"{dictionary} cannot come from {pieces}")
+    return Vocabulary(symbols, merges, Path(pieces) if pieces else None, remove_bpe)
+
+
+def _entries_of(codes: Codes) -> set[str]:
+    """Return the entries of several letters that text has after it is split by these codes."""
+    merged = {left + right for left, right in codes.pairs}
+    inside = {f"{symbol}@@" for symbol in merged if not symbol.endswith("</w>")}
+    at_end = {symbol.removesuffix("</w>") for symbol in merged if symbol.endswith("</w>")}
+    # With an end of its own, a symbol may also be the last of a word without a merge.
+    return inside | at_end | (merged if codes.separate_end else set())
+
+
+def _check_entries(symbols: list[str], possible: set[str], complaint: str) -> None:
+    """Refuse a dictionary with no possible entry, and warn if most entries are impossible.
+
+    Single letters and fillers are always possible.
+    """
+    entries = [
+        entry
+        for entry in symbols[len(_SPECIAL) :]
+        if len(entry.removesuffix("@@")) > 1 and not entry.startswith("madeupword")
+    ]
+    impossible = [entry for entry in entries if entry not in possible]
+    if 2 * len(impossible) <= len(entries):
+        return
+    counts = f"{len(impossible)} of {len(entries)} entries, such as {impossible[0]!r}, of"
+    if len(impossible) == len(entries):
+        raise ConversionError(
+            f"{counts} {complaint}: pass the file that split the text for fairseq."
+        )
+    logger.warning(
+        f"{counts} {complaint}. If another file split the text for fairseq, many words will be "
+        "unknown tokens: pass that file."
     )
 
 

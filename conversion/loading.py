@@ -5,6 +5,7 @@ of the wrong shape.
 """
 
 import argparse
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,9 +177,24 @@ def open_model(
                 f"{' or '.join(kind.__name__ for kind in classes.values())}."
             )
         require_float_weights(model)
+        _refuse_adapter(model)
+        if name := first_not_finite(model):
+            raise ConversionError(f"{name} of the model holds NaN or infinity.")
         # The class may also be a copy of ours that a checkpoint brings along.
         return cast(VaswaniForConditionalGeneration, model)
+    if not isinstance(model, str | os.PathLike):
+        raise ConversionError(
+            f"A {type(model).__name__} cannot be converted: pass the model inside it. For a model "
+            "of PEFT, pass model.merge_and_unload()."
+        )
     folder = local_path(model, _SETTINGS, _WEIGHTS)
+    if (Path(folder) / "adapter_config.json").is_file() and not any(
+        any(Path(folder).glob(pattern)) for pattern in _WEIGHTS
+    ):
+        raise ConversionError(
+            f"{model} holds an adapter alone: load it with its model, and pass "
+            "model.merge_and_unload()."
+        )
     try:
         model_type = AutoConfig.from_pretrained(folder).model_type
         if model_type not in classes:
@@ -204,6 +220,19 @@ def open_model(
         raise ConversionError(f"{model} is not a complete model: {'; '.join(problems)}.")
     require_float_weights(loaded, str(model))
     return loaded.eval()
+
+
+def _refuse_adapter(model: PreTrainedModel) -> None:
+    """Refuse a model that holds an adapter.
+
+    Raises:
+        ConversionError: names the way out.
+    """
+    if any(".base_layer." in name for name, _ in model.named_parameters()):
+        raise ConversionError(
+            "The model holds an adapter: merge it first with model.merge_and_unload(), or remove "
+            "it with model.delete_adapter."
+        )
 
 
 def require_float_weights(model: PreTrainedModel, place: str = "The model") -> None:

@@ -211,7 +211,12 @@ def _weights(content: dict[str, Any], path: Path) -> Tensors:
     for part in (weights, generator):
         if not isinstance(part, Mapping) or not all(isinstance(name, str) for name in part):
             raise ConversionError(f"model or generator of {path} is not a dict of weights.")
-    merged = {_current_name(name): weight for name, weight in weights.items()}
+    # Version 0 stores the mask of future tokens, which is no weight.
+    merged = {
+        _current_name(name): weight
+        for name, weight in weights.items()
+        if not re.fullmatch(r"decoder\.transformer_layers\.\d+\.mask", name)
+    }
     merged |= {f"generator.{name.removeprefix('0.')}": w for name, w in generator.items()}
     for name, weight in merged.items():
         if not isinstance(weight, torch.Tensor) or not is_dense(weight):

@@ -236,6 +236,15 @@ def _read_state_dict(given: str | Path | Mapping[str, torch.Tensor]) -> Tensors:
     place, loaded = "The state dict", given
     if not isinstance(given, Mapping):
         place, loaded = str(given), read_checkpoint(Path(given))
+    if isinstance(loaded, Mapping) and not is_state_dict(loaded):
+        # Checkpoints of training loops hold the state dict beside other states.
+        inside = [name for name, part in loaded.items() if is_state_dict(part) and part]
+        if len(inside) > 1:
+            raise ConversionError(
+                f"{place} holds several dicts of tensors, under {', '.join(map(repr, inside))}: "
+                "save the one of the model alone."
+            )
+        loaded = loaded[inside[0]] if inside else loaded
     if not is_state_dict(loaded):
         raise ConversionError(
             f"{place} is not a dict of tensors: save module.state_dict(), not the module."
@@ -265,7 +274,9 @@ def _problems(about: Description, tensors: Tensors) -> list[str]:
         ]
     for field_name, name in _outside_names(about).items():
         if name not in tensors:
-            problems.append(f"{field_name} {name!r} (there is no such tensor)")
+            similar = sorted(known for known in tensors if known.endswith(f".{name}"))
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            problems.append(f"{field_name} {name!r} (there is no such tensor{hint})")
     problems += [
         f"ignore {name!r} (there is no such tensor)" for name in set(about.ignore) - {*tensors}
     ]
@@ -288,6 +299,18 @@ def _problems(about: Description, tensors: Tensors) -> list[str]:
             problems.append(f"nhead {about.nhead} (d_model is {width})")
         if width % 2 and about.position_encoding != "learned":
             problems.append(f"d_model {width} (odd, with {about.position_encoding} positions)")
+        problems += _problems_of_ids(about, min(len(source), len(tensors[about.target_embedding])))
+    return problems
+
+
+def _problems_of_ids(about: Description, entries: int) -> list[str]:
+    """List the special tokens that have no embedding."""
+    problems = []
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id"):
+        given = getattr(about, name)
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if any(not isinstance(token, int) or not 0 <= token < entries for token in ids):
+            problems.append(f"{name} {given} (the smaller embedding has {entries} entries)")
     return problems
 
 

@@ -22,6 +22,8 @@ from fairseq_models import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 from vaswani.conversion import fairseq, fairseq_text, subword_nmt
 from vaswani.conversion.errors import ConversionError
 
@@ -390,6 +392,23 @@ def test_text_is_cut_by_sentencepiece_and_looked_up(tmp_path, kind):
         assert tokenizer(line)["input_ids"] == expected
     for ids in tokenizer(["<s>", "a<pad>", "</s> b"])["input_ids"]:
         assert not {0, PAD, EOS} & set(ids[:-1])
+
+
+def test_codes_of_another_dictionary_are_refused_or_warned_of(tmp_path):
+    codes = tmp_path / "codes"
+    codes.write_text("#version: 0.2\nt h\nth e</w>\nh o\n")
+    fits = dictionary(tmp_path / "fits", ["the", "ho@@", "th@@", "madeupword0000", "x"])
+    numbers = dictionary(tmp_path / "numbers", ["13", "464", "x", "madeupword0000"])
+    half = dictionary(tmp_path / "half", ["the", "a@@", "wort", "haus@@"])
+    log = logging.get_logger("vaswani.conversion.fairseq_text")
+    with CaptureLogger(log) as captured:
+        fairseq_text.read_vocabulary(fits, codes, None, False)
+    assert not captured.out
+    with pytest.raises(ConversionError, match=r"2 of 2 entries, such as '13', of .*numbers cannot"):
+        fairseq_text.read_vocabulary(numbers, codes, None, False)
+    with CaptureLogger(log) as captured:
+        fairseq_text.read_vocabulary(half, codes, None, False)
+    assert "2 of 3 entries, such as 'wort', of" in captured.out
 
 
 def test_entries_that_are_not_pieces_leave_the_text_as_sentencepiece_cuts_it(tmp_path):

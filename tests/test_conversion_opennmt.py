@@ -526,6 +526,19 @@ def test_an_option_without_counterpart_is_refused_by_its_name(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_options_and_masks_of_older_versions_change_nothing(save):
+    """Options of version 1 for images and audio, and the mask that version 0 stores."""
+    options = some_options(2)
+    older = {"audio_enc_pooling": "1", "data_ids": [None], "data_weights": [1]}
+    older |= {"image_channel_size": 3, "sample_rate": 16000, "window_size": 0.02}
+    weights, head = some_weights(options)
+    expected = load(save(2, options, (weights, head))).model
+    mask = {"decoder.transformer_layers.0.mask": torch.ones(1, 9, 9, dtype=torch.uint8)}
+    found = load(save(2, options | older, (weights | mask, head))).model
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
 def test_all_that_is_refused_is_named_at_once(save):
     options = some_options()
     changes = {"layer_norm": "rms", "sliding_window": 8, "copy_attn": True}

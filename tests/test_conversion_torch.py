@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM
 from vaswani.commands.main import main
-from vaswani.conversion import to_torch, torch_transformer
+from vaswani.conversion import to_marian, to_torch, torch_transformer
 from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
@@ -256,6 +256,53 @@ def test_what_nn_transformer_lacks_is_refused_at_once(tiny_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["model_state_dict", "state_dict"])
+def test_the_state_dict_of_a_training_checkpoint_is_found(tmp_path, name):
+    theirs = Translator()
+    weights = theirs.state_dict()
+    path = tmp_path / "model.pt"
+    torch.save({"epoch": 3, name: weights, "optimizer": {"state": {}, "param_groups": []}}, path)
+    assert_same(
+        torch_transformer.load(path, NAMES).model, torch_transformer.load(weights, NAMES).model
+    )
+    with pytest.raises(ConversionError, match=r"several dicts of tensors, under 'a', 'b'"):
+        torch_transformer.load({"a": weights, "b": weights}, NAMES)
+    wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
+    with pytest.raises(ConversionError, match=r"did you mean 'module\.source\.weight'\?"):
+        torch_transformer.load(wrapped, NAMES)
+
+
+@pytest.mark.parametrize("name", ["pad_token_id", "eos_token_id", "decoder_start_token_id"])
+def test_special_tokens_without_an_embedding_are_refused(name):
+    for value in (SOURCE + 900, -1):
+        with pytest.raises(ConversionError, match=f"{name} {value} .the smaller embedding has"):
+            torch_transformer.load(Translator().state_dict(), {**NAMES, name: value})
+
+
+@pytest.mark.parametrize("save", [to_torch.save, to_marian.save])
+def test_adapters_and_wrapped_models_are_refused_with_the_way_out(tiny_model, tmp_path, save):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    for model, message in (
+        (peft.get_peft_model(tiny_model(), config), "pass model.merge_and_unload"),
+        (torch.nn.DataParallel(tiny_model()), "A DataParallel cannot be converted: pass the model"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            save(model, tmp_path / "out")
+    model = tiny_model()
+    model.add_adapter(config)
+    with pytest.raises(ConversionError, match="The model holds an adapter: merge it first"):
+        save(model, tmp_path / "out")
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConversionError, match="holds an adapter alone: load it with its model"):
+        save(tmp_path / "adapter", tmp_path / "out")
+    model = tiny_model()
+    model.model.decoder.layers[0].fc1.weight.data[0, 0] = torch.nan
+    with pytest.raises(ConversionError, match=r"layers\.0\.fc1\.weight of the model holds NaN"):
+        save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_descriptions_that_do_not_fit_are_refused_at_once(tmp_path):
     tensors = Translator().state_dict()
     with pytest.raises(ConversionError, match=r"no field heads.*nhead is missing"):
@@ -321,7 +368,7 @@ def test_tensors_may_be_left_out_by_name():
 
 def test_files_that_are_no_state_dict_are_refused(tmp_path):
     path = tmp_path / "model.pt"
-    for content in ([1, 2], {"model": {"a": torch.ones(1)}}):
+    for content in ([1, 2], {"model": {"a": 1}}):
         torch.save(content, path)
         with pytest.raises(ConversionError, match="not a dict of tensors"):
             torch_transformer.convert(path, tmp_path / "out", NAMES)

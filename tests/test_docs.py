@@ -476,8 +476,8 @@ def test_refusals_are_quoted_as_they_come(folder, run):
     shared = Fairseq(OPTIONS | {"share_all_embeddings": True}, target=SOURCE)
     checkpoint(folder / "checkpoint_best.pt", shared)
     for language in ("de", "en"):
-        words = [f"{language}{number}" for number in range(SOURCE - 4)]
-        dictionary(folder / f"dict.{language}.txt", words)
+        others = [f"{language}{number}" for number in range(SOURCE - 4 - len(PIECES))]
+        dictionary(folder / f"dict.{language}.txt", [*PIECES, *others])
     refused()
     run_alone = command.replace(" --target-dict dict.en.txt", "")
     assert run_alone != command

@@ -86,6 +86,7 @@ METHODS = {
     },
     "transformers.GenerationConfig": {"_dict_from_json_file": "cls json_file"},
     "transformers.PreTrainedTokenizerFast": {
+        "_add_tokens": "self new_tokens special_tokens",
         "_encode_plus": "self text text_pair add_special_tokens padding_strategy "
         "truncation_strategy max_length stride is_split_into_words pad_to_multiple_of padding_side "
         "return_tensors return_token_type_ids return_attention_mask return_overflowing_tokens "
@@ -180,9 +181,11 @@ IN_SOURCE = {
     "transformers.GenerationMixin._prepare_special_tokens": "_eos_token_tensor _pad_token_tensor",
     "transformers.GenerationConfig.from_model_config": "_from_model_config",
     "transformers.Pipeline.__init__": "_batch_size _forward_params _preprocess_params",
-    "transformers.PreTrainedTokenizerFast.__init__": "_tokenizer",
+    "transformers.PreTrainedTokenizerFast.__init__": "_add_eos_token _tokenizer",
     "transformers.PreTrainedTokenizerBase.__call__": "_switch_to_input_mode _switch_to_target_mode",
-    "transformers.PreTrainedTokenizerBase.__init__": "_in_target_context_manager",
+    "transformers.PreTrainedTokenizerBase.__init__": """
+        _in_target_context_manager _special_tokens_map
+    """,
     "transformers.PreTrainedTokenizerBase.save_pretrained": "_auto_map",
     "transformers.utils.hub.cached_files": "_raise_exceptions_for_missing_entries",
     "datasets.IterableDataset.__init__": "_distributed _ex_iterable",
