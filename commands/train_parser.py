@@ -48,13 +48,17 @@ class TrainParser(CommandParser):
         return parsed
 
     def _override_recipe(self, args: argparse.Namespace, given: Sequence[str]) -> None:
-        """Let the length and the beams of the command line override those in a recipe."""
+        """Let length, beams and data of the command line override what a recipe says about them."""
         finder = self.finder()
+        finder.add_argument("--train", nargs="+")
+        finder.add_argument("--languages", nargs="+")
         finder.add_argument("--steps")
         finder.add_argument("--epochs")
         finder.add_argument("--beams")
         finder.add_argument("--generation", nargs="+", action="extend", default=[])
         own = finder.parse_known_args(list(given))[0]
+        if own.train and args.recipe and not own.languages:
+            args.languages = None  # those of the recipe's data
         if own.beams:
             kept = [word for word in args.generation if not word.startswith("num_beams=")]
             own_beams = [word for word in own.generation if word.startswith("num_beams=")]

@@ -201,6 +201,10 @@ def test_the_command_line_comes_after_the_recipe():
     assert (args.steps, args.bf16, args.warmup) == (7, True, 2000)
     assert args.set["dropout"] == 0.2
     assert args.set["d_model"] == 128
+    assert recipe_of("g2p-eng_us").languages == ["en"]
+    assert recipe_of("g2p-eng_us", "--train", "fre.tsv").languages is None
+    given = recipe_of("g2p-eng_us", "--train", "fre.tsv", "--languages", "fr")
+    assert given.languages == ["fr"]
     args = recipe_of("multi30k-tiny", "--epochs", "2")
     assert (args.steps, args.epochs) == (None, 2)
     args = recipe_of("multi30k-tiny", "--no-bf16", "--generation", "length_penalty=0.6")
