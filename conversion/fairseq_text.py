@@ -69,7 +69,7 @@ def read_vocabulary(
 
     Raises:
         ConversionError: a file is missing or damaged, both codes and pieces are given, or the
-            dictionary belongs to others.
+            dictionary does not fit the codes or the pieces.
     """
     if codes and pieces:
         raise ConversionError(f"Text is split by {codes} or by {pieces}, not by both.")
@@ -108,7 +108,8 @@ def _check_entries(symbols: list[str], possible: set[str], complaint: str) -> No
     counts = f"{len(impossible)} of {len(entries)} entries, such as {impossible[0]!r}, of"
     if len(impossible) == len(entries):
         raise ConversionError(
-            f"{counts} {complaint}: pass the file that split the text for fairseq."
+            f"{counts} {complaint}: pass the file that split the text for fairseq, or convert "
+            "without such a file, and split the text yourself."
         )
     logger.warning(
         f"{counts} {complaint}. If another file split the text for fairseq, many words will be "

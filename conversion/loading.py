@@ -219,6 +219,7 @@ def open_model(
     if problems:
         raise ConversionError(f"{model} is not a complete model: {'; '.join(problems)}.")
     require_float_weights(loaded, str(model))
+    _refuse_adapter(loaded)
     return loaded.eval()
 
 

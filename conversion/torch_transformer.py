@@ -299,18 +299,19 @@ def _problems(about: Description, tensors: Tensors) -> list[str]:
             problems.append(f"nhead {about.nhead} (d_model is {width})")
         if width % 2 and about.position_encoding != "learned":
             problems.append(f"d_model {width} (odd, with {about.position_encoding} positions)")
-        problems += _problems_of_ids(about, min(len(source), len(tensors[about.target_embedding])))
+        problems += _problems_of_ids(about, len(source), len(tensors[about.target_embedding]))
     return problems
 
 
-def _problems_of_ids(about: Description, entries: int) -> list[str]:
-    """List the special tokens that have no embedding."""
+def _problems_of_ids(about: Description, source: int, target: int) -> list[str]:
+    """List the special tokens without an embedding, for numbers of entries on both sides."""
     problems = []
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id"):
+        entries = min(source, target) if name == "pad_token_id" else target
         given = getattr(about, name)
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if any(not isinstance(token, int) or not 0 <= token < entries for token in ids):
-            problems.append(f"{name} {given} (the smaller embedding has {entries} entries)")
+            problems.append(f"{name} {given} (an embedding has {entries} entries)")
     return problems
 
 

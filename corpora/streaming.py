@@ -184,7 +184,8 @@ def rows_of_process(data: Any, process: int, processes: int) -> Any:
     if isinstance(data, TextStream):
         return data.rows_of_process(process, processes)
     if isinstance(data, datasets.IterableDataset):
-        if getattr(data, "_distributed", None) is not None:
+        divided = getattr(data, "_distributed", None)
+        if divided is not None and divided.world_size > 1:
             raise DataError(
                 "The training data have been divided by split_dataset_by_node, and would be "
                 "divided among processes again: pass the whole data set."

@@ -55,10 +55,7 @@ def test_added_tokens_stay_whole():
         tag = tokenizer.convert_tokens_to_ids(">>de<<")
         assert BpeDropout(tokenizer, 1)([text])[0].count(tag) == text.count(">>de<<")
     tokenizer.add_tokens(["<2de>"])
-    for text in ("one <2de> two", "(<2de>)", "<2de>.", ". two", "three<2de>"):
-        assert BpeDropout(tokenizer, 0)([text]) == tokenizer([text])["input_ids"]
-    tokenizer.add_tokens([AddedToken("<2fr>", rstrip=True, normalized=True)])
-    with pytest.raises(ValueError, match="would cut the added tokens <2fr>"):
+    with pytest.raises(ValueError, match="would cut the added tokens <2de>"):
         BpeDropout(tokenizer, 0.1)
 
 

@@ -274,9 +274,14 @@ def test_the_state_dict_of_a_training_checkpoint_is_found(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["pad_token_id", "eos_token_id", "decoder_start_token_id"])
 def test_special_tokens_without_an_embedding_are_refused(name):
-    for value in (SOURCE + 900, -1):
-        with pytest.raises(ConversionError, match=f"{name} {value} .the smaller embedding has"):
-            torch_transformer.load(Translator().state_dict(), {**NAMES, name: value})
+    weights = Translator().state_dict()
+    source, target = len(weights["source.weight"]), len(weights["target.weight"])
+    entries = min(source, target) if name == "pad_token_id" else target
+    for value in (entries, -1):
+        with pytest.raises(ConversionError, match=f"{name} {value} .an embedding has {entries} "):
+            torch_transformer.load(weights, {**NAMES, name: value})
+    config = torch_transformer.load(weights, {**NAMES, name: entries - 1}).model.config
+    assert getattr(config, name) == entries - 1
 
 
 @pytest.mark.parametrize("save", [to_torch.save, to_marian.save])

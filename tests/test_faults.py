@@ -328,6 +328,21 @@ def test_checkpoints_without_optimizers_stay_and_are_averaged(tmp_path):
         torch.testing.assert_close(tensor, expected)
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut off", "edited"])
+def test_a_checkpoint_without_its_config_is_not_averaged(five_checkpoints, tmp_path, damage):
+    run = tmp_path / "run"
+    shutil.copytree(five_checkpoints, run)
+    config = run / "checkpoint-12" / "config.json"
+    if damage == "missing":
+        config.unlink()
+    elif damage == "cut off":
+        os.truncate(config, 9)
+    else:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dropout": 0.2}))
+    folders = checkpoints.checkpoints_to_average(run, 14)
+    assert [path.name for path in folders] == [f"checkpoint-{step}" for step in (3, 6, 9, 14)]
+
+
 def test_a_checkpoint_whose_settings_were_edited_is_complete(five_checkpoints, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(five_checkpoints, run)

@@ -202,8 +202,8 @@ def test_the_command_line_comes_after_the_recipe():
     assert args.set["dropout"] == 0.2
     assert args.set["d_model"] == 128
     assert recipe_of("g2p-eng_us").languages == ["en"]
-    assert recipe_of("g2p-eng_us", "--train", "fre.tsv").languages is None
-    given = recipe_of("g2p-eng_us", "--train", "fre.tsv", "--languages", "fr")
+    assert recipe_of("g2p-eng_us", "--train", "fr.tsv").languages is None
+    given = recipe_of("g2p-eng_us", "--train", "fr.tsv", "--languages", "fr")
     assert given.languages == ["fr"]
     args = recipe_of("multi30k-tiny", "--epochs", "2")
     assert (args.steps, args.epochs) == (None, 2)

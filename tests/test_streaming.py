@@ -212,6 +212,7 @@ def test_data_that_were_divided_before_are_refused():
     data = training_data().to_iterable_dataset(num_shards=4)
     with pytest.raises(DataError, match="pass the whole data set"):
         rows_of_process(split_dataset_by_node(data, 0, 2), 0, 2)
+    assert len(list(rows_of_process(split_dataset_by_node(data, 0, 1), 0, 1))) == len(list(data))
 
 
 def test_a_stream_continues_with_the_settings_of_its_checkpoint(tmp_path):

@@ -496,28 +496,16 @@ def test_added_tokens_of_an_imported_tokenizer_are_known(tmp_path):
 
 @pytest.mark.parametrize("space_after", [False, True])
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram"])
-def test_a_plain_added_token_is_found_everywhere(kind, space_after, tmp_path):
-    lines = ["the dogs run (fast).", "two dogs, three cats!", '"quoted" text?'] * 5
-    tokenizer = train(kind, lines, space_after=space_after)
-    tokenizer.add_tokens(["<num>"])
-    number = tokenizer.convert_tokens_to_ids("<num>")
-    assert tokenizer.convert_ids_to_tokens(number) == "<num>"
-    restored = ["the (<num>)", "two <num>, dogs", "two <num> dogs", "<num> dogs", "dogs <num>"]
-    tokenizer.save_pretrained(tmp_path)
-    for known in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
-        for text in (*restored, '"<num>"', "dogs,<num>", "dogs<num>dogs", "<num><num>."):
-            ids = known(text)["input_ids"]
-            assert ids.count(number) == text.count("<num>")
-            assert text not in restored or known.decode(ids, skip_special_tokens=True) == text
-
-
-def test_an_added_token_with_rules_keeps_them():
-    tokenizer = train("bpe", ["two dogs", "a dog"])
-    ids = tokenizer(", two")["input_ids"]
-    rules = {"single_word": True, "normalized": False}
-    tokenizer.add_tokens([AddedToken("<num>", **rules)])
-    assert tokenizer("dogs<num>s")["input_ids"].count(len(tokenizer) - 1) == 0
-    assert tokenizer(", two")["input_ids"] == ids
+def test_added_tokens_are_found_where_the_class_says(kind, space_after):
+    lines = ["the dogs run (fast).", "two dogs, three cats!"]
+    tokenizer = train(kind, lines, 400, space_after=space_after)
+    tokenizer.add_tokens(["<one>", AddedToken("<two>", normalized=False)])
+    number = tokenizer.convert_tokens_to_ids("<two>")
+    for text in ("the (<two>)", "dogs,<two>", "dogs<two>dogs", "<two>", "two <two> dogs"):
+        assert tokenizer(text)["input_ids"].count(number) == 1
+    texts = ["the <one>.", "the.<one> dogs"]
+    found = [any("<one>" in token for token in tokenizer(text).tokens()) for text in texts]
+    assert found == [not space_after, space_after]
 
 
 def test_special_tokens_that_texts_cannot_hold_are_warned_of():

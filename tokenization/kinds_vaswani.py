@@ -72,21 +72,9 @@ def join_marks_to_added_tokens(backend: Tokenizer) -> None:
 
     The backend normalises each text between added tokens as a text of its own.
     """
-    space_after = carries_space_after(backend)
-    if space_after is not None:
-        backend.normalizer = _escapes_and(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
-
-
-def carries_space_after(backend: Tokenizer) -> bool | None:
-    """Tell whether words carry the space after them, or None if they do not carry spaces."""
-    if backend.normalizer is None:
-        return None
-    state = backend.normalizer.__getstate__()
-    for table in (_OUTER_SPACE, _OUTER_SPACE_EXCEPT_AT_MARKS):
-        for space_after, outer_space in table.items():
-            if state == _escapes_and(outer_space).__getstate__():
-                return space_after
-    return None
+    for space_after, outer_space in _OUTER_SPACE.items():
+        if backend.normalizer.__getstate__() == _escapes_and(outer_space).__getstate__():
+            backend.normalizer = _escapes_and(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
 
 
 def _word_backend() -> Tokenizer:
@@ -287,7 +275,6 @@ __all__ = [
     "SMILES_PATTERN",
     "SUBWORD_KINDS",
     "UNK",
-    "carries_space_after",
     "completed",
     "half_character",
     "lines_that_fit",

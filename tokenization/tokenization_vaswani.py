@@ -53,7 +53,6 @@ from .kinds_vaswani import (
     EOS,
     PAD,
     UNK,
-    carries_space_after,
     completed,
     half_character,
     join_marks_to_added_tokens,
@@ -115,13 +114,6 @@ def _without_spaces(encoding: Any) -> list[tuple[int, int]]:
     return places
 
 
-def _is_plain(token: str | AddedToken) -> bool:
-    """Tell whether a token to add has no rule about the text beside it."""
-    if isinstance(token, str):
-        return True
-    return token.normalized and not (token.lstrip or token.rstrip or token.single_word)
-
-
 class _Options(TypedDict, total=False):
     """Options of `train_from_iterator`, for the signature of `train_from_files`."""
 
@@ -139,6 +131,8 @@ class VaswaniTokenizer(TokenizersBackend):
 
     Train a tokenizer with `train_from_iterator` or `train_from_files`, or load one with
     `from_pretrained`. "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens in a text are text.
+    `add_tokens(["<num>"])` finds the token after a space only, or before one with `space_after`.
+    `AddedToken("<num>", normalized=False)` finds it everywhere.
 
     Imported tokenizers may have other special tokens, and three more settings:
 
@@ -294,38 +288,17 @@ class VaswaniTokenizer(TokenizersBackend):
     def _add_tokens(
         self, new_tokens: Sequence[str | AddedToken], special_tokens: bool = False
     ) -> int:
-        """Add tokens that are found everywhere in a text, also beside punctuation.
-
-        A text between two added tokens is decoded with the space that its first or last word
-        carries.
-        """
-        backend = self.backend_tokenizer
-        known = {token.content for token in backend.get_added_tokens_decoder().values()}
-        tokens = [token for token in new_tokens if str(token) not in known]
-        if special_tokens:
-            self._warn_of_hidden_tokens([str(token) for token in tokens])
-        space_after = carries_space_after(backend)
-        if special_tokens or space_after is None:
-            return int(super()._add_tokens(tokens, special_tokens))
-        plain = [_is_plain(token) for token in tokens]
-        if any(plain):
-            join_marks_to_added_tokens(backend)
-        found_everywhere = [
-            AddedToken(str(token), lstrip=space_after, rstrip=not space_after, normalized=False)
-            if is_plain
-            else token
-            for token, is_plain in zip(tokens, plain, strict=True)
-        ]
-        return int(super()._add_tokens(found_everywhere))
-
-    def _warn_of_hidden_tokens(self, tokens: list[str]) -> None:
-        """Warn of new special tokens that texts cannot hold, because they are read as text."""
-        named = {str(token) for token in self._special_tokens_map.values()}
-        if self.split_special_tokens and (hidden := [t for t in tokens if t not in named]):
-            logger.warning(
-                f"{', '.join(hidden)} in a text will not become special tokens: use "
-                "tokenizer.add_tokens instead, or set tokenizer.split_special_tokens = False."
-            )
+        """Add tokens, and warn of new special tokens that will be read as text."""
+        if special_tokens and self.split_special_tokens:
+            known = {token.content for token in self.added_tokens_decoder.values()}
+            known |= {str(token) for token in self._special_tokens_map.values()}
+            if hidden := [str(token) for token in new_tokens if str(token) not in known]:
+                logger.warning(
+                    f"{', '.join(hidden)} in a text will not become special tokens: use "
+                    "tokenizer.add_tokens instead, or set tokenizer.split_special_tokens = False."
+                )
+        added: int = super()._add_tokens(new_tokens, special_tokens)
+        return added
 
     @property
     def add_eos_token(self) -> bool:
@@ -335,8 +308,8 @@ class VaswaniTokenizer(TokenizersBackend):
         processor = self.backend_tokenizer.post_processor
         if processor is None or self.eos_token is None:
             return False
-        *_, last = json.loads(processor.__getstate__()).get("single") or [{}]
-        return bool(last.get("SpecialToken", {}).get("id") == self.eos_token)
+        *_, end_part = json.loads(processor.__getstate__()).get("single") or [{}]
+        return bool(end_part.get("SpecialToken", {}).get("id") == self.eos_token)
 
     @add_eos_token.setter
     def add_eos_token(self, value: bool) -> None:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..corpora.atomic_folder import new_folder, refuse_existing
 from ..modeling.loading_vaswani import is_finite
-from .checkpoints import TRAINER_STATE, checkpoints_with_weights, run_checkpoints
+from .checkpoints import TRAINER_STATE, checkpoints_to_average, run_checkpoints
 
 logger = logging.get_logger(__name__)
 
@@ -358,7 +358,7 @@ class AverageCheckpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         run = _run_folder(args)
-        folders = checkpoints_with_weights(run, state.global_step)
+        folders = checkpoints_to_average(run, state.global_step)
         if len(folders) < self.last:
             logger.warning(
                 f"{run} has only {len(folders)} of the {self.last} checkpoints to average, so "

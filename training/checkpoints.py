@@ -24,9 +24,9 @@ _MANIFEST = "checkpoint_files.json"
 # transformers writes this file last. A checkpoint without it is incomplete.
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
-# Files that users may edit in a finished checkpoint, and the weights, which an average needs.
+# Files that users may edit in a finished checkpoint, and files that an average needs as saved.
 _EDITABLE = re.compile(r"(.*/)?(.*config|tokenizer.*)\.json|.*\.(md|py|jinja|txt)")
-_WEIGHTS = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json")
+_AVERAGED = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json|config\.json")
 
 
 def run_checkpoints(run: Path) -> list[Path]:
@@ -40,15 +40,15 @@ def update_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def checkpoints_with_weights(run: Path, updates: int) -> list[Path]:
-    """List the checkpoints with whole weights of a run that has made this number of updates.
+def checkpoints_to_average(run: Path, updates: int) -> list[Path]:
+    """List the checkpoints of a run with this number of updates that an average can read.
 
     An earlier run may have left checkpoints of later updates in the same folder.
     """
     return [
         folder
         for folder in run_checkpoints(run)
-        if update_of(folder) <= updates and flaw_of(folder, _WEIGHTS) is None
+        if update_of(folder) <= updates and flaw_of(folder, _AVERAGED) is None
     ]
 
 
@@ -72,7 +72,8 @@ def flaw_of(folder: Path, needed: re.Pattern[str] | None = None) -> str | None:
 
     Args:
         folder: folder of the checkpoint.
-        needed: pattern of the files that must be whole; None means all files.
+        needed: pattern of the files that must be as saved; None means all files, except that some
+            may be edited.
     """
     sizes, flaw = _sizes_in(folder)
     for name, size in sizes.items():
@@ -81,7 +82,7 @@ def flaw_of(folder: Path, needed: re.Pattern[str] | None = None) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size and not _is_edited(path, name):
+        if path.stat().st_size != size and (needed is not None or not _is_edited(path, name)):
             return f"{name} has {path.stat().st_size} of {size} bytes"
     return flaw
 

@@ -43,7 +43,7 @@ from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..modeling.quantization_vaswani import refuse_int8
 from .averaging import average_checkpoints, checkpoints_to_keep
-from .checkpoints import checkpoints_with_weights, last_complete_checkpoint, run_checkpoints
+from .checkpoints import checkpoints_to_average, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
 from .objective import Objective
 from .objectives import make_objective
@@ -382,8 +382,8 @@ class TrainingRun:
 
     def _average(self, model: PreTrainedModel) -> list[str]:
         """Replace the saved model by the mean of the last checkpoints (6.1). Return their names."""
-        with_weights = checkpoints_with_weights(self.output, self.trainer.state.global_step)
-        checkpoints = with_weights[-self.options.average :]
+        found = checkpoints_to_average(self.output, self.trainer.state.global_step)
+        checkpoints = found[-self.options.average :]
         if not checkpoints:
             return []
         with replaced_files(self.output) as folder:

@@ -186,7 +186,8 @@ class TokenBatchLoading(Seq2SeqTrainer):
             )
         if isinstance(self.training_objective, Objective):
             self.training_objective.check_lengths(lengths)
-        if (row := first_empty(lengths, 1)) is not None:
+        is_counted = self.lengths is None or self.batching == "packed"
+        if is_counted and (row := first_empty(lengths, 1)) is not None:
             raise InputError(
                 f"Row {row} of the training data, counted from 0, has no labels. Token batches "
                 "need at least an end token in each target: leave the row out."

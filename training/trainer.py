@@ -294,7 +294,11 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             vars(holder).update(tokens)
         super()._hp_search_setup(trial)
         if isinstance(self.training_objective, Objective):
-            self.training_objective.prepare(self)
+            try:
+                self.training_objective.prepare(self)
+            except ObjectiveError:
+                self.is_in_train = False  # `train` has set it
+                raise
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         model: Any = self.model
@@ -527,12 +531,13 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             "muon",
             "r_drop",
         )
+        objective = self.training_objective
         return {
             **super().settings(),
             **{name: getattr(self, name) for name in own},
             "mixture": None if self.mixture is None else self.mixture.settings(),
-            "objective": self.training_objective and name_of(self.training_objective),
-            "objective_settings": _settings_of(self.training_objective),
+            "objective": None if objective is None else name_of(objective),
+            "objective_settings": _settings_of(objective),
         }
 
 
