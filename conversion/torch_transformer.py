@@ -233,7 +233,8 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 
 def _read_state_dict(given: str | Path | Mapping[str, torch.Tensor]) -> Tensors:
-    place, loaded = "The state dict", given
+    place = "The state dict"
+    loaded: Any = given
     if not isinstance(given, Mapping):
         place, loaded = str(given), read_checkpoint(Path(given))
     if isinstance(loaded, Mapping) and not is_state_dict(loaded):

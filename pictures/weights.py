@@ -5,7 +5,7 @@ Shapes: L layers, H heads, R rows (queries), C columns (keys).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -111,7 +111,7 @@ def _is_batch(sentence: Any) -> bool:
 def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]:
     """Return the token ids of one sentence, after all checks. A batch of one is a sentence."""
     if _is_batch(sentence) and len(sentence) == 1:
-        sentence = sentence[0]
+        sentence = cast(Sentence, sentence[0])
     if _is_batch(sentence) or getattr(sentence, "ndim", 1) != 1:
         raise ValueError(
             f"{name} must be one sentence, a string or its token ids, but holds {len(sentence)}: "

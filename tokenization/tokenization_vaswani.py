@@ -285,9 +285,7 @@ class VaswaniTokenizer(TokenizersBackend):
         texts = [decode(part, skip_special_tokens=True) for part in parts]
         return " ".join(text for text in texts if text)
 
-    def _add_tokens(
-        self, new_tokens: Sequence[str | AddedToken], special_tokens: bool = False
-    ) -> int:
+    def _add_tokens(self, new_tokens: list[str | AddedToken], special_tokens: bool = False) -> int:
         """Add tokens, and warn of new special tokens that will be read as text."""
         if special_tokens and self.split_special_tokens:
             known = {token.content for token in self.added_tokens_decoder.values()}
@@ -313,8 +311,8 @@ class VaswaniTokenizer(TokenizersBackend):
 
     @add_eos_token.setter
     def add_eos_token(self, value: bool) -> None:
-        self._adds_eos = value
-        TokenizersBackend.add_eos_token.__set__(self, value)
+        self._adds_eos = self._add_eos_token = value
+        self.update_post_processor()
 
     def _switch_to_input_mode(self) -> None:
         if self.init_kwargs.get("source_eos") is False and self.add_eos_token:
