@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 
+import pytest
 from documents import DOCS, RESULTS, ROOT, Page, results_of, results_of_hosts
 from scipy import stats
 
@@ -56,10 +57,18 @@ def against(results, published, errors):
 
 
 def test_the_worth_of_ingredients_comes_from_its_results_file():
-    results, second_stage = results_of("multi30k-muon"), results_of("multi30k-muon-r-drop")
+    found = [
+        row | {"ingredient": row["ingredient"].replace("second stage", name)}
+        for file, name in (
+            ("multi30k-muon", ""),
+            ("multi30k-muon-r-drop", "R-Drop"),
+            ("multi30k-muon-risk", "minimum risk training"),
+        )
+        for row in results_of(file)["ingredients"]
+    ]
     assert DOCS["results"].rows("ingredient |") == [
         [
-            row["ingredient"].replace("second stage", "R-Drop"),
+            row["ingredient"],
             *(
                 cell
                 for split in ("valid", "test")
@@ -67,15 +76,23 @@ def test_the_worth_of_ingredients_comes_from_its_results_file():
             ),
             str(row["bootstrap_p_value"]),
         ]
-        for row in results["ingredients"] + second_stage["ingredients"]
+        for row in found
     ]
 
 
-def test_r_drop_gains_nothing_significant_over_its_control():
-    (row,) = results_of("multi30k-muon-r-drop")["ingredients"]
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("multi30k-muon-r-drop", "R-Drop"), ("multi30k-muon-risk", "Minimum risk training")],
+)
+def test_a_second_stage_gains_nothing_significant_over_its_control(file, name):
+    results = results_of(file)
+    (row,) = results["ingredients"]
     assert min(row[split]["p_value"] for split in ("valid", "test")) > 0.05
+    assert results["command"] in DOCS["results"].commands()
+    test = results["test"]
+    assert DOCS["results"].says(f"{test['mean']:.2f}", f"± {test['standard_deviation']:.2f}")
     for page in ("results", "train"):
-        assert DOCS[page].says("R-Drop", "nothing significant")
+        assert DOCS[page].says(name, "nothing significant")
 
 
 def batching_rows(results, size, host):
