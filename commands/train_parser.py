@@ -58,7 +58,7 @@ class TrainParser(CommandParser):
         finder.add_argument("--generation", nargs="+", action="extend", default=[])
         own = finder.parse_known_args(list(given))[0]
         if own.train and args.recipe and not own.languages:
-            args.languages = None  # those of the recipe's data
+            args.languages = None  # the recipe states the languages of its own data
         if own.beams:
             kept = [word for word in args.generation if not word.startswith("num_beams=")]
             own_beams = [word for word in own.generation if word.startswith("num_beams=")]

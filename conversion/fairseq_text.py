@@ -26,13 +26,13 @@ class Vocabulary:
     Args:
         symbols: entries, in the order of their ids.
         codes: codes of byte-pair encoding, if any.
-        pieces: file of a SentencePiece model, if any.
+        pieces: SentencePiece model, if any.
         remove_bpe: join tokens at "@@ " when decoding.
     """
 
     symbols: list[str]
     codes: Codes | None
-    pieces: Path | None
+    pieces: SentencePiece | None
     remove_bpe: bool
 
     def tokenizer(self) -> VaswaniTokenizer:
@@ -77,10 +77,10 @@ def read_vocabulary(
     merges = read_codes(Path(codes)) if codes else None
     if merges is not None:
         _check_entries(symbols, _entries_of(merges), f"{dictionary} cannot come from {codes}")
-    if pieces:
-        known = set(SentencePiece.read(Path(pieces)).pieces)
-        _check_entries(symbols, known, f"{dictionary} cannot come from {pieces}")
-    return Vocabulary(symbols, merges, Path(pieces) if pieces else None, remove_bpe)
+    model = SentencePiece.read(Path(pieces)) if pieces else None
+    if model is not None:
+        _check_entries(symbols, set(model.pieces), f"{dictionary} cannot come from {pieces}")
+    return Vocabulary(symbols, merges, model, remove_bpe)
 
 
 def _entries_of(codes: Codes) -> set[str]:
@@ -143,12 +143,12 @@ def read_dictionary(path: Path) -> list[str]:
     return symbols
 
 
-def _piece_backend(ids: dict[str, int], path: Path) -> Tokenizer:
+def _piece_backend(ids: dict[str, int], model: SentencePiece) -> Tokenizer:
     """Split text with SentencePiece, and look up the pieces.
 
     Pieces that the dictionary lacks get ids after its own.
     """
-    model, vocabulary = SentencePiece.read(path), dict(ids)
+    vocabulary = dict(ids)
     for piece in sorted(set(model.pieces)):
         vocabulary.setdefault(piece, len(vocabulary))
     backend = piece_backend(model, vocabulary, _SPECIAL)

@@ -229,7 +229,8 @@ def test_a_checkpoint_that_lost_a_file_or_its_end_is_named_and_passed_over(
     if damage == "missing":
         path.unlink()
     else:
-        os.truncate(path, path.stat().st_size // 2)
+        size = path.stat().st_size
+        os.truncate(path, size // 2 if path.suffix == ".json" else size - 1)
     with CaptureLogger(checkpoints.logger) as log:
         assert last_complete_checkpoint(run) == run / "checkpoint-12"
     flaw = f"{name} is missing" if damage == "missing" else f"{name} has"

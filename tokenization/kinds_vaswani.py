@@ -22,9 +22,9 @@ _SMALLEST_UNIGRAM = 10  # entries of a vocabulary
 _REST_OF_SPECIAL = r"(?:pad|unk|/s)>"
 # A punctuation mark, alone or repeated ("..."), with the space that it carries; by space_after.
 _PUNCTUATION = {False: r"▁?(\p{P})\1*", True: r"(\p{P})\1*▁?"}
-# Steps that add the outer space of every text. The second table adds none beside a closing or an
-# opening mark.
-# Metaspace adds no first space to a text that begins with one, and decoding would lose it.
+# Steps that add the outer space of every text. Metaspace would add no space to a text that begins
+# with a space, and decoding would lose that space. The second table adds none beside a closing or
+# an opening mark.
 _OUTER_SPACE = {False: normalizers.Prepend(" "), True: normalizers.Replace(Regex(r"\z"), " ")}
 _OUTER_SPACE_EXCEPT_AT_MARKS = {
     False: normalizers.Replace(Regex(r"\A(?=[^\p{Pe}\p{Pf}.,;:!?…%'])"), " "),

@@ -131,8 +131,9 @@ class VaswaniTokenizer(TokenizersBackend):
 
     Train a tokenizer with `train_from_iterator` or `train_from_files`, or load one with
     `from_pretrained`. "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens in a text are text.
-    `add_tokens(["<num>"])` finds the token after a space only, or before one with `space_after`.
-    `AddedToken("<num>", normalized=False)` finds it everywhere.
+    The kinds bpe, wordpiece and unigram find the token of `add_tokens(["<num>"])` only where a word
+    may start, or end with `space_after`. `AddedToken("<num>", normalized=False)` is found
+    everywhere.
 
     Imported tokenizers may have other special tokens, and three more settings:
 

@@ -25,7 +25,7 @@ _MANIFEST = "checkpoint_files.json"
 TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 # Files that users may edit in a finished checkpoint, and files that an average needs as saved.
-_EDITABLE = re.compile(r"(.*/)?(.*config|tokenizer.*)\.json|.*\.(md|py|jinja|txt)")
+_EDITABLE = re.compile(r"(.*config|tokenizer.*)\.json|.*\.(md|py|jinja|txt)")
 _AVERAGED = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json|config\.json")
 
 
@@ -82,7 +82,7 @@ def flaw_of(folder: Path, needed: re.Pattern[str] | None = None) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != size and (needed is not None or not _is_edited(path, name)):
+        if path.stat().st_size != size and (needed is not None or not _is_edited(path)):
             return f"{name} has {path.stat().st_size} of {size} bytes"
     return flaw
 
@@ -101,9 +101,9 @@ def _sizes_in(folder: Path) -> tuple[dict[str, int], str | None]:
         return {}, f"{_MANIFEST} is damaged ({error})"
 
 
-def _is_edited(path: Path, name: str) -> bool:
+def _is_edited(path: Path) -> bool:
     """Tell whether a file of another size may have been edited, and is not cut off."""
-    if not _EDITABLE.fullmatch(name):
+    if not _EDITABLE.fullmatch(path.name):
         return False
     if path.suffix != ".json":
         return True
