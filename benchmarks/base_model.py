@@ -5,8 +5,8 @@ most, so its translations end, and some training pairs are joined, so long trans
 Decoding speed depends on sizes and lengths, and hardly on quality.
 
 The training fits two slow cores: batches are random sentences without padding, the model has no
-dropout, and the learning rate follows the clock. On a CPU with bfloat16 instructions, the model is
-bfloat16, with float32 weights in the optimizer alone.
+dropout, and the learning rate follows the clock. On a GPU, or on a CPU with bfloat16 instructions,
+the model computes in bfloat16. The optimizer updates float32 weights, and the saved model has them.
 """
 
 import gzip

@@ -43,7 +43,10 @@ class BatchingContender:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def __call__(self, tokens: int, updates: int, seed: int) -> dict[str, float]:
-        """Measure updates of `tokens` real tokens each. `seed` sets the order of the pairs."""
+        """Measure updates with at most `tokens` tokens on each side.
+
+        Only sorted batches count padding. `seed` sets the order of the pairs.
+        """
         batches = self.batches(tokens, updates + 2, seed)
         self.memory.now()
         self.memory.forget()

@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(model: PreTrainedModel, text: Text, size: int) -> dict[str, Any]:
-    """Return the seconds of a batch in either search: of the first turn, and of later ones."""
+    """Return the seconds of both searches, first turn and later turns, and their median ratio."""
     batch = padded(text.middle(size))
     compilation = CompileConfig(mode="default")
     compilation._compile_all_devices = True  # otherwise transformers compiles on GPUs only

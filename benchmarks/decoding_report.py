@@ -24,7 +24,7 @@ from vaswani import VaswaniConfig
 
 FOLDER = Path(__file__).resolve().parent / "results" / "generation"
 _USUAL = ("glibc", "native", "short")  # the first three of a setting
-# Files that do not name their threads have one: CTranslate2's twin had set torch's number to 1.
+# Older files do not record their threads. Building CTranslate2's twin had set torch to one thread.
 _EARLIER_THREADS = 1
 
 _HEAD = """\

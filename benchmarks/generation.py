@@ -56,7 +56,7 @@ SENTENCES = 128  # of a measurement, at least
 # Seconds between processes. Threads stay awake for a moment after their last job, on cores that the
 # next process needs.
 PAUSE = 0.3
-# They change how engines multiply or wait, and are part of the results.
+# Environment variables that change how engines multiply or wait. The results record them.
 VARIABLES = ("CT2_USE_MKL", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 
 Tokens = list[list[int]]

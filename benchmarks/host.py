@@ -73,7 +73,7 @@ def host_facts() -> dict[str, Any]:
     return {
         "caches": _caches(),
         "memory_gigabytes_per_second": round(_memory_rate(), 1),
-        "page_fault_nanoseconds": round(_page_fault()),
+        "page_fault_nanoseconds": round(_page_fault_nanoseconds()),
         "gigaflops": {
             f"{kind}, {rows} rows": round(_product_rate(kind, rows))
             for kind in ("float32", "bfloat16", "int8")
@@ -104,7 +104,7 @@ def _caches() -> dict[str, str]:
     return found
 
 
-def _best(function: Any, repeats: int = 5) -> float:
+def _shortest_seconds(function: Any, repeats: int = 5) -> float:
     """Return the shortest time of a call in seconds."""
     times = []
     for _ in range(repeats):
@@ -118,10 +118,10 @@ def _memory_rate() -> float:
     """Return the gigabytes a second of a copy, which reads and writes."""
     source = torch.zeros(_MEGABYTES * 2**18)
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / _best(lambda: target.copy_(source)) / 1e9
+    return 2 * source.nbytes / _shortest_seconds(lambda: target.copy_(source)) / 1e9
 
 
-def _page_fault() -> float:
+def _page_fault_nanoseconds() -> float:
     """Return the nanoseconds of the first write to a page, in one thread."""
     size = 64 * 2**20  # torch divides longer loops among its threads
 
@@ -129,7 +129,7 @@ def _page_fault() -> float:
         with mmap.mmap(-1, size) as memory:
             torch.frombuffer(memory, dtype=torch.uint8)[::_PAGE].fill_(1)
 
-    return _best(touch, 2) / (size / _PAGE) * 1e9
+    return _shortest_seconds(touch, 2) / (size / _PAGE) * 1e9
 
 
 def _product_rate(kind: str, rows: int, width: int = 512, outputs: int = 2048) -> float:
@@ -142,7 +142,7 @@ def _product_rate(kind: str, rows: int, width: int = 512, outputs: int = 2048) -
         dtype = getattr(torch, kind)
         states, weight = torch.randn(rows, width).to(dtype), torch.randn(outputs, width).to(dtype)
         product = lambda: torch.nn.functional.linear(states, weight)  # noqa: E731
-    return 2 * rows * width * outputs / _best(product, 50) / 1e9
+    return 2 * rows * width * outputs / _shortest_seconds(product, 50) / 1e9
 
 
 def write(path: Path | None, results: dict[str, Any]) -> None:

@@ -105,9 +105,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--forms", nargs="+", choices=list(FORMS), default=list(FORMS), metavar="FORM")
     add("--sentences", type=int, default=64, metavar="N", help="sentences of a measurement")
     add("--rounds", type=int, default=2, help="turns of every form")
-    args = parser.parse_args(argv)
-    args.quick, args.profile = True, False  # lets `load` use random weights if necessary
-    return args
+    return parser.parse_args(argv)
 
 
 def job_of(form: str, folder: Path, threads: int) -> Callable:

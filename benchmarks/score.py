@@ -52,7 +52,7 @@ from vaswani import VaswaniTranslationPipeline
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "examples" / "recipes"
 # Fields of a run that the report keeps. The run's own folder has all fields.
-KEPT = (
+REPORTED = (
     "command",
     "commit",
     "hardware",
@@ -82,7 +82,7 @@ PENALTIES = {
     "score / length": {"length_penalty_type": "hf", "length_penalty": 1.0},
 }
 NO_PENALTY = {"length_penalty_type": "hf", "length_penalty": 0.0}
-OF_SECOND_STAGE = ("r-drop", "objective", "objective-settings")
+SECOND_STAGE_OPTIONS = ("r-drop", "objective", "objective-settings")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--ingredients",
         nargs="*",
         metavar="NAME",
-        help='measure what these ingredients are worth, too, such as "BPE-dropout" (default: all)',
+        help='also measure these ingredients, such as "BPE-dropout"; without names, all of them',
     )
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
@@ -238,8 +238,8 @@ def pairs_of(recipe: dict[str, Any], split: str) -> list[Pair]:
 
 def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return "with" or "without" and the recipe of further runs, for each ingredient."""
-    if any(name in recipe for name in OF_SECOND_STAGE):
-        plain = {name: value for name, value in recipe.items() if name not in OF_SECOND_STAGE}
+    if any(name in recipe for name in SECOND_STAGE_OPTIONS):
+        plain = {name: value for name, value in recipe.items() if name not in SECOND_STAGE_OPTIONS}
         return {"second stage": ("without", plain)}
     plain = {**recipe, "set": {**recipe.get("set", {}), "label_smoothing": 0.0}}
     found = {"label smoothing": ("without", plain)}
@@ -293,7 +293,7 @@ class Ingredients:
         }
         return {
             **scores,
-            "runs": list(map(kept_of, seeds, results)),
+            "runs": list(map(reported_fields, seeds, results)),
             "translations": tested(next(iter(recipes))),
         }
 
@@ -362,9 +362,9 @@ class Ingredients:
         return list(self.rows.values())
 
 
-def kept_of(seed: int, run: dict[str, Any]) -> dict[str, Any]:
+def reported_fields(seed: int, run: dict[str, Any]) -> dict[str, Any]:
     """Return what a report keeps of a run's results."""
-    return {"seed": seed, **{name: run[name] for name in KEPT if name in run}}
+    return {"seed": seed, **{name: run[name] for name in REPORTED if name in run}}
 
 
 def merged(before: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -473,7 +473,7 @@ def main(argv: list[str] | None = None) -> None:
     if "log" in earlier:
         report["log"] = earlier["log"]
     for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
-        runs = merged(runs, [{**kept_of(seed, run), "curve": curve(run, score)}])
+        runs = merged(runs, [{**reported_fields(seed, run), "curve": curve(run, score)}])
         if seed == runs[0]["seed"]:
             report["log"] = run["log"]
         print(f"seed {seed}: {score} {main_score(recipe, run['test'])}", flush=True)

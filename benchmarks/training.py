@@ -22,8 +22,9 @@ random batches of as many sentences as "sorted" has on average. The package at e
 take turns: plain (logits, then torch's cross_entropy), ours, and torch's linear_cross_entropy. The
 last one runs without label smoothing, because it has none when it works in chunks.
 
-"batching": updates of our model with equal numbers of real tokens. The batches are packed random
-sentences, padded random sentences, and padded sorted sentences. "tiny" has 8,000 tokens here.
+"batching": updates of our model on packed random, padded random and padded sorted sentences. The
+budget of sorted batches counts padding, the other budgets count real tokens. "tiny" has a
+vocabulary of 8,000 tokens here.
 
 Every contender has a process of its own, in "trainer" a new one for each turn. The contenders take
 turns in every round, so that a slow minute of the machine affects all of them. Each round has

@@ -22,7 +22,7 @@ COMMANDS = {
 }
 
 # Options that save memory, by command.
-_SMALLER = {
+_MEMORY_HINTS = {
     "train": "halve --max-source-tokens (or --batch-size), and double --accumulate.",
     **dict.fromkeys(("translate", "score", "align"), "pass a smaller --batch-tokens."),
 }
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print(_manual())
+        print(_help_text())
         return
     if argv[0] == "--version":
         print(__version__)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Restore Python's default; otherwise a client that disconnects would end the demo.
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
-        _prepare()
+        _register_models()
         command.run(args)
     except KeyboardInterrupt:
         if name == "train":
@@ -65,17 +65,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (CommandError, ModuleNotFoundError) as error:  # the latter for a missing extra
         sys.exit(f"{parser.prog}: {error}")
     except (MemoryError, RuntimeError) as error:
-        if not _is_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
-        hint = _SMALLER.get(name, "use a machine with more memory.")
+        hint = _MEMORY_HINTS.get(name, "use a machine with more memory.")
         reason = f" ({str(error).splitlines()[0][:200]})" if str(error) else ""
         sys.exit(f"{parser.prog}: out of memory{reason}: {hint}")
     except _configuration_error() as error:
         sys.exit(f"{parser.prog}: wrong model configuration: {' '.join(str(error).split())}")
 
 
-def _is_of_memory(error: BaseException) -> bool:
-    """Tell whether memory is missing. torch has a class of its own for GPUs only."""
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means out of memory. torch has an error class for GPUs only."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or "can't allocate memory" in str(error)
 
@@ -87,7 +87,7 @@ def _configuration_error() -> type[Exception]:
     return StrictDataclassError
 
 
-def _prepare() -> None:
+def _register_models() -> None:
     """Import torch and register the models. The arguments are checked before this slow step."""
     from transformers.utils import logging
 
@@ -96,7 +96,7 @@ def _prepare() -> None:
     logging.disable_progress_bar()  # transformers draws one for each file it reads or writes
 
 
-def _manual() -> str:
+def _help_text() -> str:
     lines = [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
         [

@@ -51,18 +51,18 @@ class CommandParser(argparse.ArgumentParser):
             error.message += f": did you mean {nearest[0]}?" if nearest else ""
             raise
 
-    def finder(self) -> argparse.ArgumentParser:
-        """Return a parser for a few options beforehand, with the errors of this one."""
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        finder.error = self.error  # type: ignore[method-assign]
-        return finder
+    def early_parser(self) -> argparse.ArgumentParser:
+        """Return a parser that reads a few options early, with the error messages of this one."""
+        early_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        early_parser.error = self.error  # type: ignore[method-assign]
+        return early_parser
 
     def with_recipe(self, args: Sequence[str] | None) -> list[str]:
         """Put the options of --recipe before those of the command line."""
         words = list(sys.argv[1:] if args is None else args)
-        finder = self.finder()
-        finder.add_argument("--recipe", action="append", default=[])
-        recipes = finder.parse_known_args(words)[0].recipe
+        early_parser = self.early_parser()
+        early_parser.add_argument("--recipe", action="append", default=[])
+        recipes = early_parser.parse_known_args(words)[0].recipe
         if len(recipes) > 1:
             self.error(f"give --recipe only once, got {' and '.join(recipes)}")
         return [*self._read(*recipes), *words] if recipes else words

@@ -17,7 +17,7 @@ _BROKEN_PIPE = 141  # exit status of programs that a closed pipe ends: 128 + SIG
 
 
 def lines_without_tokens(tokenizer: Any, sources: Sequence[str]) -> list[int]:
-    """Return the numbers of the empty sources for which a tokenizer has not even an end token."""
+    """Return the indices of blank sources that the tokenizer encodes to no tokens at all."""
     blank = [number for number, source in enumerate(sources) if not source.strip()]
     return [number for number in blank if not tokenizer(sources[number])["input_ids"]]
 

@@ -36,8 +36,8 @@ from .training_options import add_model_options, add_training_options
 from .vocabulary_options import add_vocabulary_options
 
 # Errors whose message says what to change.
-_SHOWN = (InputError, ModuleNotFoundError, OSError)
-_NOT_REPEATED = ("recipe", "resume", "results", "push_to_hub")
+_EXPECTED_ERRORS = (InputError, ModuleNotFoundError, OSError)
+_NOT_IN_RECIPE = ("recipe", "resume", "results", "push_to_hub")
 
 
 def make_parser() -> CommandParser:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
             if args.push_to_hub:
                 training.push(args.push_to_hub)
         training.trainer.accelerator.end_training()
-    except (FloatingPointError, *_SHOWN) as error:
+    except (FloatingPointError, *_EXPECTED_ERRORS) as error:
         raise CommandError(error) from error
 
 
@@ -80,7 +80,7 @@ def recipe_of(args: argparse.Namespace) -> str:
     recipe = {
         name.replace("_", "-"): _as_written(value)
         for name, value in vars(args).items()
-        if name not in _NOT_REPEATED and value not in (None, [], {})
+        if name not in _NOT_IN_RECIPE and value not in (None, [], {})
     }
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
 
@@ -107,12 +107,12 @@ def _write_recipe_and_card(args: argparse.Namespace) -> None:
 
 def _print_summary(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Print the scores, the folder, and the next two commands."""
-    from ..hub_cards.results import LEAST_EXACT_MATCHES
+    from ..hub_cards.results import MIN_EXACT_MATCH_PERCENT
 
     for name, scores in (("Validation", results.get("valid")), ("Test", results.get("test"))):
         if scores:
             line = f"{name}: BLEU {scores['bleu']}, chrF {scores['chrf']}"
-            if args.score == "exact_match" or scores["exact_match"] >= LEAST_EXACT_MATCHES:
+            if args.score == "exact_match" or scores["exact_match"] >= MIN_EXACT_MATCH_PERCENT:
                 line += f", exactly right {scores['exact_match']}%"
             print(f"{line}  ({scores['signature']})")
     print(f"The model is in {args.output}. Next:")

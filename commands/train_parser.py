@@ -9,7 +9,7 @@ from ..training.presets import PRESETS
 from .parser import CommandParser, settings
 from .train_warnings import all_warm_up, swapped_sides, untrained, without_effect
 
-_STEPS = 100_000  # of a run without a given length
+_DEFAULT_STEPS = 100_000  # of a run without a given length
 
 
 class TrainParser(CommandParser):
@@ -18,10 +18,10 @@ class TrainParser(CommandParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse a command line with its recipe and preset, check it, and print warnings."""
         words = self.with_recipe(args)
-        finder = self.finder()
-        finder.add_argument("--preset")
-        finder.add_argument("--model")
-        found = finder.parse_known_args(words)[0]
+        early_parser = self.early_parser()
+        early_parser.add_argument("--preset")
+        early_parser.add_argument("--model")
+        found = early_parser.parse_known_args(words)[0]
         # A model has its sizes, and the learning rate of a preset is far too high for fine-tuning.
         preset = {} if found.model else PRESETS.get(found.preset or "", {})
         self.set_defaults(**{name: value for name, value in preset.items() if name != "epochs"})
@@ -31,7 +31,7 @@ class TrainParser(CommandParser):
         open_end = parsed.steps is None and parsed.epochs is None and "epochs" not in preset
         if parsed.steps is None and parsed.epochs is None:
             parsed.epochs = preset.get("epochs")
-            parsed.steps = None if parsed.epochs else _STEPS
+            parsed.steps = None if parsed.epochs else _DEFAULT_STEPS
         self._check(parsed)
         chosen = parsed.objective_settings
         fixed_by = "c" if chosen.get("schedule") == "linear" else "k"
@@ -49,14 +49,14 @@ class TrainParser(CommandParser):
 
     def _override_recipe(self, args: argparse.Namespace, given: Sequence[str]) -> None:
         """Let length, beams and data of the command line override what a recipe says about them."""
-        finder = self.finder()
-        finder.add_argument("--train", nargs="+")
-        finder.add_argument("--languages", nargs="+")
-        finder.add_argument("--steps")
-        finder.add_argument("--epochs")
-        finder.add_argument("--beams")
-        finder.add_argument("--generation", nargs="+", action="extend", default=[])
-        own = finder.parse_known_args(list(given))[0]
+        early_parser = self.early_parser()
+        early_parser.add_argument("--train", nargs="+")
+        early_parser.add_argument("--languages", nargs="+")
+        early_parser.add_argument("--steps")
+        early_parser.add_argument("--epochs")
+        early_parser.add_argument("--beams")
+        early_parser.add_argument("--generation", nargs="+", action="extend", default=[])
+        own = early_parser.parse_known_args(list(given))[0]
         if own.train and args.recipe and not own.languages:
             args.languages = None  # the recipe states the languages of its own data
         if own.beams:

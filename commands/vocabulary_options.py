@@ -42,8 +42,8 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=10_000_000,
         metavar="N",
-        help="learn the vocabulary from about N lines if there are more, chosen by --seed "
-        "(default: 10 million)",
+        help="learn the vocabulary from about N source and target lines if there are more, chosen "
+        "by --seed (default: 10 million)",
     )
     add(
         "--bpe-dropout",

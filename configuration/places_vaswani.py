@@ -67,7 +67,7 @@ def check_path(
     """Refuse a local path that does not exist; accept names that may be on the Hub.
 
     NAME may be a path or a repository, and so may USER/NAME if USER is a local folder. Such names
-    are accepted if the Hub answers.
+    are accepted if the repository is in the cache or the Hub answers.
 
     Args:
         place: the path or name.

@@ -67,10 +67,10 @@ class VaswaniHalfConfig(VaswaniConfig):
             for name, value in found.items()
             if name not in cls._absent and name not in of_the_whole
         }
-        return {**kept, **cls._sizes_of_whole(found), "model_type": cls.model_type}
+        return {**kept, **cls._fields_from_whole(found), "model_type": cls.model_type}
 
     @classmethod
-    def _sizes_of_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
+    def _fields_from_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
         """Return the fields that have another name or value in the translation model."""
         return {}
 
@@ -167,7 +167,7 @@ class VaswaniDecoderConfig(VaswaniHalfConfig):
         return self.add_cross_attention
 
     @classmethod
-    def _sizes_of_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
+    def _fields_from_whole(cls, found: dict[str, Any]) -> dict[str, Any]:
         sizes = {
             "vocab_size": found.get("decoder_vocab_size") or found.get("vocab_size"),
             "bos_token_id": found.get("decoder_start_token_id"),

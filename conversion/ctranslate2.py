@@ -26,8 +26,8 @@ tokens. Its format has no place for settings of the search. Pass them to `transl
 * `suppress_tokens`, which converted models have, is `suppress_sequences`.
 * CTranslate2 always stops as with `early_stopping=True`. It has neither the paper's length penalty
   nor its limit of source length + 50.
-* CTranslate2 cuts sources after `max_input_length` tokens, 1024 by default. It refuses empty
-  translations unless `min_decoding_length=0`.
+* CTranslate2 cuts sources after `max_input_length` tokens, 1024 by default. It never returns an
+  empty translation unless `min_decoding_length=0`.
 
 CTranslate2 computes in float32 at best, so float64 weights are rounded. All its heads have one
 width: if d_k and d_v differ, zeros fill up the narrower ones, which changes no result.

@@ -68,7 +68,7 @@ from .loading import Converted, build_model
 from .reading import is_state_dict, read_checkpoint
 from .rules import Drop, Rename, Rule, Stack, to_ours
 
-# Current names come first: conversion back to fairseq writes these.
+# Current names come first, because `to_theirs` uses the first name that fits.
 RULES: list[Rule] = [
     Rename(
         "{stack}.layers.{i}.{attention}.{part}_proj.{kind}",

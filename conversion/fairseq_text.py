@@ -88,7 +88,7 @@ def _entries_of(codes: Codes) -> set[str]:
     merged = {left + right for left, right in codes.pairs}
     inside = {f"{symbol}@@" for symbol in merged if not symbol.endswith("</w>")}
     at_end = {symbol.removesuffix("</w>") for symbol in merged if symbol.endswith("</w>")}
-    # With an end of its own, a symbol may also be the last of a word without a merge.
+    # If "</w>" is a separate symbol, any symbol can end a word without a merge.
     return inside | at_end | (merged if codes.separate_end else set())
 
 

@@ -20,7 +20,8 @@ Differences between JoeyNMT and this package:
 * Tied embeddings. With tied_embeddings but not tied_softmax, the output has two equal tables.
 * Tokenizers. Levels word (at single spaces), char, and bpe with SentencePiece are carried over, and
   so are lowercase and normalize. If the tokens of source and target differ, the target's tokenizer
-  is in target_tokenizer/. Decoding always leaves out <unk>, which is a special token here.
+  is in target_tokenizer/. Decoding with skip_special_tokens leaves out <unk>, which is a special
+  token here.
 * Combining accents. The tokenizers library applies SentencePiece's character table. After a
   character that the table replaces by several, such as a ligature, it loses a combining accent.
 * Moses, subword-nmt and other tools. With --pretokenized, the tokenizers take tokens between

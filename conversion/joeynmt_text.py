@@ -233,14 +233,16 @@ class Vocabulary:
 
     def _piece_problems(self, model: SentencePiece, known: set[str]) -> list[str]:
         """List why the model does not split text as JoeyNMT would."""
-        strangers = [t for t in self.tokens if t not in model.scores and t not in self.symbols.all]
+        unknown_tokens = [
+            t for t in self.tokens if t not in model.scores and t not in self.symbols.all
+        ]
         lost = [piece for piece in model.scores if piece not in known]
         problems = list(model.problems)
         if model.byte_fallback:
             problems.append("byte_fallback")
-        elif strangers:
-            problems.append(f"it has no piece {strangers[0]!r}, which {self.file.name} has")
-        # SentencePiece keeps all single characters. JoeyNMT reads each as <unk>.
+        elif unknown_tokens:
+            problems.append(f"it has no piece {unknown_tokens[0]!r}, which {self.file.name} has")
+        # SentencePiece keeps characters that the vocabulary lacks. JoeyNMT reads them as <unk>.
         if lost and (model.bpe or any(len(piece) == 1 for piece in lost)):
             problems.append(f"its piece {lost[0]!r} is not in {self.file.name}")
         return problems

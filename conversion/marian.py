@@ -25,7 +25,7 @@ token anywhere. target_tokenizer/ splits target text with target.spm. Either tok
 
 Differences from MarianTokenizer:
 
-* If source.spm turns unknown characters into bytes, those that vocab.json has stay characters.
+* With byte fallback in source.spm, characters that vocab.json has are not turned into bytes.
 * If vocab.json lacks pieces of the .spm file, a warning names them. Other pieces replace them, not
   "<unk>".
 * A ">>xx<<" that vocab.json lacks is text.

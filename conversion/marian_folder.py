@@ -27,10 +27,10 @@ from .rules import Tensors
 logger = logging.get_logger(__name__)
 
 # Logit of the added padding token: low enough for a probability of 0, even in float16.
-_NEVER = -1e4
+_PAD_LOGIT = -1e4
 
 # Options that this package reads.
-_READ = """
+_MODEL_OPTIONS = """
 dec-depth dim-emb dim-vocabs enc-depth input-types output-omit-bias tied-embeddings
 tied-embeddings-all tied-embeddings-src transformer-decoder-autoreg transformer-decoder-dim-ffn
 transformer-decoder-ffn-depth transformer-dim-ffn transformer-ffn-activation transformer-ffn-depth
@@ -47,7 +47,7 @@ transformer-guided-alignment-layer ulr-dim-emb ulr-dropout ulr-softmax-temperatu
 ulr-trainable-transformation version
 """
 # Options of decoder.yml that this package reads, and those that change no translation.
-_READ_OF_DECODER = "allow-unk beam-size models normalize vocabs"
+_DECODER_OPTIONS = "allow-unk beam-size models normalize vocabs"
 _HARMLESS_TO_DECODE = """
 alignment check-nan cpu-threads data-threads devices input interpolate-env-vars log log-level
 log-time-zone maxi-batch maxi-batch-sort mini-batch mini-batch-words model-mmap n-best num-devices
@@ -151,7 +151,9 @@ class MarianFolder:
             problems.append(f"beam-size {beams!r} (not a number of beams)")
         if not isinstance(exponent, int | float | None) or not math.isfinite(exponent or 0):
             problems.append(f"normalize {exponent!r} (not a number)")
-        for name in sorted(self.options.keys() - {*_READ.split(), *_HARMLESS.split()}, key=str):
+        for name in sorted(
+            self.options.keys() - {*_MODEL_OPTIONS.split(), *_HARMLESS.split()}, key=str
+        ):
             if self.options[name] and self.options[name] != _OFF.get(name):
                 problems.append(f"{name} {self.options[name]!r}")
         return problems
@@ -233,7 +235,7 @@ class MarianFolder:
             if name in named:
                 named[name] = pad(named[name], (0, 0, 0, 1))
         if bias in named:
-            named[bias] = pad(named[bias], (0, 1), value=0.0 if as_transformers else _NEVER)
+            named[bias] = pad(named[bias], (0, 1), value=0.0 if as_transformers else _PAD_LOGIT)
         return named
 
     def vocabularies(self) -> list[dict[str, int]]:
@@ -276,7 +278,7 @@ class MarianFolder:
         factor = decoder.get("max-length-factor", 3)  # Marian's default is 3
         if as_transformers:
             factor = None
-        known = {*_READ_OF_DECODER.split(), *_HARMLESS_TO_DECODE.split()}
+        known = {*_DECODER_OPTIONS.split(), *_HARMLESS_TO_DECODE.split()}
         if factor:
             known.add("max-length-factor")
         lost = [

@@ -41,8 +41,8 @@ logger = logging.get_logger(__name__)
 # Sizes for tracing. All differ, because the tracer would merge equal sizes. No size is 1, because
 # the tracer takes 1 for a constant.
 _BATCH, _SOURCE, _PROMPT = 2, 5, 3
-_NEW = 2  # tokens that the exporter generates
-_CLOSE = 1e-3  # largest difference of a logit that rounding explains
+_NEW_TOKENS = 2  # tokens that the exporter generates
+_LOGIT_TOLERANCE = 1e-3  # largest difference of a logit that rounding explains
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +123,7 @@ def _problems(config: VaswaniConfig) -> list[str]:
     """List the settings that cannot be traced."""
     problems = []
     translates = config.is_encoder_decoder
-    needed = max(_SOURCE, 1 + _PROMPT + _NEW) if translates else _SOURCE + _NEW
+    needed = max(_SOURCE, 1 + _PROMPT + _NEW_TOKENS) if translates else _SOURCE + _NEW_TOKENS
     limit = config.position_limit
     if limit is not None and limit < needed:
         problems.append(f"max_position_embeddings {limit} (tracing needs {needed} positions)")
@@ -206,7 +206,7 @@ def _check(folder: Path, model: Any) -> None:
     except ImportError:
         return
     distance = (found - expected).abs().max().item()
-    if not distance <= _CLOSE * max(1.0, expected.abs().max().item()):
+    if not distance <= _LOGIT_TOLERANCE * max(1.0, expected.abs().max().item()):
         raise ConversionError(
             f"The graphs do not compute what the model does: a logit differs by {distance:.2g}."
         )
@@ -233,7 +233,7 @@ def _compare_translation(
 def _compare_text(
     folder: Path, model: Any, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits behind prompts and two more tokens: from the graphs, and from the model."""
+    """Return logits after prompts and two more tokens: graphs' and model's, (B, 3, V) each."""
     size = model.config.vocab_size
     prompts = [torch.randint(size, (n,), generator=generator).tolist() for n in (1, 4, 3)]
     target = torch.randint(size, (len(prompts), 2), generator=generator)

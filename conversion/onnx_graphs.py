@@ -103,9 +103,14 @@ class OnnxModel:
         limits: torch.Tensor,
         settings: dict[str, Any],
     ) -> list[list[int]]:
-        """Search behind a prompt (B, T), with a limit of new tokens for each sentence (B,)."""
+        """Continue prompts (B, T), and return the new tokens of each sentence.
+
+        Each sentence has a limit of new tokens (B,).
+        """
         given = {name: settings[name] for name in _SEARCH if name in settings}
-        search = SearchSettings(**given, eos_token_ids=tuple(_listed(settings, "eos_token_id")))
+        search = SearchSettings(
+            **given, eos_token_ids=tuple(_token_ids_of(settings, "eos_token_id"))
+        )
         rules = _token_rules(settings, prompt.shape[1])
         if search.num_beams == 1:
             tokens = greedy_search(decoder, prompt, limits, search, rules)
@@ -120,15 +125,15 @@ def _token_rules(settings: dict[str, Any], prompt_length: int) -> TokenRules:
         min_length = max(settings.get("min_length", 0) - prompt_length, 0)
     words = [words[0] for words in settings.get("bad_words_ids", []) if len(words) == 1]
     return TokenRules(
-        never={*_listed(settings, "suppress_tokens"), *words},
-        ends=set(_listed(settings, "eos_token_id")),
+        never={*_token_ids_of(settings, "suppress_tokens"), *words},
+        ends=set(_token_ids_of(settings, "eos_token_id")),
         min_length=min_length,
-        forced_last=next(iter(_listed(settings, "forced_eos_token_id")), None),
+        forced_last=next(iter(_token_ids_of(settings, "forced_eos_token_id")), None),
         renormalize=bool(settings.get("renormalize_logits")),
     )
 
 
-def _listed(settings: dict[str, Any], name: str) -> list[int]:
+def _token_ids_of(settings: dict[str, Any], name: str) -> list[int]:
     """Return the tokens of a setting that is one token, a list of tokens, or missing."""
     found = settings.get(name, [])
     return found if isinstance(found, list) else [found]

@@ -100,7 +100,7 @@ class OnnxLanguageModel(OnnxModel):
             raise ValueError("Nothing limits the texts: pass max_new_tokens.")
         if limit < 1:
             raise ValueError(
-                f"max_length {settings.get('max_length')} leaves no room behind the "
+                f"max_length {settings.get('max_length')} leaves no room after the "
                 f"{prompt_length} tokens of the prompt: pass max_new_tokens."
             )
         return limit

@@ -14,7 +14,8 @@ Differences between OpenNMT-py and this package:
   vocabularies differ, the target's tokenizer is in target_tokenizer/.
 * Tokenizers. The tokenizers look up tokens that are separated by white space, or by spaces for
   version 3. Transforms such as BPE, SentencePiece or pyonmttok are not carried over. Run them
-  before and after. Decoding always leaves out <unk>, which is a special token here.
+  before and after. Decoding with skip_special_tokens leaves out <unk>, which is a special token
+  here.
 * Search. A checkpoint does not store it, so the generation config has the defaults of OpenNMT-py's
   translate. Version 2: 5 beams, no length penalty, at most 100 tokens. Version 3: 5 beams, mean
   log-probability, at most 250 tokens. Version 3's max_length_ratio, a lower limit for short

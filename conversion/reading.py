@@ -143,7 +143,7 @@ def is_state_dict(loaded: Any) -> TypeGuard[Mapping[str, torch.Tensor]]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor stores floating-point numbers, every one of them."""
+    """Tell whether a tensor is dense and floating-point: not sparse, meta, nested or integer."""
     stored = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_nested
     return stored and tensor.is_floating_point()
 

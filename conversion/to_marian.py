@@ -6,8 +6,9 @@ INPUT is the folder of a model of this package, or its id on the Hub. AutoTokeni
 tokenizers of the output, which are saved as tokenizer.json.
 
 Missing biases become zeros. The paper alternates sines and cosines; a permutation of d_model turns
-them into MarianMTModel's order, all sines and then all cosines. MarianMTModel has no place for the
-length penalty of Wu et al. (2016), for the limit of input length + 50, and for label smoothing.
+them into MarianMTModel's order, all sines and then all cosines. The length penalty of Wu et al.
+(2016), the limit of input length + 50 and label smoothing are lost, because MarianMTModel lacks
+them.
 """
 
 import math
@@ -51,7 +52,7 @@ logger = logging.get_logger(__name__)
 add_arguments = add_model_arguments
 
 # Settings of VaswaniTokenizer that change ids or text, with the values of PreTrainedTokenizerFast.
-_OF_OUR_TOKENIZER = {"source_eos": True, "unknown_from": None, "unknown_ends_word": False}
+_TOKENIZER_DEFAULTS = {"source_eos": True, "unknown_from": None, "unknown_ends_word": False}
 
 
 def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
@@ -175,7 +176,7 @@ def _problems_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     given = getattr(tokenizer, "init_kwargs", {})
     return [
         f"{name} {given[name]!r}"
-        for name, default in _OF_OUR_TOKENIZER.items()
+        for name, default in _TOKENIZER_DEFAULTS.items()
         if given.get(name, default) != default
     ]
 

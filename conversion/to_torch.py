@@ -4,9 +4,9 @@
 
 INPUT is the folder of a model of this package, or its id on the Hub. The output has two files.
 model.pt is the state dict of a module with a `transformer`, two embeddings, a `generator`, and
-learned positions if the model has them. description.yaml describes all other
-settings. `new_transformer` makes an nn.Transformer of both. If all biases are zero, the
-nn.Transformer has bias=False. Tokenizers and settings of the search are left out, because
+learned positions if the model has them. description.yaml describes all other settings.
+`new_transformer` makes an nn.Transformer of both. The nn.Transformer has bias=False if attention
+has no biases and all other biases are zero. Tokenizers and search settings are left out, because
 nn.Transformer has neither.
 """
 

@@ -42,14 +42,14 @@ def refuse_existing(output: Path) -> None:
 def _is_empty(folder: Path) -> bool:
     names = [path.name for path in folder.iterdir()]
     if os.path.ismount(folder):
-        # A new disk has one folder. The others are of a call that was killed.
+        # A new disk has lost+found. Folders with the prefix are left from a killed call.
         names = [name for name in names if name != "lost+found" and _UNFINISHED not in name]
     return not names
 
 
 @contextlib.contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `output`. After an error it is removed.
+    """Yield a temporary folder that becomes `output`, or is removed after an error.
 
     A link to an empty folder stays a link. If `output` is a mount point, the files move into it.
 
@@ -83,7 +83,7 @@ def _replace_empty(output: Path, partial: Path) -> None:
             output.rmdir()
         partial.rename(output)
     except OSError as error:
-        if error.errno != errno.EBUSY:  # as of a folder mounted from the same disk
+        if error.errno != errno.EBUSY:  # a bind mount from the same disk cannot be replaced
             raise
         for path in partial.iterdir():
             shutil.move(path, output / path.name)

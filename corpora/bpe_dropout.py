@@ -14,7 +14,7 @@ from .encoding import special_ids
 Draw = Callable[[], float]
 
 # Number of cached splits per word, because a lookup is faster than splitting the word again.
-_SPLITS = 64
+_SPLITS_PER_WORD = 64
 _CACHED_SPLITS = 500_000
 _LONGEST_CACHED = 64  # characters
 _SPACES = r"[^\S\x1c-\x1f]*"  # the tokenizers library does not strip these control characters
@@ -96,9 +96,13 @@ class BpeDropout:
         words = [text]
         if self._backend.pre_tokenizer:
             words = [word for word, _ in self._backend.pre_tokenizer.pre_tokenize_str(text)]
-        return [token for word in words for token in self._tokens(word, int(draw() * _SPLITS))]
+        return [
+            token
+            for word in words
+            for token in self._ids_of_split(word, int(draw() * _SPLITS_PER_WORD))
+        ]
 
-    def _tokens(self, word: str, number: int) -> list[int]:
+    def _ids_of_split(self, word: str, number: int) -> list[int]:
         """Return split `number` of a word.
 
         The split depends only on the seed, the word and the number. Texts encoded before do not
@@ -109,18 +113,18 @@ class BpeDropout:
         if (known := self._splits.get((word, number))) is not None:
             return known
         draw = random.Random(repr((self._seed, number, word))).random
-        ids = (self._ids.get(piece, self._unknown) for piece in self._cut(word, draw))
+        ids = (self._ids.get(piece, self._unknown) for piece in self._merged_pieces(word, draw))
         split = self._known_ids(ids)
         if len(word) <= _LONGEST_CACHED:  # text without spaces is one word, and hardly repeated
             self._splits[word, number] = split
         return split
 
-    def _cut(self, word: str, draw: Draw) -> list[str]:
+    def _merged_pieces(self, word: str, draw: Draw) -> list[str]:
         """Merge the characters of a word pair by pair, in the order of the learned merges."""
         pieces = [piece for character in word for piece in self._pieces(character)]
         ranks, never = self._ranks, len(self._ranks)
         possible = [ranks.get(pair, never) for pair in pairwise(pieces)]
-        while (place := self._chosen(possible, draw)) is not None:
+        while (place := self._next_merge_place(possible, draw)) is not None:
             pieces[place : place + 2] = [pieces[place] + pieces[place + 1]]
             del possible[place]
             if place:
@@ -135,12 +139,12 @@ class BpeDropout:
             return [f"<0x{byte:02X}>" for byte in character.encode()]
         return [character]
 
-    def _chosen(self, possible: list[int], draw: Draw) -> int | None:
+    def _next_merge_place(self, possible: list[int], draw: Draw) -> int | None:
         """Return where to merge next, or None if no merge is left.
 
-        `possible` has the rank of the merge at every place.
+        `possible` has the rank of the merge at each place, and a larger number where there is none.
 
-        Draw once per merge, and stop at the first merge that is kept.
+        Each place is skipped with probability `dropout`. The best-ranked of the other places wins.
         """
         dropout, never = self._dropout, len(self._ranks)
         if possible and draw() >= dropout:

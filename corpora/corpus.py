@@ -24,7 +24,8 @@ class Corpus:
         shards: one entry per shard: one file, two parallel files or the name of a data set.
         columns: names of the source and the target column of a record.
         default_split: split to read when the name of a data set has none.
-        weight: share of the pairs of an epoch, relative to other corpora. None means its size.
+        weight: share of the pairs of an epoch, relative to other corpora. None means 1 if another
+            corpus has a weight. If no corpus has one, an epoch has every pair once.
         tag: language to name before each source, such as "de" for `>>de<<`.
     """
 
@@ -112,7 +113,7 @@ def parse_corpora(
             )
         partner, partner_weight = rest.pop(0)
         if form_of(partner) or Path(partner).is_dir():
-            raise DataError(f"{name} needs a parallel text file behind it, got {partner}.")
+            raise DataError(f"{name} needs a parallel text file after it, got {partner}.")
         if None not in (weight, partner_weight) and weight != partner_weight:
             raise DataError(
                 f"{name} and {partner} are one corpus, but have the weights {weight:g} and "

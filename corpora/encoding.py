@@ -77,8 +77,8 @@ class _WordIds(dict[str, bytes]):
         self._known_ids = tokenizer.known_ids
 
     def __missing__(self, word: str) -> bytes:
-        # Splitting at spaces gives empty words. The text " " gives two, and each has half of its
-        # ids.
+        # Splitting at spaces gives empty words. The text " " is two of them, so an empty word has
+        # half of the ids of " ".
         ids = self._backend.encode(word or " ", add_special_tokens=False).ids
         if not word:
             ids = ids[: len(ids) // 2]

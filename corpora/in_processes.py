@@ -16,7 +16,7 @@ from typing import Any
 from .reading import DataError
 
 _ORPHANED = 3  # exit status of a process whose parent was killed
-# Fewer batches are computed faster by one process than others take to start.
+# With fewer batches, starting the processes takes longer than computing in this one.
 _MIN_BATCHES = 10
 
 
@@ -68,10 +68,10 @@ def _begin(function: Callable[[Any], Any], parent: int) -> None:
     global _function
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this process
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _exit_after(parent: int) -> None:
     """End this process when its parent was killed, because nobody else would end it."""
     while os.getppid() == parent:
         time.sleep(1)

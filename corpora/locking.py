@@ -6,7 +6,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 
-class OnlyOne:
+class MachineLock:
     """Hold a lock on a file of this machine during a `with` block.
 
     A process that has to wait prints a message, and waits without a time limit. The system releases
@@ -31,4 +31,4 @@ class OnlyOne:
         self._lock.release()
 
 
-__all__ = ["OnlyOne"]
+__all__ = ["MachineLock"]

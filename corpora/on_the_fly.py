@@ -45,7 +45,7 @@ class OnTheFlyPairs(Dataset):
         self._repeats = repeats
         # The epoch is in shared memory, so that the workers of a loader see its changes.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self.lengths = np.tile(self._allowed(), (repeats, 1))
+        self.lengths = np.tile(self._length_limits(), (repeats, 1))
 
     def __len__(self) -> int:
         return self._repeats * len(self._pairs)
@@ -64,11 +64,11 @@ class OnTheFlyPairs(Dataset):
 
     def _tokens(self, row: dict[str, Any], index: int) -> dict[str, list[int]]:
         return {
-            "input_ids": self._side(0, row["source"], index),
-            "labels": self._side(1, row["target"], index),
+            "input_ids": self._ids_within_limit(0, row["source"], index),
+            "labels": self._ids_within_limit(1, row["target"], index),
         }
 
-    def _side(self, side: int, text: str, index: int) -> list[int]:
+    def _ids_within_limit(self, side: int, text: str, index: int) -> list[int]:
         for draw in range(_DRAWS):
             ids = self._dropouts[side].at(text, int(self._epoch), index, draw)
             if len(ids) <= self.lengths[index, side]:
@@ -76,7 +76,7 @@ class OnTheFlyPairs(Dataset):
         encoder = self._encoders[side]
         return np.frombuffer(encoder([text])[0], encoder.dtype).tolist()
 
-    def _allowed(self) -> np.ndarray:
+    def _length_limits(self) -> np.ndarray:
         """Return the largest allowed token counts of each pair. Nearly all splits have fewer."""
         lengths = self._pairs.select_columns(["source_length", "target_length"])
         own = np.stack([np.asarray(lengths.data[name]) for name in lengths.column_names], axis=1)

@@ -24,7 +24,7 @@ from .duplicates import first_of_each, hashes_of, keep_rows
 from .encoding import TextEncoder, fingerprint_of
 from .filtering import Rules, TextFilter, length_filter
 from .in_processes import cores, in_order
-from .locking import OnlyOne
+from .locking import MachineLock
 from .reading import DataError, Pair, strictly
 
 with needs("vaswani[train]"):
@@ -93,12 +93,12 @@ def prepare(
     parts = (_VERSION, corpus.content(), rules.key(), keep_texts, *vocabularies)
     key = xxhash.xxh3_128_hexdigest(repr(parts).encode())
     folder = cache / key
-    if folder.exists() and _flaw_of(folder) is None:
-        return _opened(folder)  # nobody needs to write to the cache
+    if folder.exists() and _damage_of(folder) is None:
+        return _opened(folder)  # without the lock, so that a read-only cache works
     cache.mkdir(parents=True, exist_ok=True)
-    with OnlyOne(cache / f"{key}.lock", say):
+    with MachineLock(cache / f"{key}.lock", say):
         if folder.exists():
-            if (flaw := _flaw_of(folder)) is None:
+            if (flaw := _damage_of(folder)) is None:
                 return _opened(folder)
             say(f"{folder} {flaw}: preparing {corpus.name} again.")
             shutil.rmtree(folder)
@@ -114,7 +114,7 @@ def prepare(
         return _opened(folder)
 
 
-def _flaw_of(folder: Path) -> str | None:
+def _damage_of(folder: Path) -> str | None:
     """Return the flaw of a prepared folder, or None if the folder is complete."""
     try:
         report = json.loads((folder / _REPORT).read_text(encoding="utf-8"))

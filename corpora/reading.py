@@ -13,7 +13,7 @@ from typing import Any
 from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
-from ..tokenization.kinds_vaswani import half_character
+from ..tokenization.kinds_vaswani import lone_surrogate
 from .names import data_set_name, form_of
 
 Pair = tuple[str, str]
@@ -167,7 +167,7 @@ def _parallel_pairs(source: str, target: str) -> Iterator[Pair | DataError]:
 
 
 def _filled_lines(path: str, mark: str = "") -> Iterator[tuple[str | DataError, str]]:
-    """Yield every line that is not blank or has the mark, with its file and line number."""
+    """Yield lines that are not blank or contain the mark, with a text "FILE, line NUMBER"."""
     for number, line in enumerate(_lines(path), start=1):
         if isinstance(line, DataError) or line.strip() or (mark and mark in line):
             yield line, f"{path}, line {number}"
@@ -197,7 +197,7 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
         from datasets import config, load_dataset
         from datasets.exceptions import DatasetsError
         from datasets.naming import camelcase_to_snakecase
-    # The cache of data sets is read without the Hub.
+    # Do not check the Hub for a cached data set, so that it loads offline.
     *user, own_name = place.split("/")
     cached = "___".join([*user, camelcase_to_snakecase(own_name)])
     if not (place and Path(config.HF_DATASETS_CACHE, cached).is_dir()):
@@ -207,7 +207,7 @@ def load_rows(name: str, default_split: str, **options: Any) -> Any:
             raise DataError(str(error)) from error
     try:
         if not options.get("streaming"):
-            # Data in memory would have no files, whose checksums tell data sets apart.
+            # `Corpus.content` needs the checksums of cache files, which data in memory lack.
             options["keep_in_memory"] = False
         return load_dataset(place, configuration or None, split=split or default_split, **options)
     except (ConnectionError, OSError, RuntimeError, ValueError, DatasetsError) as error:
@@ -266,7 +266,7 @@ def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | 
     for column in columns:
         if not isinstance(row[column], str):
             return DataError(f"{place}: {column!r} is {row[column]!r}, not text.")
-        if flaw := half_character(row[column]):  # JSON alone can contain half a character
+        if flaw := lone_surrogate(row[column]):  # JSON alone can contain half a character
             return DataError(f"{place}: {column!r} {flaw}.")
     return row[columns[0]], row[columns[1]]
 

@@ -26,8 +26,8 @@ State = dict[str, Any]
 
 # Default number of rows in a buffer.
 BUFFER = 20_000
-# The shuffle of a buffer is numbered `buffer * _MOST_WORKERS + worker`, so each one differs.
-_MOST_WORKERS = 2**16
+# A buffer's shuffle has the number `buffer * _MAX_WORKERS + worker`, which is unique in a process.
+_MAX_WORKERS = 2**16
 _BEGIN = {"pass": 0, "rows": None, "block": 0, "given": 0, "total": 0}
 
 
@@ -151,7 +151,7 @@ class TokenBatchStream(IterableDataset):
             )
         lengths = [(len(row["input_ids"]), len(row["labels"])) for row in block]
         sampler = self.sampler(lengths, *self.budgets, seed=self.seed, warn=False)
-        sampler.set_epoch(number * _MOST_WORKERS + worker)
+        sampler.set_epoch(number * _MAX_WORKERS + worker)
         if len(sampler.oversize):
             self._warn_of_oversize(*lengths[sampler.oversize[0]])
         # The sampler cannot drop oversize pairs itself, because it refuses a buffer without others.

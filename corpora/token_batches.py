@@ -19,7 +19,7 @@ _DRAWS = 8
 # A mixture of at most _FEW_PAIRS pairs counts the batches of several epochs.
 _FEW_PAIRS, _EPOCHS_COUNTED = 2**17, 8
 # Larger sort keys are not converted to 16 bits.
-_MOST_KEYS = 2**22
+_MAX_KEY = 2**22
 
 
 class TokenBatchSampler(Sampler[list[int]]):
@@ -74,15 +74,15 @@ class TokenBatchSampler(Sampler[list[int]]):
     ) -> None:
         if max_target_tokens is None:
             max_target_tokens = max_source_tokens
-        self.max_source_tokens = _whole("max_source_tokens", max_source_tokens)
-        self.max_target_tokens = _whole("max_target_tokens", max_target_tokens)
+        self.max_source_tokens = _integer_budget("max_source_tokens", max_source_tokens)
+        self.max_target_tokens = _integer_budget("max_target_tokens", max_target_tokens)
         if batches_per_update < 1:
             raise InputError(f"batches_per_update must be at least 1, got {batches_per_update}.")
         self.seed = seed
         self.epoch = 0
         self.batches_per_update = batches_per_update
         self.mixture = mixture
-        self._source, self._target = _columns(lengths)
+        self._source, self._target = _source_and_target_lengths(lengths)
         if mixture is not None and sum(mixture.sizes) != len(self._source):
             raise InputError(
                 f"The corpora of the mixture have {sum(mixture.sizes)} pairs, but lengths has "
@@ -96,7 +96,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.oversize = np.flatnonzero(~fits).astype(number)
         if warn:
             self._report_oversize(drop_oversize)
-        self._alone = self.oversize[:0] if drop_oversize else self.oversize
+        self._oversize_batches = self.oversize[:0] if drop_oversize else self.oversize
         self.num_sentences = sum(map(len, self._drawn()))
         if self.num_sentences == 0:
             raise InputError(
@@ -140,8 +140,8 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _drawn(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the epoch's pairs that fit into a batch, and its oversize rows."""
         if self.mixture is None:
-            return self._fitting, self._alone
-        return self.mixture.draw(self._fitting, self._alone, self.epoch)
+            return self._fitting, self._oversize_batches
+        return self.mixture.draw(self._fitting, self._oversize_batches, self.epoch)
 
     def _order(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Order the pairs so that neighbours have similar lengths. Equal lengths are shuffled.
@@ -207,7 +207,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             yield self._drawn()[0]
             return
         for epoch in range(_EPOCHS_COUNTED):
-            yield self.mixture.draw(self._fitting, self._alone, epoch)[0]
+            yield self.mixture.draw(self._fitting, self._oversize_batches, epoch)[0]
 
     def _plan(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return order and cut of one epoch, with the same number of batches as all epochs."""
@@ -267,14 +267,14 @@ def is_whole(number: Any, lowest: int) -> bool:
     return numeric and lowest <= number < math.inf and number == int(number)
 
 
-def _whole(name: str, number: Any) -> int:
+def _integer_budget(name: str, number: Any) -> int:
     """Return a budget as an integer."""
     if not is_whole(number, 1):
         raise InputError(f"{name} must be an integer of at least 1, got {number!r}.")
     return int(number)
 
 
-def _columns(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+def _source_and_target_lengths(lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the source and the target lengths as two arrays.
 
     Raises:
@@ -316,7 +316,7 @@ def _length_keys(source: np.ndarray, target: np.ndarray, parity: int) -> np.ndar
 
 def _ranks(key: np.ndarray) -> np.ndarray:
     """Return 16-bit numbers in the order of a key if they suffice, because they sort faster."""
-    if key.max(initial=0) >= _MOST_KEYS:
+    if key.max(initial=0) >= _MAX_KEY:
         return key
     ranks = np.cumsum(np.bincount(key) > 0) - 1
     return ranks.astype(np.uint16)[key] if ranks.max(initial=0) < 2**16 else key

@@ -14,7 +14,7 @@ from ..configuration.extras import needs
 from ..tokenization.tokenization_vaswani import VaswaniTokenizer
 from .atomic_folder import new_folder
 from .corpus import Corpus, tag_token
-from .locking import OnlyOne
+from .locking import MachineLock
 from .reading import DataError, Pair, strictly
 
 with needs("vaswani[train]"):
@@ -41,7 +41,8 @@ def train_vocabulary(
         corpora: corpora to learn from. Their language tags become tokens.
         settings: arguments of `VaswaniTokenizer.train_from_iterator`.
         cache: folder of cached vocabularies.
-        lines: largest number of lines to learn from. Larger corpora are sampled at random.
+        lines: about the largest number of source and target lines to learn from, over all corpora.
+            If there are more, pairs are sampled at random.
         seed: seed of the sample.
         skip_unreadable: skip pairs that cannot be read.
         say: function that receives messages.
@@ -57,9 +58,10 @@ def train_vocabulary(
     folder = cache / f"vocabulary-{key}"
     if folder.exists():
         with contextlib.suppress(OSError, ValueError):
-            return VaswaniTokenizer.from_pretrained(folder)  # nobody needs to write
+            # Without the lock, so that a read-only cache works.
+            return VaswaniTokenizer.from_pretrained(folder)
     cache.mkdir(parents=True, exist_ok=True)
-    with OnlyOne(cache / f"vocabulary-{key}.lock", say):
+    with MachineLock(cache / f"vocabulary-{key}.lock", say):
         if folder.exists():
             try:
                 return VaswaniTokenizer.from_pretrained(folder)

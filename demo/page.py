@@ -18,7 +18,7 @@ with needs("vaswani[demo]"):
 logger = logging.get_logger(__name__)
 
 _FOLDER = Path(__file__).resolve().parent
-_MOST_EXAMPLES = 4
+_MAX_EXAMPLES = 4
 _LONGEST_EXAMPLE = 200  # characters
 # These fonts are part of Gradio, so the browser asks no other server. Other weights of them have
 # no Latin letters.
@@ -92,7 +92,7 @@ class Handlers:
         pairs = [
             Pair(f"{whose}: {pair.source} → {target}", pair.source, target)
             for pair in scored
-            for whose, target in _writers(pair.target, pair.best)
+            for whose, target in _translations_by_writer(pair.target, pair.best)
         ]
         return shown, *_choices(pairs)
 
@@ -192,7 +192,7 @@ def _page(translator: Translator) -> gr.Blocks:
 def _question(translator: Translator) -> dict[str, Any]:
     """The text with its settings, and the panel of its translations."""
     samples = [line for line in translator.description.samples if len(line) <= _LONGEST_EXAMPLE]
-    samples = samples[:_MOST_EXAMPLES]
+    samples = samples[:_MAX_EXAMPLES]
     components: dict[str, Any] = {"example": None}
     with gr.Row():
         with gr.Column(elem_classes="half"):
@@ -322,8 +322,8 @@ def _connect(page: gr.Blocks, components: _Components, handlers: Handlers) -> No
     explore(c.chosen.input)
 
 
-def _writers(own: str, best: Translation) -> list[tuple[str, str]]:
-    """Who wrote which translation. Equal ones are named once."""
+def _translations_by_writer(own: str, best: Translation) -> list[tuple[str, str]]:
+    """Pairs (writer, text) for both translations, or one pair if the texts are equal."""
     if own == best.text:
         return [("Yours and the model's", own)]
     return [("Yours", own), ("The model's", best.text)]

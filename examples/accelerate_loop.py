@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         accelerator.unwrap_model(model).save_pretrained(args.output, state_dict=weights)
         tokenizer.save_pretrained(args.output)
     # With gloo, a process that ends just after a reduction may hang: a thread of gloo still has to
-    # drop a tensor, and needs Python's lock for that.
+    # release a tensor, and needs the GIL for that.
     accelerator.wait_for_everyone()
     time.sleep(1)
     accelerator.end_training()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .choice_vaswani import BeamState, CandidateList, Chosen, StepRules
-from .library_vaswani import address, compute, library
+from .library_vaswani import address, can_compute, library
 from .rules_vaswani import SearchSettings
 
 FILL = -1  # fills results after the last token; no token and no hypothesis has this number
@@ -96,7 +96,7 @@ class Beam:
         Raises:
             ValueError: a score is NaN.
         """
-        if compute(candidates.scores, self.finished):
+        if can_compute(candidates.scores, self.finished):
             return self._advance_compiled(candidates, length, settings)
         if bool(candidates.scores[:, 0].isnan().any()):  # NaN is best
             raise ValueError(NO_SCORES)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from .library_vaswani import compute
+from .library_vaswani import can_compute
 from .memory_vaswani import empty
 from .structures_vaswani import descend
 
@@ -21,8 +21,9 @@ _SPARE_ROOM = 4  # times as much as is needed, on a CPU
 class SourceCache:
     """Keys and values of the source, once per sentence, not once per hypothesis.
 
-    `layers` has keys (B * H, d_k, S) and values (B * H, S, d_v) by layer. `mask` is (B, H, 1, S or
-    1), 0 at real tokens and -inf at padding.
+    `layers` has keys (B * H, d_k, S) and values (B * H, S, d_v) by layer. `mask` is (B, H, 1, S),
+    0 at real tokens and -inf at padding, or (B, H, 1, 1) without padding. A sentence of padding
+    only has a mask of 0 and values of 0.
 
     Args:
         layers: layers of the decoder, at least one.
@@ -62,11 +63,11 @@ class SourceCache:
         """Drop all sentences but these, given by their numbers."""
         for index, states in enumerate(self.layers):
             keys, values = (
-                kept(part.unflatten(0, (-1, self.heads)), sentences).flatten(0, 1)
+                move_to_front(part.unflatten(0, (-1, self.heads)), sentences).flatten(0, 1)
                 for part in states
             )
             self.layers[index] = keys, values
-        self.mask = kept(self.mask, sentences)
+        self.mask = move_to_front(self.mask, sentences)
 
     @property
     def seen(self) -> torch.Tensor:
@@ -82,8 +83,9 @@ class TargetCache:
     copied. When the list is full, positions without a descendant are dropped.
 
     `keys` are (L, B, H, N, d_k), and `values` (L, B, H, N, d_v). `past` is (B, K, N), 0 at a
-    hypothesis' past and -inf elsewhere; None means that all see the same. `used`
-    counts the positions in use. At `room`, positions without a descendant (dead ends) are dropped.
+    hypothesis' past and -inf elsewhere; None means that all see the same. `used` counts the
+    positions in use, and `room` is their limit. When the limit is reached, positions without a
+    descendant (dead ends) are dropped.
 
     Args:
         shape: (L, B, H).
@@ -122,7 +124,7 @@ class TargetCache:
             if padding is not None:
                 self.past[:, :, : self.used].masked_fill_(padding[:, None], -torch.inf)
         elif parents is not None:
-            if self.used + beams <= self.room and self.can_compile and compute(self.past):
+            if self.used + beams <= self.room and self.can_compile and can_compute(self.past):
                 free = self.earlier_past
                 if free is None or free.shape != self.past.shape:
                     free = torch.empty_like(self.past)
@@ -137,9 +139,9 @@ class TargetCache:
     def keep(self, sentences: list[int]) -> None:
         """Drop all sentences but these, given by their numbers."""
         for cache in (self.keys, self.values):
-            kept(cache[:, :, :, : self.used].transpose(0, 1), sentences)
+            move_to_front(cache[:, :, :, : self.used].transpose(0, 1), sentences)
         self.keys, self.values = self.keys[:, : len(sentences)], self.values[:, : len(sentences)]
-        self.past = None if self.past is None else kept(self.past, sentences)
+        self.past = None if self.past is None else move_to_front(self.past, sentences)
 
     def make_room(self, positions: int) -> None:
         """Make room for more positions."""
@@ -190,8 +192,8 @@ class TargetCache:
             layer[:, :, : self.used] = layer.gather(2, living.expand(sentences, heads, -1, width))
 
 
-def kept(rows: torch.Tensor, sentences: list[int]) -> torch.Tensor:
-    """Return the rows of these sentences.
+def move_to_front(rows: torch.Tensor, sentences: list[int]) -> torch.Tensor:
+    """Move the rows of these sentences to the front, in place. Return a view of them.
 
     A sentence stays at its place, or takes the place of one that is dropped.
     """
@@ -219,4 +221,4 @@ def _keys_and_values(
     return split(keys, attention.d_k), split(values, attention.d_v)
 
 
-__all__ = ["SourceCache", "TargetCache", "kept"]
+__all__ = ["SourceCache", "TargetCache", "move_to_front"]

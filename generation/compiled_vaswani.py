@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from .int8_vaswani import Int8Embedding
-from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, compute, is_as_stored, library
+from .library_vaswani import COMPUTED, CORES, FLOATS, as_stored, can_compute, is_as_stored, library
 from .linear_vaswani import compiled_product, is_changed, is_supported, originals
 from .memory_vaswani import empty
 from .products_vaswani import Product, Rounded, multiply
@@ -196,7 +196,7 @@ class CompiledEmbedding:
         if scale is not None and (weight.dtype, scale.shape) != (torch.int8, weight.shape[:1]):
             return None
         in_floats = weight if scale is None else scale
-        if is_changed(embedding) or not compute(in_floats) or not is_as_stored(weight):
+        if is_changed(embedding) or not can_compute(in_floats) or not is_as_stored(weight):
             return None
         scales = None if scale is None else scale.data_ptr()
         return cls(Embedding(*weight.shape, weight.data_ptr(), scales, factor), (weight, scale))
@@ -263,7 +263,7 @@ class CompiledEncoder(nn.Module):
             if layers is not None:
                 states = encoder.embed(input_ids, inputs_embeds, attention_mask)
                 fits = attention_mask is None or attention_mask.shape == states.shape[:2]
-                if fits and states.dtype in COMPUTED and compute(states.float()):
+                if fits and states.dtype in COMPUTED and can_compute(states.float()):
                     computed = self._run(layers, states.float(), attention_mask).to(states.dtype)
                     return BaseModelOutput(last_hidden_state=encoder.layer_norm(computed))
         return self.copied()(
@@ -395,7 +395,7 @@ def _fill(structure: Layer, layer: Any, weights: list[Any], snapshot: Snapshot) 
         if any(part.device.type != "cpu" for part in (norm.weight, norm.bias)):
             return False
         weight, bias = (snapshot.copy(part).float() for part in (norm.weight, norm.bias))
-        if not compute(weight, bias):
+        if not can_compute(weight, bias):
             return False
         weights.append((weight, bias))
         setattr(structure, name, Norm(weight.data_ptr(), bias.data_ptr(), norm.eps))

@@ -9,7 +9,7 @@ sentence, V entries of the target vocabulary.
 import torch
 
 from .choice_vaswani import best_candidates, log_sums_and_maxima
-from .library_vaswani import compute
+from .library_vaswani import can_compute
 
 _BLOCK = 512  # entries of the vocabulary that share one maximum
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
@@ -34,7 +34,8 @@ def best_continuations(
         count: C.
         open_rows: (R,) the hypotheses that have logits, among B * K; None means all. The others get
             no continuations. If fewer than C remain, scores of -inf fill up the result.
-        banned: tokens that get -inf, in `logits` too. The other tokens keep their probabilities.
+        banned: tokens that get -inf. `logits` may be changed in place. The other tokens keep their
+            probabilities.
 
     Returns:
         Log-probabilities, best first; the hypotheses that they continue; the tokens: (B, C) each.
@@ -46,7 +47,7 @@ def best_continuations(
     blocks = logits.shape[1] // _BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
-    compiled = count <= _ON_STACK and compute(logits, running)
+    compiled = count <= _ON_STACK and can_compute(logits, running)
     if compiled:
         log_sums, maxima = log_sums_and_maxima(logits, _BLOCK)
     else:

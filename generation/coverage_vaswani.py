@@ -42,10 +42,10 @@ _WARPERS = (
 )
 
 
-# Methods whose results the fast search may compute by itself. `_written` keeps these methods of
-# each remembered class.
+# Methods whose results the fast search may compute by itself. `_remembered_methods` keeps these
+# methods of each remembered class.
 _COMPUTED = ("forward", "feed_forward", "add_norm", "embed", "look_up", "_split_heads")
-_written: dict[type, tuple[Any, ...]] = {}
+_remembered_methods: dict[type, tuple[Any, ...]] = {}
 # Attention implementations that the fast search covers, with transformers' function for each.
 _ATTENTION = {
     name: ALL_ATTENTION_FUNCTIONS.get(name) for name in ("eager", "sdpa", "flex_attention")
@@ -104,20 +104,20 @@ def token_rules(processors: Any, prompt_length: int, config: Any) -> TokenRules:
 
 def remember(*kinds: type[nn.Module]) -> tuple[type[nn.Module], ...]:
     """Remember the methods of classes as they are written, and return the classes."""
-    _written.update({kind: _computed_methods(kind) for kind in kinds})
+    _remembered_methods.update({kind: _computed_methods(kind) for kind in kinds})
     return kinds
 
 
 def class_replaced(kind: type[nn.Module]) -> bool:
     """Tell whether the methods of a class are monkey-patched, if they were remembered."""
-    return kind in _written and _written[kind] != _computed_methods(kind)
+    return kind in _remembered_methods and _remembered_methods[kind] != _computed_methods(kind)
 
 
 def _computed_methods(kind: type[nn.Module]) -> tuple[Any, ...]:
     return tuple(getattr(kind, name, None) for name in _COMPUTED)
 
 
-def attends_as_known(implementation: str | None) -> bool:
+def covers_attention(implementation: str | None) -> bool:
     """Tell whether the fast search computes an implementation of attention.
 
     A user may register another function under a name of transformers.
@@ -171,7 +171,7 @@ def weights_are_dense(root: Any) -> bool:
     )
 
 
-def parts(stack: Any) -> list[torch.nn.Module]:
+def stack_modules(stack: Any) -> list[torch.nn.Module]:
     """List an encoder or a decoder, its layers, and their attention."""
     found = [stack, *stack.layers]
     for layer in stack.layers:
@@ -181,13 +181,13 @@ def parts(stack: Any) -> list[torch.nn.Module]:
 
 __all__ = [
     "NotCovered",
-    "attends_as_known",
     "class_replaced",
+    "covers_attention",
     "hooks_are_passive",
     "method_replaced",
     "modules_in",
-    "parts",
     "remember",
+    "stack_modules",
     "token_rules",
     "weights_are_dense",
 ]

@@ -27,12 +27,12 @@ from .beam_vaswani import FILL
 from .compiled_vaswani import CompiledEncoder
 from .coverage_vaswani import (
     NotCovered,
-    attends_as_known,
     class_replaced,
+    covers_attention,
     hooks_are_passive,
     method_replaced,
     modules_in,
-    parts,
+    stack_modules,
     token_rules,
     weights_are_dense,
 )
@@ -158,8 +158,8 @@ class VaswaniGenerationMixin(GenerationMixin):
             if (
                 module is not encoder
                 or self.device.type != "cpu"
-                or not attends_as_known(self.config._attn_implementation)
-                or not all(map(self._is_as_written, parts(module)))
+                or not covers_attention(self.config._attn_implementation)
+                or not all(map(self._is_as_written, stack_modules(module)))
             ):
                 return None
             return CompiledEncoder(module, copied)
@@ -422,7 +422,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         """
         network: Any = self  # a module of torch, which the mixin's type does not say
         decoder = self.model.decoder
-        modules = [self.model, *parts(decoder)]
+        modules = [self.model, *stack_modules(decoder)]
         prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
         return (
             prepare is type(self)._prepare_as_written
@@ -433,7 +433,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             is getattr(self._network_classes[-1], "predict", None)
             and not method_replaced(network)
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
-            and attends_as_known(self.config._attn_implementation)
+            and covers_attention(self.config._attn_implementation)
             and not torch.nn.modules.module._has_any_global_hook()
             and all(self._is_as_written(module) and not module.training for module in modules)
             and not self.training

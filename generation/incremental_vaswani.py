@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .caches_vaswani import SourceCache, TargetCache, kept
+from .caches_vaswani import SourceCache, TargetCache, move_to_front
 from .compiled_vaswani import CompiledEmbedding, CompiledLayers, CompiledLinear
 from .layers_vaswani import TorchLayers, copied_norm
-from .library_vaswani import COMPUTED, compute
+from .library_vaswani import COMPUTED, can_compute
 from .linear_vaswani import prepare
 
 _FIRST_POSITIONS = 64  # number of positions that are encoded at first
@@ -159,7 +159,7 @@ class IncrementalDecoder:
         if self.source is not None:
             self.source.keep(numbers)
         self.target.keep(numbers)
-        self.padding = None if self.padding is None else kept(self.padding, numbers)
+        self.padding = None if self.padding is None else move_to_front(self.padding, numbers)
         self._show_source()
 
     def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -197,11 +197,11 @@ class IncrementalDecoder:
             states: (R, D).
             shape: (B, K), or (B, T) while a prefix is read.
             rows: (R,) the hypotheses of the states, among B * K; None means all.
-            mask: what the tokens of a prompt see of each other.
+            mask: mask of a prompt, as `_mask_of_prompt` returns it; None for single tokens.
         """
         target = self.target
         target.make_room(shape[1])
-        if self.compiled is not None and mask is None and compute(floats := states.float()):
+        if self.compiled is not None and mask is None and can_compute(floats := states.float()):
             states = self._decode_compiled(floats, shape, rows).to(states.dtype)
         else:
             if self.torch_layers is None:
@@ -216,7 +216,7 @@ class IncrementalDecoder:
         """Run the layers on states (R, D), in place, of one token for each hypothesis."""
         assert self.compiled is not None
         target, end = self.target, self.target.used + shape[1]
-        if rows is not None:  # a hypothesis that cannot win may still be computed later
+        if rows is not None:  # later steps may read the positions of hypotheses without a row
             target.keys[:, :, :, target.used : end] = 0
             target.values[:, :, :, target.used : end] = 0
         mask = self.no_mask.new_zeros(1, end) if target.past is None else target.past

@@ -31,7 +31,7 @@ _NOT_TRAINED = (
     "model.dequantize() first."
 )
 _LARGEST = 127  # -128 is not used, so that rounding is symmetric
-_SMALLEST = 1e-30  # largest value of a row of states, so that zeros are not divided by zero
+_SMALLEST = 1e-30  # lower bound of a row's largest value, because a row of zeros is divided by it
 _EXACT = 2**24  # integers up to here are exact in float32
 _ROWS = (4, 32, 256)  # numbers of rows for which the fastest kernel is measured
 _BEYOND_CACHE = 2**23  # bytes of weights that push each other out of a core's cache
@@ -164,11 +164,11 @@ class Int8Linear(_Int8Weight, nn.Linear):
         """
         self._refuse_training(input)
         exported = torch.compiler.is_exporting() or torch.jit.is_tracing()
-        if exported or not self._has_kernel(input) or not multiplies_exactly():
+        if exported or not self._is_on_cpu(input) or not multiplies_exactly():
             return F.linear(input, self.float_weight().to(input.dtype), self.bias)
         return multiply(input, self.weight, self.weight_scale, self.bias)
 
-    def _has_kernel(self, states: torch.Tensor) -> bool:
+    def _is_on_cpu(self, states: torch.Tensor) -> bool:
         """Tell whether all tensors are on the CPU. torch's product reports those that are not."""
         tensors = states, self.weight, self.weight_scale, self.bias
         return all(tensor is None or tensor.is_cpu for tensor in tensors)
@@ -433,7 +433,10 @@ def _has_int8_product() -> bool:
 
 
 def compiled_rounding(inputs: int) -> int | None:
-    """Return the largest integer of the compiled kernel's states; None without the kernel."""
+    """Return the largest integer to which the compiled kernel rounds states.
+
+    Return None if there is no exact kernel, or if `inputs` is not a multiple of 4.
+    """
     rounding = _rounding()
     supported = inputs % 4 == 0 and _compiled_product in _exact_kernels(rounding)
     return rounding.largest if supported else None

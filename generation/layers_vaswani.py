@@ -1,6 +1,7 @@
 """The layers of the decoder in PyTorch's operators, for prompts and single tokens (section 3.1).
 
-They run where the compiled kernels do not: on GPUs, in float64, and for prompts.
+They run where the compiled kernels do not: for prompts, on GPUs, on CPUs without the kernels, and
+in other dtypes, such as float64.
 
 Shapes: B sentences, K hypotheses of each (the beam), R rows (all B * K hypotheses, or the open ones
 among them), T tokens of a prompt, N positions in the cache, H heads, D = d_model.
@@ -185,7 +186,7 @@ class TorchLayers:
             rows: (R,) the hypotheses of the states, among B * K; None means all.
             target: the cache of the past.
             source: the cache of the source; None for a language model.
-            prompt_mask: what the tokens of a prompt see of each other; None for single tokens.
+            prompt_mask: (T, T) or (B, 1, T, T), 0 if seen and -inf if not; None for single tokens.
         """
         end = target.used + shape[1]
         heads, d_k, d_v = target.keys.shape[2], target.keys.shape[4], target.values.shape[4]

@@ -108,13 +108,16 @@ def library() -> Any:
         )
         return None
     try:
-        with _only_one(cached.parent), tempfile.TemporaryDirectory(prefix="vaswani-") as scratch:
+        with (
+            _compile_lock(cached.parent),
+            tempfile.TemporaryDirectory(prefix="vaswani-") as scratch,
+        ):
             if (kernels := _load_kept(cached)) is not None:
                 return kernels  # another process has just compiled them
             compiled = Path(scratch) / name
             _compile([file for file in files if file.suffix == ".c"], flags, compiled)
             _keep(compiled, cached)
-            # Programs may be forbidden in the cache, or in a folder for temporary files.
+            # The cache, or the folder for temporary files, may be mounted noexec.
             return _load_kept(cached) or _load(compiled)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # such as no thread
         reason = getattr(error, "stderr", None) or error
@@ -125,7 +128,7 @@ def library() -> Any:
 
 
 @contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _compile_lock(folder: Path) -> Iterator[None]:
     """Compile in one process at a time, if the lock file can be written."""
     lock = FileLock(folder.with_suffix(".lock"), timeout=2 * _TIMEOUT)
     with contextlib.suppress(OSError, NotImplementedError):
@@ -251,7 +254,7 @@ class _Cores:
     """Watches whether other programs want the cores, and then lets waiting threads sleep.
 
     A thread of OpenMP spins for milliseconds while it waits. That is fast on free cores. On crowded
-    cores, it takes the core that the thread it waits for needs. Threads that have been told to
+    cores, the spinning thread blocks the core that another thread needs. Threads that are told to
     sleep do so until the process ends. GOMP_SPINCOUNT and OMP_WAIT_POLICY turn the watch off.
     """
 
@@ -309,7 +312,7 @@ def as_stored(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().resolve_neg()
 
 
-def compute(*tensors: torch.Tensor) -> bool:
+def can_compute(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernels can compute with these tensors: plain ones of float32 on a CPU."""
     plain = all(map(_is_plain_float32, tensors))
     return plain and not torch.is_autocast_enabled("cpu") and library() is not None
@@ -324,11 +327,11 @@ def _is_plain_float32(tensor: torch.Tensor) -> bool:
     )
 
 
-def trains(*tensors: torch.Tensor) -> bool:
+def can_train(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernels can train with these tensors: plain ones of one dtype on a CPU.
 
     They cannot if a program records or transforms torch's operators, as `make_fx` and torch.func
-    do, or computes derivatives forwards.
+    do, or uses forward-mode differentiation.
     """
     if torch.compiler.is_compiling():  # first, because the compiler cannot trace the others
         return False
@@ -361,9 +364,9 @@ __all__ = [
     "POINTER",
     "address",
     "as_stored",
-    "compute",
+    "can_compute",
+    "can_train",
     "is_as_stored",
     "library",
     "threads_of_training",
-    "trains",
 ]

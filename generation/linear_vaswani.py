@@ -36,7 +36,7 @@ _WORTH_PACKING = 2**14  # values; packing a smaller matrix saves no time
 Multiply = Callable[[torch.Tensor], torch.Tensor]  # (R, in) to (R, out)
 
 
-class _Copied:
+class _PackedForTorch:
     """Copied weights of layers (out, in), and the same values packed for torch's operators.
 
     int8 weights have scales (out,) too.
@@ -72,10 +72,11 @@ def prepare(*linears: nn.Linear, activation: nn.Module | None = None) -> Multipl
     The function applies `activation` to the outputs, if there is one. ReLU is part of the product,
     with the same result.
 
-    The function serves one call of `generate`. A layer in floating point that was never packed
-    computes its first product without packing. Its second product shows that it is used in every
-    step, so packing pays. Layers of the encoder compute one product only. int8 weights are small,
-    and are always packed.
+    The function serves one call of `generate`. A single layer in floating point that was never
+    packed computes its first product of several rows without packing. A second product shows that
+    the layer is used in every step, so packing pays. Layers of the encoder compute one product
+    only. Joined layers and int8 weights are packed for their first product. On Intel's CPUs,
+    float32 products of up to `_FEW_ROWS` rows never use packed weights.
     """
     layers = originals(linears)
     product: Multiply
@@ -101,19 +102,19 @@ def _prepare_float(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     few_values = _few_rows(layers[0].weight.dtype) * layers[0].in_features
     weight: Any = None
     bias: torch.Tensor | None = None
-    in_use = len(layers) > 1 or (_Copied, len(layers)) in _packed_of.get(layers[0], {})
+    in_use = len(layers) > 1 or (_PackedForTorch, len(layers)) in _packed_of.get(layers[0], {})
 
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal weight, bias, in_use
         if states.numel() <= few_values:
             output = _apply(layers, states)
             return output.relu_() if relu else output
-        # A single row is always packed, because a product without packing rounds differently.
+        # A single row that gets here is packed, because products without packing round differently.
         if not in_use and states.numel() > layers[0].in_features:
             in_use = True
             return _multiply(states, layers[0].weight, layers[0].bias, relu)
         if weight is None:
-            weight = _pack(_Copied, layers, _weights_of(layers)).packed
+            weight = _pack(_PackedForTorch, layers, _weights_of(layers)).packed
             bias = _joined_bias(layers)
         return _multiply(states, weight, bias, relu)
 
@@ -127,7 +128,9 @@ def _prepare_int8(layers: tuple[Any, ...], relu: bool = False) -> Multiply:
     def product(states: torch.Tensor) -> torch.Tensor:
         nonlocal prepared
         if prepared is None:
-            weight = _pack(_Copied, layers, _weights_of(layers), _joined_scale(layers)).packed
+            weight = _pack(
+                _PackedForTorch, layers, _weights_of(layers), _joined_scale(layers)
+            ).packed
             bias = _joined_bias(layers)
             if isinstance(weight, PackedInt8):
                 prepared = functools.partial(weight.multiply, bias=bias, relu=relu)
@@ -288,7 +291,7 @@ def _pack(
     """Return the weights of layers in a layout; pack them again if any value has changed.
 
     Args:
-        layout: `_Copied` or `Panels.pack`.
+        layout: `_PackedForTorch` or `Panels.pack`.
         layers: layers that read the same states.
         weights: their weights.
         scale: (out,) of int8 weights.

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-_LEAST = 2**20  # bytes; smaller blocks stay in the C library
-_MOST = 2**31  # bytes of addresses that are kept; only pages in use take memory
+_SMALLEST_BLOCK = 2**20  # bytes; smaller blocks stay in the C library
+_MOST_KEPT = 2**31  # bytes of addresses that are kept; only pages in use take memory
 
 _BLOCK = 2**25  # bytes that several weights share; a huge page of Linux has 2 MiB
 _ALIGNMENT = 64
@@ -36,7 +36,7 @@ def empty(
     """Return a tensor without values, on a CPU from memory that an earlier tensor used."""
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if device.type != "cpu" or size < _LEAST or not hasattr(mmap, "MADV_FREE"):
+    if device.type != "cpu" or size < _SMALLEST_BLOCK or not hasattr(mmap, "MADV_FREE"):
         return torch.empty(shape, dtype=dtype, device=device)
     capacity = 1 << (size - 1).bit_length()
     try:
@@ -54,7 +54,7 @@ def empty(
 def _keep(block: mmap.mmap) -> None:
     """Keep a block for later, or return it to the system if many are kept."""
     kept = sum(size * len(blocks) for size, blocks in list(_unused.items()))
-    if kept + len(block) <= _MOST:
+    if kept + len(block) <= _MOST_KEPT:
         try:
             block.madvise(mmap.MADV_FREE)
         except OSError:  # a system without this advice; the block is returned to it

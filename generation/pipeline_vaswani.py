@@ -18,7 +18,7 @@ from transformers.generation import GenerateBeamEncoderDecoderOutput
 from transformers.utils import logging
 
 from ..configuration.places_vaswani import check_model_type
-from ..tokenization.kinds_vaswani import half_character
+from ..tokenization.kinds_vaswani import lone_surrogate
 from .batches_vaswani import batches_by_length
 from .limits_vaswani import check_position_limit, length_limits
 from .settings_vaswani import first_setting
@@ -26,7 +26,7 @@ from .settings_vaswani import first_setting
 _PROGRESS_AFTER = 5  # seconds of work after which a progress bar appears
 _SHORTEST = 16  # tokens; a shorter line counts as this many, because its translation costs memory
 # Settings of `generate` that may have an entry for each line.
-_OF_LINES = ("decoder_start_token_id", "decoder_input_ids", "decoder_attention_mask")
+_SETTINGS_PER_LINE = ("decoder_start_token_id", "decoder_input_ids", "decoder_attention_mask")
 # Settings of `generate` that end a sentence without an end token, and before its limit.
 _OWN_STOPS = ("stop_strings", "stopping_criteria")
 
@@ -147,7 +147,7 @@ class VaswaniTranslationPipeline(Pipeline):
         results = self._translated(inputs, generating, **batching)
         if not isinstance(inputs, list | tuple):
             return results
-        if self._hypotheses(generating) == 1:
+        if self._translations_per_line(generating) == 1:
             return [translation for (translation,) in results]
         return list(results)
 
@@ -162,7 +162,7 @@ class VaswaniTranslationPipeline(Pipeline):
     ) -> Iterator[Translations]:
         """Yield the translations of each line, in windows of lines."""
         count = len(inputs) if isinstance(inputs, Sized) else None
-        lines, first = _in_turn(inputs, count), 1
+        lines, first = _entries_of(inputs, count), 1
         of_lines = self._settings_of_lines(generating)
         blank: dict[str, Any] = {"translation_text": ""}
         if generating.get("return_scores"):
@@ -177,7 +177,10 @@ class VaswaniTranslationPipeline(Pipeline):
             while chunk := list(itertools.islice(lines, window)):
                 ids = self.preprocess(chunk, first)
                 _check_entries(of_lines, count, first + len(chunk) - 1)
-                results = [[dict(blank) for _ in range(self._hypotheses(generating))] for _ in ids]
+                results = [
+                    [dict(blank) for _ in range(self._translations_per_line(generating))]
+                    for _ in ids
+                ]
                 bar.update(sum(not sentence for sentence in ids))
                 lengths = [(len(sentence),) for sentence in ids]
                 for batch in batches_by_length(lengths, max_tokens, batch_size, _SHORTEST):
@@ -210,7 +213,7 @@ class VaswaniTranslationPipeline(Pipeline):
                     f"Line {number} is {line!r}, not a string. For a data set, choose a column: "
                     "KeyDataset(dataset, name)."
                 )
-            if flaw := half_character(line):
+            if flaw := lone_surrogate(line):
                 raise ValueError(f"Line {number} {flaw}.")
         filled = [index for index, line in enumerate(lines) if line.strip()]
         ids: list[list[int]] = [[] for _ in lines]
@@ -307,7 +310,7 @@ class VaswaniTranslationPipeline(Pipeline):
     def _settings_of_lines(self, generating: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the settings that have an entry for each line, as tensors (lines, ...)."""
         places = (generating, generating.get("generation_config"), self.model.generation_config)
-        values = {name: first_setting(name, *places) for name in _OF_LINES}
+        values = {name: first_setting(name, *places) for name in _SETTINGS_PER_LINE}
         tensors = {
             name: torch.as_tensor(value, device=self.device)
             for name, value in values.items()
@@ -315,14 +318,14 @@ class VaswaniTranslationPipeline(Pipeline):
         }
         return {name: value for name, value in tensors.items() if value.dim()}
 
-    def _hypotheses(self, generating: dict[str, Any]) -> int:
+    def _translations_per_line(self, generating: dict[str, Any]) -> int:
         """Return how many translations a sentence gets."""
         given = generating.get("generation_config")
         places = (generating, given, self.model.generation_config)
         return first_setting("num_return_sequences", *places) or 1
 
 
-def _in_turn(inputs: Any, count: int | None) -> Iterator[Any]:
+def _entries_of(inputs: Any, count: int | None) -> Iterator[Any]:
     """Yield the entries of an iterable, or of a torch Dataset, which need not be iterable."""
     if count is None or isinstance(inputs, Iterable):
         return iter(inputs)

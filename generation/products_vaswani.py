@@ -21,7 +21,7 @@ from .memory_vaswani import empty, empty_for_weights
 _BYTES_OF_WORD = 4  # in a panel: a float, or bfloat16 of 2 inputs, or int8 of 4
 _DIGITS = 3  # of a float, with 8 bits each
 _INPUTS_OF_TILE, _ROWS_OF_TILE = 64, 16
-_MOST_INPUTS = 2**14  # sums of products of digits with more inputs exceed 32 bits
+_MOST_INPUTS = 2**14  # up to here, sums of products of digits are below 2^30 and fit int32
 
 
 class Product(ctypes.Structure):
@@ -63,7 +63,7 @@ class Panels(NamedTuple):
     panels: torch.Tensor  # (out / width, words, width) of 32 bits, with values of several inputs
     # Zeros pad the next two tensors to a whole panel.
     sums: torch.Tensor | None  # of each output's int8 weights
-    scale: torch.Tensor | None  # of each output, for int8 and digits, relative to a row of states
+    scale: torch.Tensor | None  # of each output, for digits and (divided by `largest`) for int8
     outputs: int
     weight_scale: torch.Tensor | None  # (out,) as it was given
     fingerprints: list[torch.Tensor]  # of the weights as they were given, in parts

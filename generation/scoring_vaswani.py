@@ -31,8 +31,8 @@ from .settings_vaswani import check_penalty, first_setting
 _LOGITS_AT_ONCE = 2**24  # logits in memory at a time: 64 MiB in float32
 _TOKENS_AT_ONCE = 4096  # padded target tokens of a batch of generated sentences
 
-# Modules that `evaluation_mode` evaluates: how many calls are open, and the mode before them. The
-# lock guards this table, because several threads may evaluate one model.
+# For each module in `evaluation_mode`: the number of open calls, and the module's mode before the
+# first call. The lock guards this table, because several threads may evaluate one model.
 _evaluated: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, bool]] = (
     weakref.WeakKeyDictionary()
 )
@@ -541,7 +541,7 @@ def _tokens_and_words(
 
 
 def linked_units(weights: torch.Tensor, source_units: list[list[int]]) -> list[list[int]]:
-    """Return the units of the source token that each target token attends to most (T, S).
+    """Return for each target token the units of the source token with the largest weight (T, S).
 
     Units are numbers of words or tokens. Source tokens without units are left out.
     """

@@ -18,7 +18,7 @@ import torch
 from .beam_vaswani import FILL, NO_SCORES, RULED_OUT, Beam, Candidates, trace_back
 from .choice_vaswani import best_tokens, end_sentences
 from .continuations_vaswani import best_continuations
-from .library_vaswani import compute
+from .library_vaswani import can_compute
 from .rules_vaswani import SearchSettings, TokenRules, length_penalty
 
 _AT_ONCE = 3 * 2**21  # logits that a CPU computes at once: 25 MB in float32
@@ -93,7 +93,7 @@ def greedy_search(
             logits = decoder.logits(states[part])
             if (banned := rules.banned(length, logits)) is not None:
                 logits[:, banned] = -torch.inf
-            compiled = compute(logits)
+            compiled = can_compute(logits)
             if sample:
                 chosen.append(_sampled(logits, rules.warpers))
             else:
@@ -150,7 +150,7 @@ def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
     if bool(total.isnan().any()):
         raise ValueError(NO_SCORES)
     drawn = torch.rand(len(logits), 1, dtype=exact, device=logits.device) * total
-    # A token without probability has the sum of the token before it, and is never the first above.
+    # A token without probability adds nothing to the sum before it, so it is never chosen.
     chosen = torch.searchsorted(cumulative, drawn, right=True)
     # If a random number rounds up to the total, no sum is above it. Take the last possible token.
     return chosen.minimum(torch.searchsorted(cumulative, total))[:, 0]

@@ -73,17 +73,17 @@ class _Attributes:
         ]
         others = _values(owns, self.other_names)
         # A tensor or a list can change without a trace here, so it counts as changed in every call.
-        self.can_hold = all(map(_is_compared_by_identity, others))
-        self.others = _References(others if self.can_hold else ())
+        self.are_comparable = all(map(_is_compared_by_identity, others))
+        self.others = _References(others if self.are_comparable else ())
         children = [own["_modules"] for own in owns]
         self.child_names, self.children = _keys(children), _References(_contents(children))
         weights = _registries_of_weights(owns)
         self.weight_names, self.places = _keys(weights), list(map(_place, _detached(weights)))
 
-    def hold(self) -> list[Any] | None:
+    def weights_if_unchanged(self) -> list[Any] | None:
         """Return the weights of the modules, or None if the modules have changed."""
         modules = self.modules.objects()
-        if not self.can_hold or None in modules:
+        if not self.are_comparable or None in modules:
             return None
         owns: list[dict[str, Any]] = list(map(vars, modules))
         if (
@@ -162,7 +162,7 @@ class Snapshot:
         if not self.roots.are(list(roots)):
             return False
         # `_weights` keeps the memory that is compared, because another thread may replace a weight.
-        _weights = self.attributes.hold()
+        _weights = self.attributes.weights_if_unchanged()
         return _weights is not None and bool(self.fingerprints and self.fingerprints.hold())
 
 

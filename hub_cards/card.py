@@ -76,8 +76,8 @@ def write_model_card(
     Raises:
         TypeError: `results` is not a path.
         FileNotFoundError: the folder has no saved model, or a results file is missing.
-        ValueError: the folder holds another kind of model; a results file belongs to another model,
-            has no circumstances, or has the name of another one; `language` is not a code;
+        ValueError: the folder holds another kind of model; a results file belongs to another model
+            or has no circumstances; two of them have the same name; `language` is not a code;
             `license` is not a name of the Hub.
     """
     if license is not None and not is_licence(license):
@@ -217,13 +217,13 @@ def _metadata_of(
         tag
         for card in earlier
         for tag in card.get("tags", [])
-        if tag not in _pair(card.get("language"))  # the languages may have been wrong
+        if tag not in _language_pair_tag(card.get("language"))  # the languages may have been wrong
     ]
     own = _TAGS if model else _TAGS[:-1]  # a sibling is not a sequence-to-sequence model
-    return {**chosen, "tags": [*own, *_pair(chosen["language"]), *tags, *kept]}
+    return {**chosen, "tags": [*own, *_language_pair_tag(chosen["language"]), *tags, *kept]}
 
 
-def _pair(language: Sequence[str] | None) -> list[str]:
+def _language_pair_tag(language: Sequence[str] | None) -> list[str]:
     """Return the tag of a language pair, ["en-de"], or no tag for one or three languages."""
     return ["-".join(language)] if language and len(language) == 2 else []
 
@@ -277,7 +277,7 @@ def _render(model: SavedModel, metadata: dict[str, Any], target: Path, repo_id: 
 
 def _marked(card: str) -> str:
     """Append the card's checksum, which shows later edits."""
-    # As transformers writes it when it adds a tag: the mark has to survive that.
+    # Use the layout that transformers writes when it adds a tag, so that the checksum still holds.
     # Names of files may have bytes that are not UTF-8.
     text = card.encode("utf-8", "backslashreplace").decode().rstrip() + "\n\n"
     return text + _MARK.format(_sha256(text))

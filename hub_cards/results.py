@@ -32,7 +32,7 @@ _METRICS = {
     "exact_match": ("exactly right, %", "exact_match"),
     "perplexity": ("perplexity", "perplexity"),
 }
-LEAST_EXACT_MATCHES = 10  # percent; below, exact matches are shown only if a run asks for them
+MIN_EXACT_MATCH_PERCENT = 10  # percent; below, exact matches are shown only if a run asks for them
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_DATA_SET = re.compile(r"[\w.-]+/[\w.-]+")
 _TWO_LETTERS = re.compile(r"[a-z]{2}")
@@ -89,14 +89,14 @@ class Results:
 
     def data_of(self, split: str) -> str | None:
         """Return the name of the data of a split: "train", "valid" or "test"."""
-        return self._object("data").get(split) or _names(self.settings.get(split))
+        return self._object("data").get(split) or _data_names(self.settings.get(split))
 
     def languages(self) -> list[str]:
         """Return source and target language: as recorded, or from columns or file endings."""
         stated = self.settings.get("languages")
         if stated:
             return list(stated)
-        files = [Path(_plain(path)).suffix[1:] for path in self.settings.get("train") or ()]
+        files = [Path(_bare_path(path)).suffix[1:] for path in self.settings.get("train") or ()]
         for pair in (list(self.settings.get("columns") or ()), files):
             if len(pair) == 2 and pair[0] != pair[1] and all(map(_TWO_LETTERS.fullmatch, pair)):
                 return pair
@@ -178,7 +178,7 @@ class Results:
 
     def _counts_exact_matches(self, percentage: float) -> bool:
         """Tell whether exact matches mean something: few sentences have one translation only."""
-        return percentage >= LEAST_EXACT_MATCHES or self.settings.get("score") == "exact_match"
+        return percentage >= MIN_EXACT_MATCH_PERCENT or self.settings.get("score") == "exact_match"
 
     def _mean_score(self, data: str, split: str, figures: Mapping[str, Any]) -> Score:
         """Return the mean score of a recipe over several seeds, without a metadata entry."""
@@ -335,13 +335,13 @@ def _rounded(value: float) -> str:
     return f"{value:.2f}"
 
 
-def _names(data: Sequence[str] | None) -> str | None:
+def _data_names(data: Sequence[str] | None) -> str | None:
     """Name data files by their folder and name, without the language."""
     if not data:
         return None
     if len(data) == 1 and _on_the_hub(data):
         return without_weight(data[0])
-    paths = [Path(_plain(path)) for path in data]
+    paths = [Path(_bare_path(path)) for path in data]
     names = [Path(path.parent.name, path.stem).as_posix() for path in paths]
     return ", ".join(dict.fromkeys(names))
 
@@ -359,6 +359,6 @@ def _on_the_hub(data: Sequence[str]) -> list[DataSetName]:
     return found
 
 
-def _plain(name: str) -> str:
+def _bare_path(name: str) -> str:
     """Remove the weight and the ending of a compressed file."""
     return without_compression(without_weight(name))

@@ -43,7 +43,7 @@ def eager_attention_forward(
 def linear_with_gain(
     inputs: int, outputs: int, bias: bool = True, fairseq_gain: float = 1.0
 ) -> nn.Linear:
-    """Make a linear map, with the gain of Xavier's bound that initializer="fairseq" gives it."""
+    """Make a linear layer. Its `fairseq_gain` scales Xavier's bound if initializer="fairseq"."""
     linear = nn.Linear(inputs, outputs, bias=bias)
     linear.fairseq_gain = fairseq_gain  # type: ignore[assignment]
     return linear

@@ -199,7 +199,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
             labels: (B, T) the same tokens as `input_ids`, -100 at positions to ignore. The model
                 shifts them inside each sentence, and returns the loss first.
             use_cache: return `past_key_values`; ignored with `labels` and in packed batches.
-            logits_to_keep: number of last positions that get logits, or their list; 0 means all.
+            logits_to_keep: number of last positions with logits (0: all), or a tensor of positions.
             prefix_mask: (B, T), 1 at tokens that see each other in both directions.
             num_items_in_batch: real tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits, as in `VaswaniForConditionalGeneration`.

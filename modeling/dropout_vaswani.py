@@ -38,7 +38,7 @@ class _CheapDropout(torch.autograd.Function):
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
-    """Tell whether torch.func transforms this call, or a tensor has a derivative forwards.
+    """Tell whether torch.func transforms this call, or a tensor has a forward-mode tangent.
 
     Our autograd functions support neither. With a `setup_context`, they would support torch.func,
     but each normal call would take longer.

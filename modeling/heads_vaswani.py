@@ -126,7 +126,7 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
         return self.classifier(drop_out(states, self.dropout, self.training))
 
     def check_classes(self, labels: torch.Tensor) -> None:
-        """Check that every label is the number of a class or -100, which is ignored.
+        """On the CPU, check that every integer label is a class number, or -100 (ignored).
 
         Raises:
             ValueError: a label is neither -100 nor the number of a class.

@@ -35,7 +35,7 @@ class LanguageHead:
             hidden_states: (B, T, D).
             labels: (B, T) the token to predict at each position, -100 at positions to ignore.
             num_items_in_batch: real tokens of the whole update, from the Trainer.
-            logits_to_keep: number of last positions that get logits, or their list; 0 means all.
+            logits_to_keep: number of last positions with logits (0: all), or a tensor of positions.
                 The loss counts all positions.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ..generation.library_vaswani import FLOATS, address, library, threads_of_training, trains
+from ..generation.library_vaswani import FLOATS, address, can_train, library, threads_of_training
 from .training_products_vaswani import multiply_matrices
 
 # Most bytes of a chunk's logits.
@@ -20,7 +20,7 @@ _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 # Smaller chunks stay in a CPU's cache. Each chunk also adds to the gradient of the whole vocabulary
 # matrix. A chunk therefore has at least 2 D tokens, if that many fit the limit above.
 _CHUNK_IN_CACHE = 2**24
-_MULTIPLE = 64  # of the rows of a chunk, where a new number of rows costs time
+_MULTIPLE = 64  # rows of a chunk are a multiple of this, where a new number of rows costs time
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 
 
@@ -253,14 +253,14 @@ def _loss_and_gradient(
     for part in _slices(tokens, _IN_CACHE // vocab_size if logits.is_cpu else -(-tokens // 4)):
         values, gold = logits[part].to(exact), targets[part]  # a view if the dtype is exact
         at_target, at_average = values.gather(1, gold), values.mean(dim=-1, keepdim=True)
-        highest, chances = values.amax(dim=-1, keepdim=True), values.softmax(dim=-1)
-        log_sum = highest - chances.amax(dim=-1, keepdim=True).log()  # of exp(values)
+        highest, probs = values.amax(dim=-1, keepdim=True), values.softmax(dim=-1)
+        log_sum = highest - probs.amax(dim=-1, keepdim=True).log()  # of exp(values)
         total += (log_sum - (1 - epsilon) * at_target).sum()
         if epsilon:  # without smoothing, a logit may be minus infinity
             total -= epsilon * at_average.sum()
-        chances.sub_(epsilon / vocab_size)
-        chances.scatter_add_(1, gold, chances.new_full(gold.shape, epsilon - 1))
-        logits[part] = chances
+        probs.sub_(epsilon / vocab_size)
+        probs.scatter_add_(1, gold, probs.new_full(gold.shape, epsilon - 1))
+        logits[part] = probs
     return total
 
 
@@ -272,7 +272,7 @@ def _compiled_losses(
     Return None if the kernel cannot compute them, such as on a GPU, or if a program records
     torch's operators, as `make_fx` does.
     """
-    if not (trains(logits) and targets.is_cpu and targets.dtype == torch.int64):
+    if not (can_train(logits) and targets.is_cpu and targets.dtype == torch.int64):
         return None
     tokens, vocab_size = logits.shape
     targets, threads = targets.contiguous(), min(threads_of_training(), tokens)
@@ -300,17 +300,17 @@ def _loss_and_gradient_of_two(
     for part in _slices(tokens, _IN_CACHE // vocab_size if first.is_cpu else -(-tokens // 4)):
         gold = targets[part]
         log_p, log_q = (side[part].to(exact).log_softmax(dim=-1) for side in (first, second))
-        for log_chances in (log_p, log_q):
-            at_target, at_average = log_chances.gather(1, gold), log_chances.mean(dim=-1)
+        for log_probs in (log_p, log_q):
+            at_target, at_average = log_probs.gather(1, gold), log_probs.mean(dim=-1)
             total -= (1 - epsilon) * at_target.sum() + epsilon * at_average.sum()
         ratio = log_p - log_q
         p, q = log_p.exp_(), log_q.exp_()
-        for side, chances, others, sign in ((first, p, q, 1), (second, q, p, -1)):
-            kl = sign * (chances * ratio).sum(dim=-1, keepdim=True)  # of `chances` to `others`
+        for side, probs, others, sign in ((first, p, q, 1), (second, q, p, -1)):
+            kl = sign * (probs * ratio).sum(dim=-1, keepdim=True)  # of `probs` to `others`
             total += weight * kl.sum()
             # The gradient of KL(p, q) by the logits of p is p * (ratio - KL(p, q)), and that of
             # KL(q, p) is p - q.
-            slope = torch.add(1 + weight * (1 - kl), ratio, alpha=sign * weight).mul_(chances)
+            slope = torch.add(1 + weight * (1 - kl), ratio, alpha=sign * weight).mul_(probs)
             slope.sub_(others, alpha=weight).sub_(epsilon / vocab_size)
             slope.scatter_add_(1, gold, slope.new_full(gold.shape, epsilon - 1))
             side[part] = slope

@@ -120,7 +120,7 @@ class VaswaniDecoderLayer(VaswaniLayer):
     A language model has no encoder, so its layers have no encoder-decoder attention.
     """
 
-    # transformers counts from it if `output_hidden_states` selects layers from the end.
+    # transformers reads this field to resolve negative layer numbers in `output_hidden_states`.
     num_hidden_layers_key: ClassVar[str] = "decoder_layers"
 
     def __init__(self, config: VaswaniConfig, layer_idx: int) -> None:
@@ -175,7 +175,7 @@ class VaswaniPreTrainedModel(PicklableModule, SharedEmbeddings, RoundableModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw embeddings from N(0, 1/d_model), and matrices as `initializer` says."""
+        """Draw embeddings with std `init_std` or d_model^-0.5, and matrices by `initializer`."""
         if has_int8(module):
             init_int8(module)
         elif isinstance(module, nn.Linear):
@@ -553,7 +553,7 @@ class VaswaniForConditionalGeneration(
             labels: (B, T) target tokens from the tokenizer, -100 at positions to ignore. The model
                 shifts them right, and returns the loss first.
             use_cache: return `past_key_values`; ignored with `labels` and in packed batches.
-            logits_to_keep: number of last positions that get logits, or their list; 0 means all.
+            logits_to_keep: number of last positions with logits (0: all), or a tensor of positions.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
                 training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.

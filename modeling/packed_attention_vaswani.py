@@ -51,10 +51,9 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention inside the sentences of a packed batch: (1, H, N, d_k) to (1, N, H, d_v).
 
-    GPUs run torch's flash attention by cumulative lengths, without a mask, if it supports the
-    states, and CPUs run a compiled kernel. Otherwise, attention is computed in windows of
-    sentences, and scores have the dtype of the states. Only "eager" returns weights, of shape
-    (B, H, Q, K).
+    Without dropout, GPUs run torch's flash attention by cumulative lengths, if it supports the
+    states. CPUs run a compiled kernel. Otherwise, attention is computed in windows of sentences,
+    and scores have the dtype of the states. Only "eager" returns weights, of shape (B, H, Q, K).
     """
     mask = attention_mask
     # (1, H, N, d) to (N, H, d), the layout of the projections.

@@ -178,7 +178,7 @@ class PackedMask:
 
     @functools.cached_property
     def windows(self) -> Windows:
-        """Short sentences together in windows, for attention on CPUs."""
+        """Short sentences joined into windows, for attention without a flash or compiled kernel."""
         return Windows(self.lengths, self.queries.cu_seq_lens.device)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ class DividedModel(StrictlyLoadedModel):
                 del plan[name]
 
     def forget_in_plans(self, module: str) -> None:
-        """Remove a module of the base model from the plans, which have it under another name."""
+        """Remove the second name of a shared module from the tensor-parallel plan."""
         for name in (module, f"{self.base_model_prefix}.{module}"):
             (self._tp_plan or {}).pop(name, None)
 

@@ -232,7 +232,7 @@ class RoundableModel(AdaptableModule, PreTrainedModel):
     def restore_from_int8(self, dtype: torch.dtype | str) -> None:
         """Give the matrices a floating-point dtype again, and let them be trained.
 
-        `save_pretrained` replaces the configuration's dtype by its name, which may come here.
+        `dtype` may be a name, because `save_pretrained` replaces the configuration's dtype by one.
 
         Raises:
             ValueError: a weight is not in memory. The error names it.

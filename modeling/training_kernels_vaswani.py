@@ -21,9 +21,9 @@ from ..generation.library_vaswani import (
     POINTER,
     address,
     as_stored,
+    can_train,
     library,
     threads_of_training,
-    trains,
 )
 from ..generation.linear_vaswani import is_changed
 from .dropout_vaswani import is_batched, is_transformed
@@ -74,7 +74,7 @@ def attend_in_sentences(
     Return None if the kernel cannot compute it, such as on a GPU or with long sentences.
     """
     query, key, value = states
-    if dropout >= 1 or not trains(query, key, value) or not mask.fits_kernels:
+    if dropout >= 1 or not can_train(query, key, value) or not mask.fits_kernels:
         return None
     tokens, same = mask.lengths.sum(dim=0).tolist(), mask.lengths[:, 0].equal(mask.lengths[:, 1])
     heads, d_k = query.shape[1:]
@@ -104,7 +104,7 @@ def add_and_normalize(
         return None
     if any(each.dtype != torch.float32 for each in (*weights, states)):
         return None
-    if states.shape != output.shape or not trains(states, *weights) or not trains(output):
+    if states.shape != output.shape or not can_train(states, *weights) or not can_train(output):
         return None
     normalized: torch.Tensor = _SumAndNorm.apply(states, output, *weights, norm.eps, dropout)
     return normalized
@@ -114,13 +114,13 @@ def _refuse_second_derivative(gradient: torch.Tensor) -> None:
     if torch.is_grad_enabled() or is_transformed() or is_batched(gradient):
         raise RuntimeError(
             "The compiled kernels of training have no second derivatives (create_graph=True) and "
-            "no batched ones (is_grads_batched=True): set attn_implementation='eager', which "
-            "computes without them."
+            "no batched gradients (is_grads_batched=True): set attn_implementation='eager', which "
+            "does not use these kernels."
         )
 
 
-def _drawn(dropout: float) -> _Dropout:
-    """Draw the seed of a pass."""
+def _dropout_with_new_seed(dropout: float) -> _Dropout:
+    """Return dropout with a newly drawn seed."""
     if not dropout:
         return _Dropout(0, 0)
     seed = torch.empty((), dtype=torch.int64, device="cpu").random_(-(2**63), None)
@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
             *map(address, starts),
             *(len(starts[0]) - 1, heads, d_k, d_v, scaling, causal),
             query.dtype == torch.bfloat16,
-            _drawn(dropout),
+            _dropout_with_new_seed(dropout),
         )
         ctx.room = _room_of_thread(*mask.lengths.amax(dim=0).tolist(), d_k, d_v)
         ctx.starts = starts
@@ -207,7 +207,9 @@ class _SumAndNorm(torch.autograd.Function):
         moments = torch.empty(rows, 2, **FLOATS)
         weights = as_stored(weight), as_stored(bias)
         is_half = output.dtype == torch.bfloat16
-        norm = _Norm(rows, width, *map(address, weights), epsilon, is_half, _drawn(dropout))
+        norm = _Norm(
+            rows, width, *map(address, weights), epsilon, is_half, _dropout_with_new_seed(dropout)
+        )
         library().add_and_normalize(
             ctypes.byref(norm),
             *map(address, (states, output, sums, moments, normalized)),

@@ -21,10 +21,10 @@ from ..generation.library_vaswani import (
     POINTER,
     address,
     as_stored,
+    can_train,
     is_as_stored,
     library,
     threads_of_training,
-    trains,
 )
 from ..generation.linear_vaswani import is_changed
 from .dropout_vaswani import is_batched
@@ -80,7 +80,7 @@ def project_each(layers: Sequence[nn.Module], states: torch.Tensor) -> list[torc
     The kernel computes neither layers with hooks nor subclasses of nn.Linear, such as an adapter's.
     Small products are left to torch.
     """
-    if not _computes(layers, states):
+    if not _can_compute(layers, states):
         return [layer(states) for layer in layers]
     parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
     return list(_Linear.apply(states, *parameters))
@@ -97,7 +97,7 @@ def multiply_matrices(
     fit = left.shape[1] == right.shape[0]
     if output is not None:
         fit = fit and output.shape == shape and output.dtype == left.dtype
-    if fit and _multiplies(left, right) and _pays(len(left), left.shape[1], right.shape[1]):
+    if fit and _can_multiply(left, right) and _pays(len(left), left.shape[1], right.shape[1]):
         if output is None:
             output = left.new_empty(shape)
         _multiply([left], [right], [output], adds=adds)
@@ -107,7 +107,7 @@ def multiply_matrices(
     return torch.mm(left, right, out=output)
 
 
-def _computes(layers: Sequence[Any], states: torch.Tensor) -> bool:
+def _can_compute(layers: Sequence[Any], states: torch.Tensor) -> bool:
     """Tell whether the kernel can compute the layers, and is faster than torch."""
     if _is_recorded() or states.dim() < 2 or not all(map(_is_plain, layers)):
         return False
@@ -124,7 +124,7 @@ def _computes(layers: Sequence[Any], states: torch.Tensor) -> bool:
             if layer.bias.shape != (out,):
                 return False
             tensors.append(layer.bias)
-    return _multiplies(*tensors)
+    return _can_multiply(*tensors)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -147,11 +147,11 @@ def _pays(rows: int, inputs: int, outs: int) -> bool:
     return is_large and min(rows, inputs, outs) >= _LEAST_SIZE
 
 
-def _multiplies(*tensors: torch.Tensor) -> bool:
+def _can_multiply(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernel can multiply these tensors on this CPU."""
     return (
         tensors[0].dtype == torch.float32
-        and trains(*tensors)
+        and can_train(*tensors)
         and not torch.is_autocast_enabled("cpu")
         and bool(library().multiplies_matrices())
     )
@@ -226,7 +226,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients of what needs one, from those of the outputs (..., out)."""
+        """Compute the gradients that are needed from the gradients of the outputs (..., out)."""
         states, *weights = ctx.saved_tensors
         needs_states, *needs = ctx.needs_input_grad
         of_rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in above]
@@ -234,7 +234,7 @@ class _Linear(torch.autograd.Function):
         of_states: Any = None
         of_weights: dict[int, torch.Tensor] = {}
         # With `create_graph`, torch's operators record the second derivative.
-        if torch.is_grad_enabled() or not trains(*above) or any(map(is_batched, above)):
+        if torch.is_grad_enabled() or not can_train(*above) or any(map(is_batched, above)):
             if needs_states:
                 pairs = zip(of_rows, weights, strict=True)
                 of_states = sum(gradient @ weight for gradient, weight in pairs)

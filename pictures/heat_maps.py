@@ -24,7 +24,7 @@ _DPI = 150
 _CSS_DPI = 96  # pixels of an inch in a browser
 # In inches:
 _GAP = 0.14  # between neighbours, and at the margins
-_RULED = 0.12  # smallest cells with lines between them
+_MIN_RULED_CELL = 0.12  # smallest cells with lines between them
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def draw_heat_maps(
         across: maps in a row of the figure; None chooses.
     """
     sizes = _ONE_MAP if len(maps) == 1 else _GRID
-    across = across or _across(len(maps))
+    across = across or _maps_per_row(len(maps))
     down = math.ceil(len(maps) / across)
     longest = sizes.longest / max(across, down)
     width, height = (_side(len(names), longest, sizes) for names in (columns, rows))
     labels, families = drawable([*rows, *columns])
     style = {"family": families, "color": INK, "parse_math": False, "usetex": False}
-    # The figure has one inch by one, so that fractions of the figure are inches, until _arrange.
+    # Until _arrange, the figure is one inch by one inch, so that its fractions are inches.
     figure = Picture(figsize=(1, 1), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     peak = max(float(weights.max()) for _, weights in maps)
@@ -98,10 +98,10 @@ def draw_heat_maps(
         panel.spines[:].set(color=LINE, linewidth=0.6)
         panel.tick_params(length=0, pad=3, which="both")
         panel.grid(False)
-        _name_rows(panel, labels[: len(rows)], sizes, style, shown=index % across == 0)
-        _rule(panel)
+        _label_rows(panel, labels[: len(rows)], sizes, style, shown=index % across == 0)
+        _draw_cell_lines(panel)
         last = index + across >= len(maps)
-        _name_columns(panel, labels[len(rows) :], sizes, style, shown=last)
+        _label_columns(panel, labels[len(rows) :], sizes, style, shown=last)
         if len(maps) > 1:
             panel.set_title(name, fontsize=sizes.type, color=INK, pad=3)
         panels.append(panel)
@@ -115,7 +115,7 @@ def draw_heat_maps(
     return figure
 
 
-def _across(count: int) -> int:
+def _maps_per_row(count: int) -> int:
     """Return how many of `count` maps stand in a row, so that few places stay empty."""
     if count <= 4:
         return count
@@ -125,7 +125,7 @@ def _across(count: int) -> int:
 def _side(tokens: int, longest: float, sizes: _Sizes) -> float:
     """Return a side of a map in inches. Cells with lines between them have whole pixels."""
     cell = min(sizes.cell, longest / tokens)
-    if cell >= _RULED:
+    if cell >= _MIN_RULED_CELL:
         cell = math.floor(_DPI * cell + 1e-6) / _DPI
     return max(tokens * cell, sizes.shortest)
 
@@ -137,7 +137,7 @@ def _type(tokens: int, side: float, sizes: _Sizes) -> tuple[float, int]:
     return points, math.ceil(1.2 * points / pitch)
 
 
-def _name_rows(
+def _label_rows(
     panel: Axes, labels: Sequence[str], sizes: _Sizes, style: dict[str, Any], shown: bool
 ) -> None:
     points, step = _type(len(labels), panel.get_position().height, sizes)
@@ -147,7 +147,7 @@ def _name_rows(
     panel.set_yticks(range(0, len(labels), step), labels[::step], fontsize=points, **style)
 
 
-def _name_columns(
+def _label_columns(
     panel: Axes, labels: Sequence[str], sizes: _Sizes, style: dict[str, Any], shown: bool
 ) -> None:
     side = panel.get_position().width
@@ -172,11 +172,11 @@ def _name_columns(
         panel.tick_params(axis="x", pad=6)
 
 
-def _rule(panel: Axes) -> None:
+def _draw_cell_lines(panel: Axes) -> None:
     """Draw faint lines between large cells."""
     rows, columns = panel.images[0].get_size()
     width, height = panel.get_position().size
-    if min(width / columns, height / rows) >= _RULED:
+    if min(width / columns, height / rows) >= _MIN_RULED_CELL:
         panel.set_xticks(np.arange(0.5, columns - 1), minor=True)
         panel.set_yticks(np.arange(0.5, rows - 1), minor=True)
         panel.grid(which="minor", color=_FAINT, linewidth=0.4)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from .colours import RAMP
 from .weights import KINDS, AttentionWeights, Sentence, attention_weights
 
-MOST_WEIGHTS = 4_000_000  # each takes 2.7 bytes in the page
+MAX_WEIGHTS = 4_000_000  # each takes 2.7 bytes in the page
 _NO_SCRIPT = (
     "These heat maps of attention need JavaScript. In a notebook, run the cell or trust the file."
 )
@@ -65,11 +65,11 @@ def hoverable_attention(
     """
     maps = attention_weights(model, tokenizer, source, target, target_tokenizer=target_tokenizer)
     count = sum(attention.values.numel() for attention in maps)
-    if count > MOST_WEIGHTS:
+    if count > MAX_WEIGHTS:
         cross = maps[0]
         raise ValueError(
             f"This pair has {len(cross.columns)} source and {len(cross.rows)} target tokens. Their "
-            f"{count:,} weights in all layers and heads are more than the {MOST_WEIGHTS:,} that a "
+            f"{count:,} weights in all layers and heads are more than the {MAX_WEIGHTS:,} that a "
             "page can hold: shorten the sentences, or draw single heads with plot_attention."
         )
     data = json.dumps({"colours": RAMP, "maps": [*map(_map_data, maps)]}, ensure_ascii=False)

@@ -23,7 +23,7 @@ KINDS: dict[Kind, tuple[str, str, str]] = {
     "encoder": ("Encoder self-attention", "source", "source"),
     "decoder": ("Decoder self-attention", "target", "target read so far"),
 }
-_MOST_TOKENS = 1000  # with more tokens, a row of the largest picture is thinner than a pixel
+_MAX_TOKENS = 1000  # with more tokens, a row of a single map is less than two pixels high
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def _ids(name: str, sentence: Sentence, model: Any, tokenizer: Any) -> list[int]
         return tokenizer(**{argument: texts})["input_ids"]
 
     (ids,) = model._token_ids(name, [sentence], read, size)
-    if len(ids) > _MOST_TOKENS:
+    if len(ids) > _MAX_TOKENS:
         raise ValueError(
-            f"{name} has {len(ids)} tokens, more than the {_MOST_TOKENS} that a picture can show: "
+            f"{name} has {len(ids)} tokens, more than the {_MAX_TOKENS} that a picture can show: "
             "shorten it."
         )
     return ids

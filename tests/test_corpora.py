@@ -120,7 +120,7 @@ def test_the_two_files_of_a_corpus_have_one_weight_and_both_are_text(tmp_path, m
     assert parse_corpora(["a.en=2", "a.de=2"])[0].weight == 2
     with pytest.raises(DataError, match=r"a\.de are one corpus, but have the weights 2 and 3"):
         parse_corpora(["a.en=2", "a.de=3"])
-    with pytest.raises(DataError, match=r"a\.en needs a parallel text file behind it, got b\.tsv"):
+    with pytest.raises(DataError, match=r"a\.en needs a parallel text file after it, got b\.tsv"):
         parse_corpora(["a.en", "b.tsv"])
 
 
@@ -397,7 +397,7 @@ def test_texts_of_a_batch_without_pairs_have_the_columns_of_others(tokenizer):
 
 
 def test_workers_end_with_a_process_that_was_killed():
-    assert in_child(lambda: in_processes._end_with(-1)) == in_processes._ORPHANED
+    assert in_child(lambda: in_processes._exit_after(-1)) == in_processes._ORPHANED
 
 
 def test_recipes_repeat_the_options_about_data(tmp_path):

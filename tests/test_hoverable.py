@@ -100,9 +100,9 @@ def test_without_a_target_the_translation_of_the_model_is_shown(model, tokenizer
 def test_a_pair_with_more_weights_than_a_page_can_hold_is_refused(model, tokenizer, monkeypatch):
     source, target = (len(tokenizer(text)["input_ids"]) for text in (SOURCE, TARGET))
     weights = 4 * (2 * source * target + 3 * source**2 + 2 * target**2)
-    monkeypatch.setattr(hoverable, "MOST_WEIGHTS", weights)
+    monkeypatch.setattr(hoverable, "MAX_WEIGHTS", weights)
     hoverable_attention(model, tokenizer, SOURCE, TARGET)
-    monkeypatch.setattr(hoverable, "MOST_WEIGHTS", weights - 1)
+    monkeypatch.setattr(hoverable, "MAX_WEIGHTS", weights - 1)
     told = rf"{source} source and {target} target tokens.*{weights:,} weights.*plot_attention"
     with pytest.raises(ValueError, match=told):
         hoverable_attention(model, tokenizer, SOURCE, TARGET)

@@ -70,7 +70,7 @@ def test_small_tensors_are_left_to_torch():
 
 
 def test_the_kept_memory_has_a_limit(monkeypatch):
-    monkeypatch.setattr(memory_vaswani, "_MOST", 2**22)
+    monkeypatch.setattr(memory_vaswani, "_MOST_KEPT", 2**22)
     tensors = [empty((LARGE,)) for _ in range(3)]
     tensors.clear()
     assert kept() == 2**22

@@ -30,7 +30,13 @@ from vaswani.corpora.packed_collator import packed
 from vaswani.training.objective import ObjectiveError, Update
 from vaswani.training.objectives import make_objective
 from vaswani.training.r_drop import RDrop
-from vaswani.training.rewards import bleu_of, reward_of, rewarded, sentence_bleu, sentence_chrf
+from vaswani.training.rewards import (
+    bleu_of,
+    checked_rewards,
+    reward_of,
+    sentence_bleu,
+    sentence_chrf,
+)
 from vaswani.training.scheduled_sampling import ScheduledSampling
 from vaswani.training.sequence_objectives import Candidates, MinimumRisk, Reinforce
 
@@ -423,14 +429,14 @@ def test_a_reward_runs_without_gradients_on_copies_of_the_lists():
         assert not torch.is_grad_enabled()
         return [float(len(hypotheses.pop()) + len(references.pop())) for _ in range(2)]
 
-    assert rewarded(popping, hypotheses, references) == [2.0, 2.0]
+    assert checked_rewards(popping, hypotheses, references) == [2.0, 2.0]
     assert (hypotheses, references) == (["a", "b"], ["c", "d"])
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 @pytest.mark.parametrize("values", [[0.5, 0.25], [[0.5], [0.25]]])
 def test_a_reward_may_return_a_column_or_a_row_of_numbers(kind, values):
-    assert rewarded(lambda *_: kind(values), ["a", "b"], ["c", "d"]) == [0.5, 0.25]
+    assert checked_rewards(lambda *_: kind(values), ["a", "b"], ["c", "d"]) == [0.5, 0.25]
 
 
 def test_the_body_of_a_generator_runs_without_gradients_too():
@@ -438,7 +444,7 @@ def test_the_body_of_a_generator_runs_without_gradients_too():
         for _ in hypotheses:
             yield float(torch.is_grad_enabled())
 
-    assert rewarded(enabled, ["a", "b"], ["c", "d"]) == [0.0, 0.0]
+    assert checked_rewards(enabled, ["a", "b"], ["c", "d"]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("tokenize", "high"), [("13a", False), ("zh", True)])
@@ -473,7 +479,7 @@ def test_worker_processes_compute_the_same_rewards_and_report_their_errors(tmp_p
     assert shared.training_objective.reward(names, names) == [1.0] * 7
     assert copy.deepcopy(shared.training_objective).reward(names[:1], names[:1]) == [1.0]
     with pytest.raises(ObjectiveError, match="The reward broken failed with KeyError: 'absent'"):
-        rewarded(reward_of(broken, 2), names, names)
+        checked_rewards(reward_of(broken, 2), names, names)
 
 
 class Counted:

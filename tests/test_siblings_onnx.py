@@ -148,7 +148,7 @@ def test_texts_without_a_limit_or_without_room_are_refused(writer_of):
     with pytest.raises(ValueError, match=r"^Prompt 1 has no tokens: begin an empty text with"):
         writer.generate([[3, 4], []], max_new_tokens=3)
     model.generation_config.max_length = 3
-    with pytest.raises(ValueError, match=r"^max_length 3 leaves no room behind the 4 tokens"):
+    with pytest.raises(ValueError, match=r"^max_length 3 leaves no room after the 4 tokens"):
         writer_of(model).generate([[3, 4, 5, 6]])
 
 

@@ -151,7 +151,7 @@ class TestBeam:
             )
             monkeypatch.undo()
             found = beams[0].advance(candidates, length, settings)
-            monkeypatch.setattr(beam_vaswani, "compute", lambda *tensors: False)
+            monkeypatch.setattr(beam_vaswani, "can_compute", lambda *tensors: False)
             expected = beams[1].advance(candidates, length, settings)
             assert (found[2] is None) == (early_stopping != "never")
             for name in ("done", "finished", "leaving"):

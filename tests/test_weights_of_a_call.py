@@ -776,12 +776,12 @@ class TestPrepare:
     def test_a_weight_is_packed_in_the_second_product_and_then_shared(self, layers, monkeypatch):
         packed = []
 
-        class Watched(linear_vaswani._Copied):
+        class Watched(linear_vaswani._PackedForTorch):
             def __init__(self, *arguments):
                 super().__init__(*arguments)
                 packed.append(self)
 
-        monkeypatch.setattr(linear_vaswani, "_Copied", Watched)
+        monkeypatch.setattr(linear_vaswani, "_PackedForTorch", Watched)
         states, counts = torch.randn(8, 160), []
         for _ in range(3):
             product = prepare(layers[0])

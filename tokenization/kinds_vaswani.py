@@ -33,9 +33,12 @@ _OUTER_SPACE_EXCEPT_AT_MARKS = {
 
 
 def subword_backend(model: models.Model, space_after: bool, split_punctuation: bool) -> Tokenizer:
-    """Make words carry the space before them (Wu et al., 2016) or after them (Sennrich et al.)."""
+    """Return a tokenizer of subwords, whose words include the space before them (Wu et al., 2016).
+
+    With `space_after`, words include the space after them (Sennrich et al., 2016).
+    """
     backend = Tokenizer(model)
-    backend.normalizer = _escapes_and(_OUTER_SPACE[space_after])
+    backend.normalizer = _normalizer_with(_OUTER_SPACE[space_after])
     # No token continues after "<", so no learned token can equal "</s>" or "<0x41>".
     ends = ["▁", "<"] if space_after else ["<"]
     splits = [pre_tokenizers.Split(end, "merged_with_previous") for end in ends]
@@ -61,20 +64,22 @@ def subword_backend(model: models.Model, space_after: bool, split_punctuation: b
     return backend
 
 
-def _escapes_and(outer_space: normalizers.Normalizer) -> normalizers.Normalizer:
+def _normalizer_with(outer_space: normalizers.Normalizer) -> normalizers.Normalizer:
     return normalizers.Sequence(
         [normalizers.Replace("▂", "▂2"), normalizers.Replace("▁", "▂1"), outer_space]
     )
 
 
 def join_marks_to_added_tokens(backend: Tokenizer) -> None:
-    """Put no space between an added token and a closing mark after it or an opening one before.
+    """Let the backend add no space between an added token and a closing or opening mark beside it.
+
+    For example, "<mask>." gets no space before ".", and "(<mask>" gets none after "(".
 
     The backend normalises each text between added tokens as a text of its own.
     """
     for space_after, outer_space in _OUTER_SPACE.items():
-        if backend.normalizer.__getstate__() == _escapes_and(outer_space).__getstate__():
-            backend.normalizer = _escapes_and(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
+        if backend.normalizer.__getstate__() == _normalizer_with(outer_space).__getstate__():
+            backend.normalizer = _normalizer_with(_OUTER_SPACE_EXCEPT_AT_MARKS[space_after])
 
 
 def _word_backend() -> Tokenizer:
@@ -188,7 +193,7 @@ def lines_that_fit(
             number += 1
             if not isinstance(line, str):
                 raise TypeError(f"Line {number} is {type(line).__name__}, not a string.")
-            if flaw := half_character(line):
+            if flaw := lone_surrogate(line):
                 raise ValueError(f"Line {number} {flaw}.")
             characters.update(line)
             yield line
@@ -211,7 +216,7 @@ def lines_that_fit(
         )
 
 
-def half_character(text: str) -> str | None:
+def lone_surrogate(text: str) -> str | None:
     r"""Say where a text holds half of a surrogate pair; None if it holds none.
 
     Escapes of JSON can write such a half ("\ud800"), but no encoding of text can.
@@ -276,8 +281,8 @@ __all__ = [
     "SUBWORD_KINDS",
     "UNK",
     "completed",
-    "half_character",
     "lines_that_fit",
+    "lone_surrogate",
     "subword_backend",
     "trainer_of",
     "untrained",

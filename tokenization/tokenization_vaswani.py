@@ -14,7 +14,7 @@ word       words between white space                      white space becomes  k
                                                           single spaces
 =========  =============================================  ===================  ==================
 
-The tokenizer never lowercases, and never changes a Unicode form. Do that to the data.
+The tokenizer never lowercases or normalises Unicode. If you need that, prepare the data first.
 
 * Spaces. The kinds bpe, wordpiece and unigram write a space as "▁", and start every text with one.
   A word is therefore the same token everywhere. In the text, "▁" becomes "▂1" and "▂" becomes "▂2".
@@ -54,9 +54,9 @@ from .kinds_vaswani import (
     PAD,
     UNK,
     completed,
-    half_character,
     join_marks_to_added_tokens,
     lines_that_fit,
+    lone_surrogate,
     subword_backend,
     trainer_of,
     untrained,
@@ -66,7 +66,7 @@ from .kinds_vaswani import (
 logger = logging.get_logger(__name__)
 
 _MASK = "<mask>"
-_SWITCHING = threading.RLock()  # a call that encodes targets changes the backend
+_TARGET_MODE_LOCK = threading.RLock()  # a call that encodes targets changes the backend
 
 
 def _read_lines(paths: Iterable[Path]) -> Iterator[str]:
@@ -95,11 +95,11 @@ def _decoded(line: bytes, place: str) -> str:
         ) from error
 
 
-def _refuse_half_characters(texts: Any) -> None:
+def _refuse_lone_surrogates(texts: Any) -> None:
     """Refuse text with half of a surrogate pair; `texts` is a text, a list, or lists of words."""
     for number, text in enumerate(texts if isinstance(texts, list | tuple) else [texts], start=1):
         for part in text if isinstance(text, list | tuple) else [text]:
-            if isinstance(part, str) and (flaw := half_character(part)):
+            if isinstance(part, str) and (flaw := lone_surrogate(part)):
                 raise ValueError(f"Text {number} {flaw}.")
 
 
@@ -229,7 +229,7 @@ class VaswaniTokenizer(TokenizersBackend):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Encode as in transformers; with `source_eos=False`, one thread at a time."""
         switches = self.init_kwargs.get("source_eos") is False
-        with _SWITCHING if switches else contextlib.nullcontext():
+        with _TARGET_MODE_LOCK if switches else contextlib.nullcontext():
             return super().__call__(*args, **kwargs)
 
     def _encode_plus(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class VaswaniTokenizer(TokenizersBackend):
                 self._switch_to_input_mode()
             if isinstance(error, TypeError):  # tokenizers raises it for such text, and for numbers
                 for texts in (text, text_pair):
-                    _refuse_half_characters(texts)
+                    _refuse_lone_surrogates(texts)
             raise
 
     def _convert_encoding(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -341,10 +341,10 @@ class VaswaniTokenizer(TokenizersBackend):
         return new
 
     def for_language_model(self) -> Self:
-        """Return a copy that puts "</s>" before a text and not behind it, for a language model.
+        """Return a copy for a language model, which puts "</s>" before a text and not after it.
 
         The model continues the text. The copy pads on the left, and recognises special tokens
-        that are written in a text: trainers of language models write "</s>" behind each text.
+        that are written in a text: trainers of language models write "</s>" after each text.
         """
         new = copy.deepcopy(self)
         new.bos_token = new.eos_token

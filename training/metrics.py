@@ -240,7 +240,7 @@ def generate_texts(
         batch_tokens: largest number of padded source tokens in a batch. A longer sentence has a
             batch of its own.
         window: number of lines that are sorted together.
-        **kwargs: arguments of `generate`, such as num_beams=4.
+        **generate_kwargs: arguments of `generate`, such as num_beams=4.
 
     Raises:
         ValueError: batch_tokens or window is less than 1, or num_return_sequences is not 1.
@@ -307,8 +307,8 @@ def evaluate_generation(
         references: one translation, or several, for each line.
         metric: an `evaluate.Metric` of predictions and references. None means
             `TranslationMetric()`.
-        **kwargs: arguments of `generate`, such as num_beams=4. By default, the checkpoint's
-            generation config decides.
+        **generate_kwargs: arguments of `generate`, such as num_beams=4. By default, the
+            checkpoint's generation config decides.
 
     Raises:
         ValueError: there are no lines, or the numbers of sources and references differ.

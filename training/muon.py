@@ -95,7 +95,7 @@ class Muon(Optimizer):
                 weight.mul_(1 - lr * weight_decay).sub_(update, alpha=rate)
 
     def _direction(self, weight: Tensor, momentum: float) -> Tensor:
-        """Return the mean of the gradient and its running mean, as Nesterov's momentum has it."""
+        """Update the running mean of the gradient, and return their Nesterov mix: (m, n)."""
         gradient: Any = weight.grad
         state = self.state[weight]
         if not state:

@@ -132,7 +132,7 @@ def _start_worker(reward: Reward) -> None:
 
 
 def _rewarded_by_worker(hypotheses: list[str], references: list[str]) -> list[float]:
-    return rewarded(_reward_of_worker, hypotheses, references)
+    return checked_rewards(_reward_of_worker, hypotheses, references)
 
 
 def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
@@ -165,7 +165,7 @@ def reward_of(reward: str | Reward, processes: int = 0) -> Reward:
     )
 
 
-def rewarded(reward: Reward, hypotheses: list[str], references: list[str]) -> list[float]:
+def checked_rewards(reward: Reward, hypotheses: list[str], references: list[str]) -> list[float]:
     """Call a reward without gradients, and check the result.
 
     Raises:
@@ -203,8 +203,8 @@ __all__ = [
     "Reward",
     "RewardInProcesses",
     "bleu_of",
+    "checked_rewards",
     "reward_of",
-    "rewarded",
     "sentence_bleu",
     "sentence_chrf",
 ]

@@ -459,7 +459,7 @@ def local_places(options: argparse.Namespace) -> list[str]:
 
 
 def _share_of_unknown(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> float:
-    """Return the share of the unknown token, which other tokenizers may use as end token too."""
+    """Return the share of unknown tokens in rows; 0 if the end token is the unknown token too."""
     unknown: Any = tokenizer.unk_token_id
     if unknown in (None, tokenizer.eos_token_id):
         return 0.0

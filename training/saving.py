@@ -121,7 +121,7 @@ class SafeSaving(Seq2SeqTrainer):
             self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model in float32, even if its weights are sharded over processes."""
+        """Save the whole model. Weights of FSDP and DeepSpeed are gathered first, in float32."""
         weights = whole_weights(self.accelerator, self.model_wrapped)
         if weights is None:
             super().save_model(output_dir, _internal_call)

@@ -21,7 +21,7 @@ class ScheduledSampling(Objective):
     of updates (Bengio et al., 2015):
 
         linear             max(floor, k - c i)
-        exponential        k^i, with k < 1
+        exponential        k^i, with k <= 1
         inverse_sigmoid    k / (k + exp(i / k)), with k >= 1
 
     By default, epsilon falls to 1/2 at the last of the T updates of a run:

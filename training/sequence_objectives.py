@@ -19,7 +19,7 @@ from ..corpora.token_counts import counts_fast, first_empty, token_counts
 from ..generation.limits_vaswani import length_limits, length_rule
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .objective import Objective, ObjectiveError, Update, mean_of
-from .rewards import Reward, reward_of, rewarded
+from .rewards import Reward, checked_rewards, reward_of
 
 logger = logging.get_logger(__name__)
 
@@ -33,8 +33,8 @@ class Candidates:
     Args:
         log_probs: (B, 1 + k) log-probabilities with gradients. Missing translations have 0.
         rewards: (B, 1 + k) rewards.
-        present: (B, 1 + k) mask of the translations. A row has gaps if repeated samples were
-            removed.
+        present: (B, 1 + k) mask of the translations. If repeated samples were removed, False fills
+            the end of the row.
         likelihood: the label-smoothed loss of the references, summed over their tokens. None if its
             weight is 0.
     """
@@ -133,7 +133,7 @@ class SequenceObjective(Objective):
                 "data has no labels."
             )
         reference = self._texts([[token for token in labels if token >= 0]])[0]
-        rewarded(self.reward, [reference, ""], [reference, reference])
+        checked_rewards(self.reward, [reference, ""], [reference, reference])
         if trainer.max_source_tokens is None:
             # Otherwise the sampler of token batches checks the lengths, which it counts anyway.
             known = trainer.lengths
@@ -181,7 +181,7 @@ class SequenceObjective(Objective):
         sentence = torch.tensor([row for row, found in enumerate(rows) for _ in found])
         column = torch.tensor([column for found in rows for column in range(len(found))])
         targets = [target for found in rows for target in found]
-        values = rewarded(
+        values = checked_rewards(
             self.reward,
             self._texts([target.tolist() for target in targets]),
             self._texts([references[row].tolist() for row in sentence]),

@@ -31,7 +31,7 @@ with needs("vaswani[train]"):
 logger = logging.get_logger(__name__)
 
 _BATCHES = "token_batches.json"  # the settings of batches, in a checkpoint
-_MULTIPLE = 128  # of the tokens of a packed batch, where a new number of tokens costs time
+_MULTIPLE = 128  # tokens of a packed batch are a multiple of this, where a new number costs time
 
 
 class TokenBatchLoading(Seq2SeqTrainer):
@@ -56,7 +56,7 @@ class TokenBatchLoading(Seq2SeqTrainer):
         return self.train_dataset is not None and not has_length(self.train_dataset)
 
     def _refuse_options_of_other_data(self) -> None:
-        """Refuse options of data with a length if there is a stream, and the reverse."""
+        """Refuse `lengths` and `mixture` for a stream, and `stream_buffer` without a stream."""
         is_iterable = isinstance(self.train_dataset, IterableDataset)
         if self.max_source_tokens and is_iterable and not self._has_stream:
             raise InputError(

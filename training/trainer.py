@@ -170,7 +170,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         self._sentences_in_update: torch.Tensor | None = None
         self.stream_buffer = _python_number(stream_buffer)
         self._streams = StreamStates()
-        self._is_fed = False  # whether there was a batch
+        self._had_batch = False  # whether there was a batch
         self._own_special_tokens = _special_tokens(self.model)
         self._refuse_options_of_other_data()
 
@@ -268,12 +268,12 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
                 "finds the last complete one."
             )
         self._streams.reset()
-        self._is_fed = False
+        self._had_batch = False
         self._own_special_tokens = _special_tokens(self.model)
         if resume_from_checkpoint:
             self._check_checkpoint(Path(resume_from_checkpoint))
         output = super().train(resume_from_checkpoint, *args, **kwargs)
-        if self._has_stream and not self._is_fed:
+        if self._has_stream and not self._had_batch:
             raise InputError(
                 "The training data gave no batch, so the model is untrained: check that each "
                 "process and loader worker has rows."
@@ -406,7 +406,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
         return loss
 
     def _early_updater(self) -> str | None:
-        """Return the name of what changes the weights in the backward pass, or None."""
+        """Return the name of a backend or optimizer that updates in the backward pass, or None."""
         if self.is_deepspeed_enabled:
             return "DeepSpeed"
         optimizer: Any = self.args.optim
@@ -473,7 +473,7 @@ class VaswaniTrainer(TokenBatchLoading, SafeSaving):
             self._streams.begin_update(self.state.global_step)
             epoch_iterator = self._streams.batches(epoch_iterator)
         batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._is_fed |= bool(batches)
+        self._had_batch |= bool(batches)
         self._sentences_in_update = None
         if self.training_objective is not None and tokens is not None:
             sentences = torch.tensor(sum(map(sentences_of, batches)), device=device)

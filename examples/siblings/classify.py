@@ -1,7 +1,7 @@
 """A classifier and a tagger: the language of a number in words, and the sound of a letter.
 
-The classifier says in which of eight languages, by their codes of three letters, a number is
-written. The tagger says for each letter of an English word what kind of sound it stands for. Naive
+The classifier reads 8 characters of a number in words, and names its language, one of eight. The
+tagger says for each letter of an English word what kind of sound the letter stands for. Naive
 Bayes over letters, and each letter's most frequent kind, are the measures to beat.
 """
 

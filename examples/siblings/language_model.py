@@ -23,8 +23,8 @@ MODELS = ("n-grams", "vaswani", "gpt2")
 class KneserNey:
     """Interpolated Kneser-Ney smoothing with one discount for each order (Chen and Goodman, 1998).
 
-    Orders below the highest count in how many contexts an n-gram occurs. The lowest one is
-    interpolated with the uniform distribution.
+    For orders below the highest, the count of an n-gram is the number of contexts it occurs in. The
+    lowest order is interpolated with the uniform distribution.
     """
 
     def __init__(self, sentences: list[list[int]], order: int, vocabulary: int) -> None:

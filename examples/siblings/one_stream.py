@@ -1,6 +1,6 @@
 """One stream against two: a prefix language model against the encoder-decoder, for translation.
 
-Both models have the same number of parameters, the same sentences and the same updates. In the one
+Both models have nearly equal parameters, the same sentences and the same updates. In the one
 stream, the source comes before the target, its tokens see each other in both directions, and the
 loss counts the target alone.
 """

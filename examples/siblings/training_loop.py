@@ -39,7 +39,7 @@ def pad(rows: list[list[int]], value: int = 0) -> torch.Tensor:
 
 
 def token_batches(lengths: list[int], tokens: int, seed: int) -> Iterator[list[int]]:
-    """Number the sentences of each batch, epoch after epoch."""
+    """Yield the sentence indices of each batch, epoch after epoch without end."""
     sampler = TokenBatchSampler([(length, length) for length in lengths], tokens, seed=seed)
     epoch = 0
     while True:

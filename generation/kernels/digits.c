@@ -8,11 +8,11 @@ enum { BLOCKS = 8, STEPS = 4 };  // blocks and steps that fit a core's first cac
 enum { IN_CACHE = 1 << 20 };     // bytes of states that fit its second cache
 
 // Split a row of floats (in,) into digits. Tiles of the next inputs are `step` bytes apart, and tiles
-// of the next digit `size` bytes. Returns the largest size of a float, which is NaN if a float is NaN
-// or infinite. Such a row has no digits.
+// of the next digit `size` bytes. Returns the largest absolute value, or NaN if a float is NaN or
+// infinite. Such a row has no digits.
 INLINE float split_row(const float *values, int64_t in, int64_t step, int64_t size, int8_t *digits)
 {
-    const float largest = largest_size(values, in);
+    const float largest = largest_magnitude(values, in);
     if (largest != largest)
         return largest;
     const double factor = LARGEST / largest;

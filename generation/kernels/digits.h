@@ -15,8 +15,7 @@ enum { DIGITS = 3, TILE = TILE_ROWS * TILE_BYTES, STEP = DIGITS * TILE };
 #define SHARE (1 / 1073741824.f)                  // factor of joined sums: 2^-30
 #define SCALE (65536 / LARGEST / LARGEST / SHARE) // scale of joined sums, if the largest values are 1
 
-// Sums of products of digits, for 16 rows and outputs. A sum counts 256 times as much as the next one,
-// and the third counts 65536.
+// Sums of products of digits, for 16 rows and outputs, with the factors 2^32, 2^24, 2^16 and 2^8.
 enum { SUMS = 4 };
 typedef int32_t sums_of_digits[SUMS][TILE_ROWS * TILE_ROWS];
 

@@ -6,11 +6,11 @@
 
 // How the sums of a panel become outputs.
 struct finish {
-    int32_t zeros[PANEL]; // what the `zero` of the states adds to sums of integers
+    int32_t zeros[PANEL]; // the zero point of the states times each output's sum of weights
     float scale[PANEL], bias[PANEL];
-    float least; // 0 for ReLU
+    float least; // lower bound of the outputs: 0 for ReLU
     int integers; // the sums are integers
-    int64_t out, width; // outputs of the layer, and of this panel without those that fill it up
+    int64_t out, width; // outputs of the layer, and of this panel without its padding
 };
 
 INLINE struct finish prepare_finish(const struct product *by, int64_t start)

@@ -52,7 +52,8 @@ EXPORT void descend(const float *before, const int64_t *parents, int64_t sentenc
     }
 }
 
-// List the positions (lists, N) whose mask (lists, N), of rows `stride` apart, is 0.
+// List the positions at which a mask (lists, N) is 0: the first `counts` of places (lists, N).
+// Rows of the mask are `stride` floats apart.
 EXPORT void list_positions(const float *mask, int64_t lists, int64_t positions, int64_t stride,
                            int32_t *places, int32_t *counts)
 {

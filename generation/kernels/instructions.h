@@ -8,9 +8,9 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-// A lane of a vector has a float, or an integer of 32 bits to which `dot` adds four products, or two
-// bfloat16, of which `dot_halves` adds two products to a float. The sums of ROWS_AT_ONCE rows stay in
-// registers.
+// A lane has 32 bits: a float, an integer, four int8 or two bfloat16. `dot` adds the four products
+// of int8 to an integer. `dot_halves` adds the two products of bfloat16 to a float. The sums of
+// ROWS_AT_ONCE rows stay in registers.
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 typedef __m512i vector;
 typedef __m512 floats;
@@ -96,7 +96,8 @@ INLINE void fetch(const void *weights)
         __builtin_prefetch((const char *)weights + AHEAD + line);
 }
 
-// e^x of x <= 0, to the last bit or two: 2^n e^r with |r| <= ln(2) / 2. NaN stays NaN.
+// e^x of -87 <= x <= 0, to the last bit or two: 2^n e^r with |r| <= ln(2) / 2. A lower x, even
+// -inf, gives e^-87. NaN stays NaN.
 INLINE float exponential(float x)
 {
     x = x < -87 ? -87 : x;
@@ -135,9 +136,9 @@ INLINE float maximum(const float *values, int64_t count)
     return highest;
 }
 
-// The largest size of floats, and at least 1e-30, by which zeros can be divided. If a float is NaN or
-// infinite, it is NaN.
-INLINE float largest_size(const float *values, int64_t count)
+// The largest absolute value of floats, and at least 1e-30, so that zeros can be divided by it. The
+// result is NaN if a float is NaN or infinite.
+INLINE float largest_magnitude(const float *values, int64_t count)
 {
     const uint32_t infinity = 0x7f800000;
     uint32_t bits, highest = 0; // bits of sizes are ordered as the sizes are, and NaN comes last

@@ -61,8 +61,9 @@ struct memory {
 };
 
 // The states that a sub-layer reads.
-static const float *before(const struct layer *layer, const struct norm *norm,
-                           const struct batch *batch, const float *states, struct memory *memory)
+static const float *sublayer_input(const struct layer *layer, const struct norm *norm,
+                                   const struct batch *batch, const float *states,
+                                   struct memory *memory)
 {
     if (!layer->norm_first)
         return states;
@@ -71,8 +72,8 @@ static const float *before(const struct layer *layer, const struct norm *norm,
 }
 
 // LayerNorm(x + Sublayer(x)), or x + Sublayer(LayerNorm(x)) in a pre-norm layer.
-static void after(const struct layer *layer, const struct norm *norm, const struct batch *batch,
-                  float *states, struct memory *memory)
+static void add_update(const struct layer *layer, const struct norm *norm,
+                       const struct batch *batch, float *states, struct memory *memory)
 {
     if (layer->norm_first)
         add(states, memory->update, batch->rows * batch->width);
@@ -90,24 +91,24 @@ EXPORT void run_layers(const struct layer *layers, int count, const struct batch
     const int64_t rows = batch->rows, queries = batch->heads * batch->d_k;
 #pragma omp parallel num_threads(threads)
     for (const struct layer *layer = layers; layer < layers + count; layer++) {
-        const float *inputs = before(layer, &layer->past_norm, batch, states, memory);
+        const float *inputs = sublayer_input(layer, &layer->past_norm, batch, states, memory);
         multiply(&layer->past_qkv, inputs, rows, &memory->rounded, memory->inner);
         store(batch, memory->inner, &layer->past);
         attend(batch, memory->inner, layer->past_qkv.out, &layer->past, &batch->past,
                memory->scores, memory->heads);
         multiply(&layer->past_output, memory->heads, rows, &memory->rounded, memory->update);
-        after(layer, &layer->past_norm, batch, states, memory);
+        add_update(layer, &layer->past_norm, batch, states, memory);
         if (layer->source.keys) {
-            inputs = before(layer, &layer->source_norm, batch, states, memory);
+            inputs = sublayer_input(layer, &layer->source_norm, batch, states, memory);
             multiply(&layer->source_query, inputs, rows, &memory->rounded, memory->inner);
             attend(batch, memory->inner, queries, &layer->source, &batch->source,
                    memory->scores, memory->heads);
             multiply(&layer->source_output, memory->heads, rows, &memory->rounded, memory->update);
-            after(layer, &layer->source_norm, batch, states, memory);
+            add_update(layer, &layer->source_norm, batch, states, memory);
         }
-        inputs = before(layer, &layer->final_norm, batch, states, memory);
+        inputs = sublayer_input(layer, &layer->final_norm, batch, states, memory);
         multiply(&layer->fc1, inputs, rows, &memory->rounded, memory->inner);
         multiply(&layer->fc2, memory->inner, rows, &memory->rounded, memory->update);
-        after(layer, &layer->final_norm, batch, states, memory);
+        add_update(layer, &layer->final_norm, batch, states, memory);
     }
 }

@@ -19,27 +19,27 @@ static double smooth_row(float *values, int64_t count, int64_t target, float eps
             values[i] = NAN;
         return NAN;
     }
-    double total = 0, chances = 0; // sums of logits minus the highest, and of their exponentials
+    double total = 0, exp_sum = 0; // sums of logits minus the highest, and of their exponentials
     for (int64_t first = 0; first < count; first += BLOCK) {
         const int64_t end = count - first < BLOCK ? count : first + BLOCK;
-        float total_of_block = 0, chances_of_block = 0;
+        float total_of_block = 0, sum_of_block = 0;
         for (int64_t i = first; i < end; i++) {
             const float logit = values[i] - highest;
             total_of_block += logit;
-            // Without the limit, chances would be so small that products with them are slow.
+            // Without the limit, products with tiny probabilities would be denormal, which is slow.
             values[i] = logit < LEAST ? 0 : exponential(logit);
-            chances_of_block += values[i];
+            sum_of_block += values[i];
         }
         total += total_of_block;
-        chances += chances_of_block;
+        exp_sum += sum_of_block;
     }
-    const float scale = (float)(1 / chances), of_each = epsilon / (float)count;
+    const float scale = (float)(1 / exp_sum), of_each = epsilon / (float)count;
     for (int64_t i = 0; i < count; i++)
         values[i] = values[i] * scale - of_each;
     values[target] -= 1 - epsilon;
     // Without smoothing, a logit may be minus infinity.
     const double of_all = epsilon == 0 ? 0 : epsilon * total / (double)count;
-    return __builtin_log(chances) - (1 - epsilon) * at_target - of_all;
+    return __builtin_log(exp_sum) - (1 - epsilon) * at_target - of_all;
 }
 
 // Replace logits (C, V) by the gradient of the loss, and compute the loss of each token (C,).

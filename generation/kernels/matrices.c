@@ -66,7 +66,7 @@ INLINE void finish_row(const struct target *to, int64_t row)
 static void sum_steps(const int8_t *left, const int8_t *right, int64_t steps, sums_of_digits sums,
                       const struct target *pending)
 {
-    const int64_t at_once = parts_of(pending->rows, steps);
+    const int64_t at_once = divide_up(pending->rows, steps);
     int64_t row = 0;
     begin_sums();
     for (int64_t step = 0; step < steps; step++) {
@@ -78,7 +78,7 @@ static void sum_steps(const int8_t *left, const int8_t *right, int64_t steps, su
 }
 
 // A number of rows, as whole tiles.
-INLINE int64_t in_tiles(int64_t rows) { return parts_of(rows, TILE_ROWS) * TILE_ROWS; }
+INLINE int64_t in_tiles(int64_t rows) { return divide_up(rows, TILE_ROWS) * TILE_ROWS; }
 
 // The group of inputs that begins at an input.
 static struct part group_of(const struct products_of_matrices *by, int64_t input)
@@ -93,7 +93,7 @@ static int64_t parts_of_side(const struct side *side, int64_t size)
 {
     int64_t count = 0;
     for (int i = 0; i < side->count; i++)
-        count += parts_of(side->rows[i], size);
+        count += divide_up(side->rows[i], size);
     return count;
 }
 
@@ -101,8 +101,8 @@ static int64_t parts_of_side(const struct side *side, int64_t size)
 static int find_part(const struct side *side, int64_t size, int64_t number, struct part *part)
 {
     int i = 0;
-    for (; number >= parts_of(side->rows[i], size); i++)
-        number -= parts_of(side->rows[i], size);
+    for (; number >= divide_up(side->rows[i], size); i++)
+        number -= divide_up(side->rows[i], size);
     part->values = side->values[i];
     part->all_rows = side->rows[i];
     part->row = number * size;
@@ -138,7 +138,7 @@ struct of_thread {
     sums_of_digits sums[2];
 } __attribute__((aligned(64)));
 
-// Multiply rows of a left matrix by a group of inputs.
+// Multiply rows of a left matrix by all right matrices, over one group of inputs.
 static void multiply_rows(const struct products_of_matrices *by, int matrix, const struct part *at,
                           const struct right_digits *all, struct of_thread *memory)
 {
@@ -201,7 +201,7 @@ EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *mem
     all.scales = (float *)(all.digits + all.groups * all.outs * GROUP * DIGITS);
     const int64_t blocks = parts_of_side(left, TILE_ROWS);
     // A thread multiplies its rows in several pieces, so that threads have equal numbers of rows.
-    const int64_t of_thread = parts_of(blocks, threads), quarter = parts_of(of_thread, 4);
+    const int64_t of_thread = divide_up(blocks, threads), quarter = divide_up(of_thread, 4);
     const int64_t of_piece = quarter > UNIT ? least(quarter, BLOCKS) : least(of_thread, UNIT);
     const int64_t at_once = of_piece * TILE_ROWS;
     enum { OUTS = UNIT * TILE_ROWS };
@@ -212,7 +212,7 @@ EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *mem
             const int64_t end = least(first + all.groups * GROUP, by->inputs);
             const int64_t units = parts_of_side(right, OUTS);
 #pragma omp for schedule(static)
-            for (int64_t unit = 0; unit < units * parts_of(end - first, GROUP); unit++) {
+            for (int64_t unit = 0; unit < units * divide_up(end - first, GROUP); unit++) {
                 struct part part = group_of(by, first + unit / units * GROUP);
                 const int i = find_part(right, OUTS, unit % units, &part);
                 const struct right_digits to = digits_of(&all, right, i, &part);

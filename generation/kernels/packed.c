@@ -88,7 +88,7 @@ static void transpose(const float *rows, int64_t count, int64_t d, float *column
 
 // Fill `lows` with `width` zeros, then as many LOWEST, and return the place of the first LOWEST.
 //
-// From `count` places before it, there are `count` zeros for keys that a query sees, then LOWEST.
+// A mask that starts `count` floats before that place hides all keys but the first `count`.
 INLINE float *mask_of(float *lows, int64_t width)
 {
     for (int64_t i = 0; i < width; i++) {

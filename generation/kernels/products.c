@@ -80,7 +80,7 @@ static __attribute__((noinline)) void multiply_rows(const struct product *by, in
 // which is NaN if a state is NaN or infinite.
 static float round_row(const float *states, int64_t in, float largest, int zero, uint8_t *rounded)
 {
-    const float size = largest_size(states, in);
+    const float size = largest_magnitude(states, in);
     if (size != size) {
         memset(rounded, zero, (size_t)in);
         return size;

@@ -44,7 +44,8 @@ EXPORT void add_and_normalize(const struct norm *norm, const float *states, cons
     }
 }
 
-// Compute the gradients of states and output (R, D), and add those of the norm to (threads, 2, D).
+// Compute the gradients of states and output (R, D), and add the gradients of the norm's weight and
+// bias to of_norm (threads, 2, D).
 EXPORT void add_and_normalize_backward(const struct norm *norm, const float *gradient,
                                        const float *sums, const float *moments, float *of_states,
                                        void *of_output, float *of_norm, int threads)

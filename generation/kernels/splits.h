@@ -17,10 +17,10 @@ struct part {
     int64_t row, rows, input, inputs;
 };
 
-INLINE int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+INLINE int64_t divide_up(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 // Number of tiles of this many inputs.
-INLINE int64_t in_steps(int64_t inputs) { return parts_of(inputs, TILE_BYTES); }
+INLINE int64_t in_steps(int64_t inputs) { return divide_up(inputs, TILE_BYTES); }
 
 // A mask of the first `left` lanes, at most all of them.
 INLINE __mmask16 lanes_of(int64_t left)
@@ -34,7 +34,7 @@ INLINE floats read_lanes(const float *values, int64_t left)
     return _mm512_maskz_loadu_ps(lanes_of(left), values);
 }
 
-// Sizes of floats are ordered as their bits are, and NaN comes last.
+// The bits of absolute values. As integers, they have the order of the values, and NaN comes last.
 INLINE vector bits_of_size(floats values)
 {
     return _mm512_and_si512(_mm512_castps_si512(values), in_all_lanes(0x7fffffff));
@@ -62,7 +62,7 @@ INLINE vector split(floats values, floats factors)
     return _mm512_xor_si512(_mm512_add_epi32(whole, half), half);
 }
 
-// Gather the digits of 64 values, of which the first has the highest ones.
+// Gather the digits of 64 values. digits[0] has the highest digit of each value.
 INLINE void gather_digits(const vector values[4], vector digits[DIGITS])
 {
     int8_t order[TILE_BYTES]; // of the bytes of a vector: quarters of each digit
@@ -88,7 +88,7 @@ INLINE vector take_bits(uint32_t mask, vector first, vector second)
     return _mm512_ternarylogic_epi32(in_all_lanes((int)mask), first, second, FIRST_WHERE_MASK);
 }
 
-// Gather the digits of 4 values of each lane, of which the first has the highest ones.
+// Gather the digits of 4 values of each lane. digits[0] has the highest digit of each value.
 INLINE void gather_fours(const vector values[4], vector digits[DIGITS])
 {
     vector outer[2], middle[2]; // pairs of the lowest and highest digit, and of the middle one
@@ -189,7 +189,7 @@ static void split_part(const struct part *at, int by_columns, int is_left, int8_
         split_rows(at, tiles, scales);
     if (by_columns != is_left)
         return;
-    const int64_t count = parts_of(at->rows, TILE_ROWS) * in_steps(at->inputs) * DIGITS;
+    const int64_t count = divide_up(at->rows, TILE_ROWS) * in_steps(at->inputs) * DIGITS;
     for (int64_t tile = 0; tile < count; tile++)
         transpose_tile(tiles + tile * TILE);
 }
