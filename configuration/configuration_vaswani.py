@@ -479,4 +479,20 @@ _TABLE_3: dict[str, tuple[dict[str, Any], tuple[int, float, float, int | None]]]
     ),
 }
 
-__all__ = ["NO_LONGEST_SEQUENCE", "VaswaniConfig"]
+
+def refuse_other_config(model_class: Any, config: Any) -> None:
+    """Refuse to build a model from the configuration of another kind of model of this package.
+
+    Raises:
+        TypeError: names the configuration that the class needs.
+    """
+    needed = model_class.config_class
+    others = {"vaswani", "vaswani_encoder", "vaswani_decoder"} - {needed.model_type}
+    if config.model_type in others:
+        raise TypeError(
+            f"{model_class.__name__} needs a {needed.__name__}, got a {type(config).__name__}: "
+            f"make a {needed.__name__} with the same sizes."
+        )
+
+
+__all__ = ["NO_LONGEST_SEQUENCE", "VaswaniConfig", "refuse_other_config"]

@@ -44,6 +44,7 @@ from .rules_vaswani import SearchSettings, TokenRules
 from .search_vaswani import beam_search, greedy_search
 from .settings_vaswani import (
     VaswaniGenerationConfig,
+    check_mask,
     check_search,
     check_tokens,
     check_types,
@@ -240,6 +241,8 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         attention_mask = kwargs.get("attention_mask")
         if attention_mask is not None and attention_mask.dim() == 2:
+            encoded = kwargs.get("encoder_outputs")
+            check_mask(attention_mask, source if encoded is None else encoded[0])
             return (attention_mask != 0).sum(dim=-1)
         return torch.full((source.shape[0],), source.shape[1], device=source.device)
 

@@ -316,6 +316,12 @@ class VaswaniTranslationPipeline(Pipeline):
             for name, value in values.items()
             if value is not None
         }
+        for name, value in tensors.items():
+            if name != "decoder_start_token_id" and value.dim() == 1:
+                raise ValueError(
+                    f"{name} must have a row for each line, or one row for all lines, got a flat "
+                    f"list of {len(value)} numbers: pass [[...]]."
+                )
         return {name: value for name, value in tensors.items() if value.dim()}
 
     def _translations_per_line(self, generating: dict[str, Any]) -> int:

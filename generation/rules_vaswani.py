@@ -38,6 +38,11 @@ class SearchSettings:
     early_stopping: bool | Literal["never"] = False
     eos_token_ids: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse a search without hypotheses, which the compiled kernels do not check."""
+        if self.num_beams < 1:
+            raise ValueError(f"num_beams must be at least 1, got {self.num_beams!r}.")
+
     @property
     def exact(self) -> bool:
         """Whether the search ends only when no open hypothesis can win."""

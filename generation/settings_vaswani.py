@@ -149,6 +149,22 @@ def check_tokens(settings: dict[str, Any]) -> None:
                 )
 
 
+def check_mask(attention_mask: torch.Tensor, source: torch.Tensor) -> None:
+    """Refuse a mask (B, S) of another shape than the sources (B, S, ...).
+
+    One source may have several prompts, and then a row of the mask for each prompt.
+
+    Raises:
+        ValueError: names both shapes.
+    """
+    rows, tokens = source.shape[:2]
+    if attention_mask.shape[1] != tokens or (rows > 1 and len(attention_mask) != rows):
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}, but the sources have "
+            f"{(rows, tokens)}: pass 1 or 0 for each source token."
+        )
+
+
 def refuse_packed(inputs: dict[str, Any]) -> None:
     """Refuse a packed batch, because the search needs one sentence in each row.
 
@@ -292,6 +308,7 @@ class VaswaniGenerationConfig(GenerationConfig):
 __all__ = [
     "LENGTH_PENALTY_TYPES",
     "VaswaniGenerationConfig",
+    "check_mask",
     "check_penalty",
     "check_search",
     "check_tokens",

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from ..configuration.configuration_vaswani import refuse_other_config
 from ..configuration.siblings_vaswani import VaswaniDecoderConfig, refuse_inputs_of_other_half
 from ..generation.causal_vaswani import VaswaniCausalGenerationMixin, check_prefix
 from ..generation.coverage_vaswani import remember
@@ -63,6 +64,10 @@ class VaswaniDecoderPreTrainedModel(VaswaniPreTrainedModel):
 
     config: VaswaniDecoderConfig
     config_class = VaswaniDecoderConfig
+
+    def __init__(self, config: VaswaniDecoderConfig) -> None:
+        refuse_other_config(type(self), config)
+        super().__init__(config)
 
 
 class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
@@ -207,7 +212,8 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         """
         # This argument is not in the signature, because the Trainer would expect it in every batch.
         shift_labels: Any = kwargs.pop("shift_labels", None)  # type: ignore[typeddict-item]
-        if shift_labels is None and labels is not None:
+        shifts_itself = shift_labels is None and labels is not None
+        if shifts_itself:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
             if _is_plain(attention_mask) and attention_mask.shape == labels.shape:
                 # The first token of a text that is padded on the left follows only padding.
@@ -231,7 +237,7 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         if boundaries is not None and labels is not None and shift_labels is not None:
             # The last token of a packed sentence does not predict the first token of the next one.
             shift_labels = shift_labels.index_fill(1, boundaries[1:].long() - 1, -100)
-        if num_items_in_batch is not None and labels is not None and shift_labels is not None:
+        if num_items_in_batch is not None and shifts_itself:  # the Trainer counts `shift_labels`
             num_items_in_batch = _without_first_tokens(num_items_in_batch, labels, shift_labels)
         logits, loss = self.predict(
             outputs.last_hidden_state, shift_labels, num_items_in_batch, logits_to_keep, skip_logits

@@ -18,8 +18,9 @@ from transformers.modeling_outputs import (
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
+from ..configuration.configuration_vaswani import VaswaniConfig, refuse_other_config
 from ..configuration.siblings_vaswani import VaswaniEncoderConfig
-from .dropout_vaswani import drop_out
+from .dropout_vaswani import drop_out, is_transformed
 from .encoder_vaswani import VaswaniEncoderModel
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import VaswaniPreTrainedModel
@@ -39,6 +40,9 @@ class VaswaniEncoderPreTrainedModel(VaswaniPreTrainedModel):
     ]
 
     def __init__(self, config: VaswaniEncoderConfig) -> None:
+        if config.model_type == VaswaniConfig.model_type:
+            config = VaswaniEncoderConfig.of(config)
+        refuse_other_config(type(self), config)
         super().__init__(config)
         self.model = VaswaniEncoderModel(config)
 
@@ -59,6 +63,7 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
 
     def __init__(self, config: VaswaniEncoderConfig) -> None:
         super().__init__(config)
+        config = self.config
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.lm_head_bias)
         self.post_init()
 
@@ -84,7 +89,7 @@ class VaswaniForMaskedLM(LanguageHead, VaswaniEncoderPreTrainedModel):
             labels: (B, S) original tokens at masked positions, -100 at other positions.
             num_items_in_batch: masked tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
-                training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+                training mode, unless `lm_head` has hooks, is wrapped (LoRA), int8 or divided.
             position_ids: (B, S) positions; None counts from 0, padding included.
             **kwargs: for the attention backend.
         """
@@ -111,6 +116,7 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
 
     def __init__(self, config: VaswaniEncoderConfig) -> None:
         super().__init__(config)
+        config = self.config
         rate = config.classifier_dropout
         if _number_of_classes(config) < 1 or (rate is not None and not 0 <= rate < 1):
             raise ValueError(
@@ -126,13 +132,15 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
         return self.classifier(drop_out(states, self.dropout, self.training))
 
     def check_classes(self, labels: torch.Tensor) -> None:
-        """On the CPU, check that every integer label is a class number, or -100 (ignored).
+        """Check that every integer label on the CPU is a class number, or -100 (ignored).
+
+        A compiler or torch.func cannot trace the check, so they skip it.
 
         Raises:
             ValueError: a label is neither -100 nor the number of a class.
         """
         classes = _number_of_classes(self.config)
-        if labels.is_floating_point() or labels.device.type != "cpu":
+        if labels.is_floating_point() or not _are_readable(labels):
             return
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
         if wrong.numel():
@@ -140,6 +148,11 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
                 f"Label {wrong[0].item()} is outside the {classes} classes: set num_labels to the "
                 "number of classes when the model is made or loaded."
             )
+
+
+def _are_readable(labels: torch.Tensor) -> bool:
+    """Tell whether Python can branch on the values of labels without waiting for a GPU."""
+    return labels.is_cpu and not torch.compiler.is_compiling() and not is_transformed()
 
 
 class VaswaniForSequenceClassification(VaswaniClassifier):
@@ -201,49 +214,68 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
                 f"Labels of shape {tuple(labels.shape)} do not fit {len(logits)} sequences: pass "
                 "one label per sequence, in a packed batch too."
             )
-        self.check_labels(labels)
+        labels = self.checked_labels(labels, logits)
         loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         if num_items_in_batch is None:
             return loss
         # transformers' loss is a mean. The Trainer needs the batch's share of the update.
-        return loss * (labels != -100).sum() / torch.as_tensor(num_items_in_batch).to(loss)
+        real = (labels != -100).sum()
+        share = loss * real / torch.as_tensor(num_items_in_batch).to(loss)
+        return torch.where(real > 0, share, 0.0)  # a mean over no labels is NaN
 
-    def check_labels(self, labels: torch.Tensor) -> None:
-        """Check labels against the kind of problem, which transformers decides in the same way.
+    def checked_labels(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Check labels against the kind of problem. Cast integers to the dtype of its loss.
+
+        If `config.problem_type` is None, integers are classes, and floats and booleans mark
+        several classes.
 
         Raises:
             ValueError: the shape of the labels is wrong, or a label is not the number of a class.
         """
         kind, classes = self.config.problem_type, _number_of_classes(self.config)
-        if kind is None and labels.is_floating_point():
-            kind = "multi_label_classification"
+        if kind is None:
+            several = labels.is_floating_point() or labels.dtype == torch.bool
+            kind = "multi_label_classification" if several else "single_label_classification"
+        numbers = labels if labels.is_floating_point() else labels.float()
         if kind == "regression" or classes == 1:
-            return
-        if kind != "multi_label_classification":
+            return numbers
+        if kind == "single_label_classification":
             self.check_classes(labels)
-        elif labels.shape[1:] != (classes,):
+            if labels.numel() == len(logits):
+                return labels if labels.is_floating_point() else labels.long()
+        if labels.shape != logits.shape or kind == "single_label_classification":
             raise ValueError(
                 f"Labels of shape {tuple(labels.shape)} do not fit a sequence with any of "
-                f"{classes} classes: pass zeros and ones of shape (B, {classes}), or "
+                f"{classes} classes: pass floats (0 or 1) of shape (B, {classes}), or "
                 "integers of shape (B,) if a sequence has one class."
             )
-        elif labels.device.type == "cpu" and ((labels < 0) | (labels > 1)).any():
+        if _are_readable(labels) and ((labels < 0) | (labels > 1)).any():
             wrong = labels[(labels < 0) | (labels > 1)][0].item()
             raise ValueError(
                 f"Label {wrong:g} is not between 0 and 1: a sequence has a class (1) or not (0)."
             )
+        return numbers
 
     def pool(
         self, states: torch.Tensor, attention_mask: torch.Tensor | Packing | None
     ) -> torch.Tensor:
-        """Return the mean or the first position of sequences: (B, S, D) or (1, N, D) to (B, D)."""
+        """Return the mean or the first position of sequences: (B, S, D) or (1, N, D) to (B, D).
+
+        Raises:
+            ValueError: the mean has a mask that is not (B, S), so real tokens are unknown.
+        """
         if isinstance(attention_mask, Packing):
             states = attention_mask.padded(states)
             attention_mask = attention_mask.padding_mask(states.shape[1])
         if self.config.pooling == "first":
             return states[:, 0]
-        if attention_mask is None or attention_mask.dim() != 2:
+        if attention_mask is None:
             return states.mean(dim=1)
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                'pooling="mean" averages the real tokens of an attention_mask (B, S), but got a '
+                f'mask of shape {tuple(attention_mask.shape)}: pass (B, S), or use pooling="first".'
+            )
         real = attention_mask.to(states.dtype)[:, :, None]  # (B, S, 1)
         return (states * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
@@ -281,6 +313,7 @@ class VaswaniForTokenClassification(VaswaniClassifier):
         loss = None
         if labels is not None:
             self.check_classes(labels)
+            labels = labels if labels.is_floating_point() else labels.long()
             loss = self.loss_function(
                 logits, labels, self.config, num_items_in_batch=num_items_in_batch
             )

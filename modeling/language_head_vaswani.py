@@ -9,8 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from ..generation.coverage_vaswani import class_replaced
 from .dropout_vaswani import is_transformed
 from .loss_vaswani import chunked_cross_entropy, divergence
+
+# Their hooks gather a module's weight before it is used, and change no result.
+_SHARDING_LIBRARIES = ("torch.distributed.", "deepspeed.")
 
 
 class LanguageHead:
@@ -37,29 +41,33 @@ class LanguageHead:
             num_items_in_batch: real tokens of the whole update, from the Trainer.
             logits_to_keep: number of last positions with logits (0: all), or a tensor of positions.
                 The loss counts all positions.
-            skip_logits: with `labels`, return no logits and save their memory; None does so in
-                training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+            skip_logits: with `labels`, return no logits; None does so in training mode. This saves
+                their memory, unless `lm_head` has hooks, is wrapped (LoRA), has int8 weights or is
+                divided among processes. In these cases, None returns the logits.
             r_drop: weight of the divergence of two passes, as in `compute_loss`.
         """
-        may_skip = self._has_whole_head() and not is_transformed(hidden_states)
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if labels is None:
+            return self.lm_head(hidden_states[:, kept]), None
+        is_plain = self._has_plain_head() and not is_transformed(hidden_states)
         if skip_logits is None:
-            skip_logits = self.training and may_skip
-        logits, loss = None, None
-        if labels is None or not skip_logits:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self.lm_head(hidden_states[:, kept])  # (B, T or number of kept positions, V)
-        if labels is not None:
-            scored = logits
-            if logits is not None and (torch.is_tensor(logits_to_keep) or logits_to_keep):
-                # The loss counts all positions. A plain head needs no logits for the loss.
-                scored = None if may_skip else self.lm_head(hidden_states)
-            loss = self.compute_loss(hidden_states, scored, labels, num_items_in_batch, r_drop)
-        return logits, loss
+            skip_logits = self.training and is_plain
+        # The loss counts all positions. A plain head needs no logits for the loss.
+        needs_logits = not is_plain or (keeps_all and not skip_logits)
+        logits = self.lm_head(hidden_states) if needs_logits else None  # (B, T, V)
+        loss = self.compute_loss(hidden_states, logits, labels, num_items_in_batch, r_drop)
+        if skip_logits:
+            return None, loss
+        if logits is None:
+            return self.lm_head(hidden_states[:, kept]), loss
+        return logits if keeps_all else logits[:, kept], loss
 
-    def _has_whole_head(self) -> bool:
-        """Tell whether `lm_head` is a plain layer whose whole weight is in this process."""
+    def _has_plain_head(self) -> bool:
+        """Tell whether `lm_head` computes hidden_states @ weight.T + bias, and nothing else.
+
+        Its whole weight must be in this process.
+        """
         head = self.lm_head
         # Pruning and weight norm compute the weight in a hook. Accelerate's hook moves inputs.
         if (
@@ -68,7 +76,9 @@ class LanguageHead:
             or hasattr(head, "_hf_hook")
         ):
             return False
-        return not hasattr(self.lm_head.weight, "device_mesh")  # a DTensor has a mesh
+        if "forward" in vars(head) or class_replaced(type(head)) or _has_hooks(head):
+            return False
+        return not hasattr(head.weight, "device_mesh")  # a DTensor has a mesh
 
     def compute_loss(
         self,
@@ -90,8 +100,14 @@ class LanguageHead:
         `r_drop` / 4 times the divergence KL(p, q) + KL(q, p) of their predictions.
 
         Raises:
-            ValueError: a label is neither -100 nor an entry of the target vocabulary.
+            ValueError: a label is neither -100 nor an entry of the target vocabulary, or a batch
+                for R-Drop has no two halves.
         """
+        if r_drop and len(labels) > 1 and len(labels) % 2:
+            raise ValueError(
+                f"r_drop compares two passes over the same sentences, but {len(labels)} rows have "
+                "no two halves: repeat the batch, as VaswaniTrainer(r_drop=...) does."
+            )
         labels = labels.to(hidden_states.device, torch.long)
         # Adapters wrap the head. Without logits, it is a plain layer.
         size = self.lm_head.out_features if logits is None else logits.shape[-1]
@@ -120,6 +136,19 @@ class LanguageHead:
         if num_items_in_batch is None:
             num_items_in_batch = (labels != -100).sum()
         return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks that may change or read its results."""
+    registries = (
+        *(module._forward_pre_hooks, module._forward_hooks),
+        *(module._backward_pre_hooks, module._backward_hooks),
+    )
+    return any(
+        not (getattr(hook, "__module__", None) or "").startswith(_SHARDING_LIBRARIES)
+        for registry in registries
+        for hook in registry.values()
+    )
 
 
 __all__ = ["LanguageHead"]

@@ -104,6 +104,17 @@ def _copy_foreign_memory(model: torch.nn.Module) -> None:
             weight.data = values.clone()
 
 
+def _remove_repeated_hooks(model: torch.nn.Module) -> None:
+    """Keep one of the hooks that Accelerate gives to a module with two names, one for each name.
+
+    transformers saves offloaded weights by a single hook.
+    """
+    for module in model.modules():
+        hooks = getattr(getattr(module, "_hf_hook", None), "hooks", ())
+        if len(hooks) > 1 and all(getattr(hook, "offload", False) for hook in hooks):
+            module._hf_hook = hooks[0]  # type: ignore[assignment]
+
+
 class StrictlyLoadedModel(PreTrainedModel):
     """A model that is loaded completely or not at all, and never pushed with an empty card."""
 
@@ -149,6 +160,7 @@ class StrictlyLoadedModel(PreTrainedModel):
             ) from error
         model, info = cast(tuple[Any, dict[str, Any]], loaded)
         _copy_foreign_memory(model)
+        _remove_repeated_hooks(model)
         if output_loading_info:
             return loaded
         same_class = cls.__name__ in (model.config.architectures or ())

@@ -29,7 +29,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..configuration.configuration_vaswani import VaswaniConfig
+from ..configuration.configuration_vaswani import VaswaniConfig, refuse_other_config
 from ..generation.coverage_vaswani import remember
 from ..generation.generation_vaswani import VaswaniGenerationMixin
 from ..generation.scoring_vaswani import VaswaniScoringMixin
@@ -246,12 +246,9 @@ class VaswaniStack(VaswaniPreTrainedModel):
                 f"{type(self).__name__} got sequences without tokens: even an empty sentence has "
                 "an end-of-sentence token."
             )
-        if position_ids is None:
-            positions = position_encodings(
-                self.embed_positions, start, inputs_embeds, attention_mask
-            )
-        else:
-            positions = self.embed_positions.encode(position_ids)
+        positions = position_encodings(
+            self.embed_positions, start, inputs_embeds, attention_mask, position_ids
+        )
         hidden_states = inputs_embeds * self.embed_scale + positions.to(inputs_embeds)
         return drop_out(hidden_states, self.dropout, self.training)
 
@@ -403,6 +400,7 @@ class VaswaniModel(VaswaniPreTrainedModel):
     """Encoder and decoder (section 3, figure 1), without the linear map to the vocabulary."""
 
     def __init__(self, config: VaswaniConfig) -> None:
+        refuse_other_config(type(self), config)
         super().__init__(config)
         if config.share_encoder_decoder_embeddings:
             self._tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
@@ -433,8 +431,10 @@ class VaswaniModel(VaswaniPreTrainedModel):
             )
         elif isinstance(encoder_outputs, (tuple, list)):
             encoded = BaseModelOutput(*encoder_outputs)
-        else:
+        elif hasattr(encoder_outputs, "last_hidden_state"):
             encoded = encoder_outputs
+        else:
+            encoded = BaseModelOutput(**encoder_outputs)
         decoder_outputs = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
@@ -470,6 +470,7 @@ class VaswaniForConditionalGeneration(
     _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: VaswaniConfig) -> None:
+        refuse_other_config(type(self), config)
         super().__init__(config)
         source = "encoder" if config.share_encoder_decoder_embeddings else "decoder"
         self._tied_weights_keys = {"lm_head.weight": f"model.{source}.embed_tokens.weight"}
@@ -556,7 +557,7 @@ class VaswaniForConditionalGeneration(
             logits_to_keep: number of last positions with logits (0: all), or a tensor of positions.
             num_items_in_batch: real target tokens of the whole update, from the Trainer.
             skip_logits: with `labels`, return no logits and save their memory; None does so in
-                training mode, unless `lm_head` is wrapped (LoRA) or divided among processes.
+                training mode, unless `lm_head` has hooks, is wrapped (LoRA), int8 or divided.
             r_drop: weight of the divergence of two passes in the loss, for a batch whose second
                 half repeats the first. `VaswaniTrainer(r_drop=...)` makes such batches.
             **kwargs: for the attention backend.

@@ -235,10 +235,19 @@ def both_in_prefix(prefix_mask: torch.Tensor) -> Callable:
 
 
 def position_encodings(
-    encode: Callable, start: Any, states: torch.Tensor, attention_mask: Any
+    encode: Callable,
+    start: Any,
+    states: torch.Tensor,
+    attention_mask: Any,
+    position_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Encode the positions of (B, T, D). In a packed batch, each sentence starts at position 0."""
+    """Encode the positions of (B, T, D), which are `position_ids` (B, T) if given.
+
+    In a packed batch, each sentence starts at position 0.
+    """
     length, device = states.shape[1], states.device
+    if position_ids is not None:
+        return encode(start, length, device, position_ids)
     if isinstance(attention_mask, Packing):
         length = attention_mask.number_of_tokens(states)
         table = encode(0, attention_mask.max_length, device)

@@ -26,14 +26,21 @@ class SinusoidalPositions(nn.Module):
         steps = self.pairs - 1 if config.position_encoding == "sinusoidal_t2t" else self.pairs
         self.log_step = -math.log(10000.0) / max(steps, 1)
 
-    def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
-        """Encode the positions start, ..., start + length - 1: (T, D) in float32."""
-        return self.encode(torch.arange(length, device=device) + start)
+    def forward(
+        self,
+        start: int | torch.Tensor,
+        length: int,
+        device: torch.device,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Encode the positions start, ..., start + length - 1: (T, D) in float32.
 
-    def encode(self, positions: torch.Tensor) -> torch.Tensor:
-        """Encode `positions` (..., T), counted from 0: (..., T, D) in float32."""
-        positions, device = positions + self.offset, positions.device
-        pairs = torch.arange(self.pairs, device=device, dtype=torch.float32)
+        If `position_ids` (..., T) are given, encode these instead: (..., T, D).
+        """
+        if position_ids is None:
+            position_ids = torch.arange(length, device=device) + start
+        positions = position_ids + self.offset
+        pairs = torch.arange(self.pairs, device=positions.device, dtype=torch.float32)
         steps = torch.exp(pairs * self.log_step)
         angles = positions.to(torch.float32)[..., None] * steps  # (..., T, D/2)
         if self.interleaved:
@@ -49,23 +56,25 @@ class LearnedPositions(nn.Embedding):
         super().__init__(rows, config.d_model)
         self.offset = config.position_offset
 
-    def forward(self, start: int | torch.Tensor, length: int, device: torch.device) -> torch.Tensor:
+    def forward(
+        self,
+        start: int | torch.Tensor,
+        length: int,
+        device: torch.device,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Look up the positions start, ..., start + length - 1: (T, D).
 
-        Raises:
-            ValueError: a position lies beyond the table.
-        """
-        self._check(start + length)
-        return super().forward(torch.arange(length, device=device) + (start + self.offset))
-
-    def encode(self, positions: torch.Tensor) -> torch.Tensor:
-        """Look up `positions` (..., T), counted from 0: (..., T, D).
+        If `position_ids` (..., T) are given, look up these instead: (..., T, D).
 
         Raises:
             ValueError: a position lies beyond the table.
         """
-        self._check(positions.max() + 1, positions.min())
-        return super().forward(positions + self.offset)
+        if position_ids is None:
+            self._check(start + length)
+            return super().forward(torch.arange(length, device=device) + (start + self.offset))
+        self._check(position_ids.max() + 1, position_ids.min())
+        return super().forward(position_ids + self.offset)
 
     def _check(self, end: int | torch.Tensor, start: int | torch.Tensor = 0) -> None:
         limit = self.num_embeddings - self.offset

@@ -139,7 +139,9 @@ def _check_adapter(wrapper: nn.Module) -> None:
         ValueError: names the kind and the way out.
     """
     library, _, kind, *_ = f"{type(wrapper).__module__}...".split(".")
-    if library == "peft" and kind not in _ADAPTERS:
+    # LoRA's ParamWrapper changes the weight itself (target_parameters).
+    known = kind in _ADAPTERS and type(wrapper).__name__ != "ParamWrapper"
+    if library == "peft" and not known:
         raise ValueError(
             f"PEFT's {type(wrapper).__name__} ({kind}) may read int8 weights as they are, without "
             f"their scales: call model.dequantize() first. These kinds are known to work: "

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForTextEncoding,
     AutoTokenizer,
@@ -37,7 +38,9 @@ from vaswani.conversion.to_marian import to_marian
 
 from vaswani import (
     VaswaniConfig,
+    VaswaniDecoderConfig,
     VaswaniEncoderModel,
+    VaswaniForCausalLM,
     VaswaniForConditionalGeneration,
     VaswaniModel,
     VaswaniTranslationPipeline,
@@ -508,6 +511,23 @@ def test_parts_on_disk_translate(where, translated, tmp_path):
     assert translated(model) == GERMAN
     if where != "all on disk":
         assert model.lm_head.weight is model.model.encoder.embed_tokens.weight
+    model.save_pretrained(tmp_path / "saved")
+    assert translated(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved")) == GERMAN
+
+
+def test_learned_positions_on_disk_are_read_for_padded_prompts(tmp_path):
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    config = VaswaniDecoderConfig(
+        vocab_size=19, d_model=16, position_encoding="learned", max_position_embeddings=9, **sizes
+    )
+    whole = VaswaniForCausalLM(config).eval()
+    whole.save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "disk"
+    )
+    ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
+    call = {"attention_mask": (ids > 0).long(), "max_new_tokens": 3}
+    assert torch.equal(model.generate(ids, **call), whole.generate(ids, **call))
 
 
 def test_separate_tables_stay_where_they_are_told_to(tiny_model, tmp_path):

@@ -294,6 +294,10 @@ SENSELESS = [
         ),
         ({"input_ids": torch.tensor([3, 4])}, r"batch of sentences \(B, S\).*\(2,\)"),
         (
+            {"input_ids": torch.tensor([[3, 2]]), "attention_mask": torch.ones(1, 3)},
+            r"^attention_mask has the shape \(1, 3\), but the sources have \(1, 2\): pass 1 or 0",
+        ),
+        (
             {"input_ids": torch.tensor([[3]]), "num_beams": 0},
             "num_beams must be an integer from 1 to 10000, got 0",
         ),
@@ -315,6 +319,16 @@ SENSELESS = [
 def test_calls_that_make_no_sense_are_refused_by_value(tiny_model, call, complaint):
     with pytest.raises(ValueError, match=complaint):
         tiny_model().generate(**call)
+
+
+def test_a_mask_fits_the_encoded_source_whatever_the_ids_are(tiny_model):
+    model = tiny_model()
+    source = torch.tensor([[5, 6, 7, 2], [8, 2, 0, 0]])
+    mask = (source > 0).long()
+    encoded = model.model.encoder(source, mask)
+    call = {"attention_mask": mask, "max_new_tokens": 4}
+    beside = model.generate(torch.ones(2, 1, dtype=torch.long), encoder_outputs=encoded, **call)
+    assert torch.equal(beside, model.generate(source, **call))
 
 
 @pytest.mark.parametrize(

@@ -570,6 +570,12 @@ class TestClients:
             peft.get_peft_model(rounded, peft.HRAConfig(target_modules=["fc1"]))
         assert torch.equal(logits(rounded), before)
 
+    def test_an_adapter_of_the_weights_themselves_is_refused(self, saved, rounded, tmp_path):
+        config = peft.LoraConfig(target_modules=[], target_parameters=["fc1.weight"])
+        peft.get_peft_model(load(saved), config).save_pretrained(tmp_path / "adapter")
+        with pytest.raises(ValueError, match=r"ParamWrapper \(lora\) may read int8 weights"):
+            peft.PeftModel.from_pretrained(rounded, str(tmp_path / "adapter"))
+
     def test_an_adapter_with_its_own_layer_is_refused(self, saved, rounded, tmp_path):
         config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
         peft.get_peft_model(load(saved), config).save_pretrained(tmp_path / "adapter")

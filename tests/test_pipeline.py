@@ -297,6 +297,8 @@ def test_settings_for_another_number_of_lines_are_refused(translator):
     assert len([next(stream), next(stream)]) == 2
     with pytest.raises(ValueError, match="has 2 entries, but the number of lines is at least 3"):
         next(stream)
+    with pytest.raises(ValueError, match=r"^decoder_input_ids must have a row .*: pass \[\[\.\.\."):
+        translator(ENGLISH[:3], decoder_input_ids=[2, 56])
     prompt = {"decoder_input_ids": [[2, 56]]}
     (alone,) = translator([ENGLISH[2]], **prompt)
     assert translator(ENGLISH[:3], **prompt)[2] == alone
