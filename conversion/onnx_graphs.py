@@ -13,6 +13,7 @@ from ..configuration.extras import needs
 from ..generation.beam_vaswani import FILL
 from ..generation.rules_vaswani import SearchSettings, TokenRules
 from ..generation.search_vaswani import beam_search, greedy_search
+from ..generation.settings_vaswani import VaswaniGenerationConfig
 
 Array = np.ndarray[Any, Any]
 
@@ -73,7 +74,8 @@ class OnnxModel:
             import onnxruntime
 
         self.folder = Path(folder)
-        self.position_limit = self.config_class.from_pretrained(self.folder).position_limit
+        config = self.config_class.from_pretrained(self.folder)
+        self.position_limit, self.vocab_size = config.position_limit, config.vocab_size
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
         self.sessions: dict[str, Any] = {
@@ -95,6 +97,29 @@ class OnnxModel:
         file = self.folder / "generation_config.json"
         settings = json.loads(file.read_text(encoding="utf-8"))
         return {name: value for name, value in settings.items() if value is not None}
+
+    def overridden(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the folder's settings, overridden by those that are given and not None.
+
+        Raises:
+            ValueError: names a setting, its value and the valid values.
+        """
+        settings = self.settings | {n: value for n, value in given.items() if value is not None}
+        followed = {*_SEARCH, *_LIMITS, *_TOKENS, *_RULES} & settings.keys()
+        VaswaniGenerationConfig.read_settings({name: settings[name] for name in followed})  # checks
+        return settings
+
+    def check_ids(self, ids: Array) -> None:
+        """Refuse token ids without an entry. onnxruntime counts negative ones from the end.
+
+        Raises:
+            ValueError: names the id and the number of entries.
+        """
+        if (wrong := ids[(ids < 0) | (ids >= self.vocab_size)]).size:
+            raise ValueError(
+                f"Token id {wrong[0]} is outside the {self.vocab_size} entries of the vocabulary: "
+                "check that tokenizer and model belong together."
+            )
 
     def search(
         self,
@@ -123,10 +148,12 @@ def _token_rules(settings: dict[str, Any], prompt_length: int) -> TokenRules:
     min_length = settings.get("min_new_tokens")
     if min_length is None:  # min_length counts the prompt too
         min_length = max(settings.get("min_length", 0) - prompt_length, 0)
-    words = [words[0] for words in settings.get("bad_words_ids", []) if len(words) == 1]
+    ends = set(_token_ids_of(settings, "eos_token_id"))
+    words = {words[0] for words in settings.get("bad_words_ids", []) if len(words) == 1}
     return TokenRules(
-        never={*_token_ids_of(settings, "suppress_tokens"), *words},
-        ends=set(_token_ids_of(settings, "eos_token_id")),
+        # As in transformers, bad words never ban an end token.
+        never={*_token_ids_of(settings, "suppress_tokens"), *(words - ends)},
+        ends=ends,
         min_length=min_length,
         forced_last=next(iter(_token_ids_of(settings, "forced_eos_token_id")), None),
         renormalize=bool(settings.get("renormalize_logits")),

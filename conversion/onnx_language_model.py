@@ -65,7 +65,8 @@ class OnnxLanguageModel(OnnxModel):
             max_new_tokens: limit of the new tokens.
 
         Raises:
-            ValueError: a prompt is empty, a text becomes too long, or nothing limits the texts.
+            ValueError: a prompt is empty or has an unknown token, a setting is invalid, a text
+                becomes too long, or nothing limits the texts.
         """
         if not prompts:
             return []
@@ -81,8 +82,9 @@ class OnnxLanguageModel(OnnxModel):
             "early_stopping": early_stopping,
             "max_new_tokens": max_new_tokens,
         }
-        settings = self.settings | {n: value for n, value in given.items() if value is not None}
+        settings = self.overridden(given)
         ids, mask = padded(prompts, self.pad_token_id, "left")
+        self.check_ids(ids)
         decoder = self.decoder(mask)
         limits = torch.full((len(ids),), self._limit(settings, ids.shape[1]))
         return self.search(decoder, torch.from_numpy(ids), limits, settings)

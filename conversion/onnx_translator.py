@@ -72,8 +72,8 @@ class OnnxTranslator(OnnxModel):
             max_new_tokens: one limit for all translations, in place of the two above.
 
         Raises:
-            ValueError: a source is empty or too long, nothing limits the translations, or the
-                folder names no start token.
+            ValueError: a source is empty or too long, or has an unknown token; a setting is
+                invalid; nothing limits the translations; or the folder names no start token.
         """
         if not sources:
             return []
@@ -84,8 +84,9 @@ class OnnxTranslator(OnnxModel):
             "early_stopping": early_stopping,
             "max_length_offset": max_length_offset,
             "max_length_factor": max_length_factor,
+            "max_new_tokens": max_new_tokens,
         }
-        settings = self.settings | {n: value for n, value in given.items() if value is not None}
+        settings = self.overridden(given)
         limits = self._limits(sources, settings, max_new_tokens)
         decoder = self.encode(sources)
         start = settings.get("decoder_start_token_id", settings.get("bos_token_id"))
@@ -127,7 +128,9 @@ class OnnxTranslator(OnnxModel):
 
     def padded(self, sources: Sequence[Sequence[int]]) -> tuple[Array, Array]:
         """Pad sentences on the right: token ids, and a mask with 1 at real tokens, (B, S) each."""
-        return padded(sources, 0, "right")  # the mask hides the padding
+        ids, mask = padded(sources, 0, "right")  # the mask hides the padding
+        self.check_ids(ids)
+        return ids, mask
 
     def encode(self, sources: Sequence[Sequence[int]]) -> "OnnxDecoder":
         """Run the encoder, and return a decoder for these sources."""

@@ -195,6 +195,38 @@ def test_settings_and_limits_come_from_the_generation_config(tiny_model, transla
         translator_of(model).generate(sources)
 
 
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ({"num_beams": 0}, r"^num_beams must be an integer from 1 to 10000, got 0"),
+        ({"num_beams": 2.5}, r"^num_beams must be an integer from 1 to 10000, got 2\.5"),
+        ({"length_penalty_type": "GNMT"}, r"^length_penalty_type must be one of .* got 'GNMT'"),
+        ({"length_penalty": 500.0}, r"^length_penalty must lie between -64 and 64"),
+        ({"early_stopping": "nevr"}, r"early_stopping.* must be .*nevr"),
+        ({"max_new_tokens": "4"}, r"^max_new_tokens must be a number of tokens"),
+    ],
+    ids=str,
+)
+def test_senseless_settings_are_refused_by_value(tiny_model, translator_of, setting, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        translator_of(tiny_model()).generate(sentences([3]), **setting)
+
+
+@pytest.mark.parametrize("token", [-1, -100, 19])
+def test_tokens_without_an_entry_are_refused(tiny_model, translator_of, token):
+    with pytest.raises(ValueError, match=f"^Token id {token} is outside the 19 entries"):
+        translator_of(tiny_model()).generate([[5, token, EOS]])
+
+
+def test_bad_words_do_not_ban_the_end_token(tiny_model, translator_of):
+    model = tiny_model(tie_word_embeddings=False, lm_head_bias=True)
+    with torch.no_grad():
+        model.lm_head.bias[EOS] += 9
+    model.generation_config.bad_words_ids = [[EOS], [7]]
+    assert translator_of(model).generate(sentences([4])) == [[EOS]]
+    assert generated(model, sentences([4])) == [[EOS]]
+
+
 def test_learned_positions_limit_the_translations(tiny_model, translator_of):
     model = tiny_model(position_encoding="learned", max_position_embeddings=12)
     sources = sentences([5, 11])
@@ -266,8 +298,11 @@ def test_no_sources_give_no_translations_and_empty_ones_are_refused(tiny_model, 
     assert translator.generate([]) == []
     with pytest.raises(ValueError, match="Source 1 has no tokens"):
         translator.generate([[4, 2], []])
-    with pytest.raises(ValueError, match="at least 1 new token, but its limit is 0"):
+    with pytest.raises(ValueError, match="`max_new_tokens` must be greater than 0"):
         translator.generate([[4, 2]], max_new_tokens=0)
+    translator.settings = {"max_length": 1, "decoder_start_token_id": EOS}
+    with pytest.raises(ValueError, match="at least 1 new token, but its limit is 0"):
+        translator.generate([[4, 2]])
 
 
 def test_settings_that_the_search_lacks_are_refused_at_once(tiny_model, translator_of):
