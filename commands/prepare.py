@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> None:
     with needs("vaswani[train]"):
         import datasets
 
+    from ..configuration.places_vaswani import check_folder, check_path
     from ..training.progress import in_terminal
     from ..training.run_data import RunData
 
@@ -44,6 +45,10 @@ def run(args: argparse.Namespace) -> None:
         datasets.disable_progress_bars()
 
     try:
+        if args.model:
+            check_folder(args.model)
+        elif args.tokenizer:
+            check_path(args.tokenizer)
         data = RunData(args, print)
         if args.model or args.tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(args.model or args.tokenizer)

@@ -9,7 +9,6 @@ on standard error is the perplexity of all target tokens.
 """
 
 import argparse
-import math
 
 from .parser import CommandError, CommandParser, positive
 
@@ -39,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
     from ..corpora.reading import read_parallel
     from ..generation.loading import load
+    from ..training.perplexity import perplexity_of
     from .text import check_text, lines_without_tokens, write_lines
 
     check_text([args.source, args.target], args.output)
@@ -59,5 +59,5 @@ def run(args: argparse.Namespace) -> None:
         raise CommandError(error) from error
     tokens = sum(map(len, scores.log_probs))
     if tokens:
-        perplexity = math.exp(-scores.sums.double().sum().item() / tokens)
+        perplexity = perplexity_of(-scores.sums.double().sum().item() / tokens)
         print(f"perplexity {perplexity:.4f} over {tokens} target tokens", file=sys.stderr)

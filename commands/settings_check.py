@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
+from huggingface_hub.utils import validate_repo_id
 from transformers import SchedulerType, Seq2SeqTrainingArguments, get_scheduler
 
 from ..configuration.configuration_vaswani import VaswaniConfig
@@ -44,6 +46,7 @@ def check_settings(args: argparse.Namespace) -> None:
 
     Raises:
         ObjectiveError: --objective-settings are wrong.
+        HFValidationError: --push-to-hub is not the name of a repository.
         OSError: --model or --tokenizer cannot be loaded.
         SettingsError: a name or value is wrong. The message suggests a name.
     """
@@ -75,6 +78,16 @@ def check_settings(args: argparse.Namespace) -> None:
             "--trainer batch_eval_metrics and eval_do_concat_batches=false divide an evaluation, "
             "but scores are those of whole sets: leave them out"
         )
+    if args.valid and args.trainer.get("dataloader_drop_last"):
+        raise SettingsError(
+            "--trainer dataloader_drop_last=true would leave sentences out of evaluations, but "
+            "scores are those of whole sets: leave it out"
+        )
+    if args.valid and not args.trainer.get("remove_unused_columns", True):
+        raise SettingsError(
+            "--trainer remove_unused_columns=false would pass columns to `generate` that it does "
+            "not know: leave it out"
+        )
     if args.trainer.get("save_strategy") == "best" and not args.patience:
         raise SettingsError("--trainer save_strategy=best needs --patience")
     _check_scheduler(args)
@@ -98,8 +111,10 @@ def check_settings(args: argparse.Namespace) -> None:
         raise SettingsError(
             f"--muon is an optimizer too: leave out --muon or --trainer optim={optimizer}"
         )
-    if args.results and Path(args.results).is_dir():
-        raise SettingsError(f"--results {args.results} is a folder: name a file")
+    if args.results:
+        _check_results_file(Path(args.results))
+    if args.push_to_hub:
+        validate_repo_id(args.push_to_hub)
     if args.objective:
         make_objective(args.objective, **args.objective_settings)
     if args.model:
@@ -108,6 +123,17 @@ def check_settings(args: argparse.Namespace) -> None:
     if args.tokenizer:
         check_path(args.tokenizer)
         _check_has_tokenizer(Path(args.tokenizer))
+
+
+def _check_results_file(file: Path) -> None:
+    """Refuse a place where no file can be written."""
+    if file.is_dir():
+        raise SettingsError(f"--results {file} is a folder: name a file")
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise SettingsError(
+            f"--results {file} cannot be written, because {parent} is not a writable folder"
+        )
 
 
 def _check_has_tokenizer(folder: Path) -> None:

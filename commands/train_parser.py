@@ -81,7 +81,8 @@ class TrainParser(CommandParser):
             self.error("--batching packed needs --max-source-tokens, the size of a batch")
         if not args.model:
             args.beams = args.beams or 4
-        if args.beams and args.nbest > args.beams:
+        given_as_setting = any(word.startswith("num_beams=") for word in args.generation)
+        if args.beams and args.nbest > args.beams and not given_as_setting:
             self.error(f"--nbest {args.nbest} needs at least as many --beams, got {args.beams}")
         if args.segmentations > 1 and not args.bpe_dropout:
             self.error("--segmentations needs --bpe-dropout, which splits pairs differently")

@@ -37,6 +37,11 @@ def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     warnings = [f"{name} has no effect, because {owner} has its own vocabulary" for name in idle]
     if args.model and "--preset" in given:
         warnings.append(f"--preset has no effect, because --model {args.model} has its own sizes")
+    if "--preset" in given and args.recipe and args.set and "--set" not in given:
+        warnings.append(
+            f"--preset leaves {', '.join(args.set)} as they are, because the recipe sets them: "
+            "pass --set too, or change the recipe"
+        )
     if "--batch-size" in given and args.max_source_tokens:
         warnings.append(
             "--batch-size sets the batches of evaluations only: --max-source-tokens "
@@ -47,7 +52,7 @@ def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
 
 def all_warm_up(args: argparse.Namespace) -> list[str]:
     """Return a warning for a run that ends before the learning rate has reached its peak."""
-    if not args.steps or args.steps > args.warmup:
+    if not args.steps or args.steps > args.warmup or args.warmup == 1:
         return []
     return [
         f"--steps {args.steps} ends inside the warm-up of {args.warmup} updates: set --warmup "

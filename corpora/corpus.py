@@ -2,12 +2,13 @@
 
 import glob
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..configuration.extras import needs
-from .names import data_set_name, form_of, split_weight
+from .names import OTHER_COMPRESSION, data_set_name, form_of, split_weight
 from .reading import DataError, Pair, iterate_pairs, load_rows
 
 with needs("vaswani[train]"):
@@ -106,6 +107,10 @@ def parse_corpora(
         if not _is_text(name) and not (texts_only and _may_be_text(name)):
             found.append((tuple((file,) for file in _expanded(name)), weight))
             continue
+        if Path(name).suffix in OTHER_COMPRESSION:
+            raise DataError(
+                f"{name}: this compression is not read. Use .gz or .zst, or unpack the file."
+            )
         if not rest:
             raise DataError(
                 f"{name} is one file, but neither .tsv, .jsonl nor .parquet: give two parallel "
@@ -125,6 +130,7 @@ def parse_corpora(
                 f"{name} matches {len(sides[0])} files, {partner} {len(sides[1])}: parallel files "
                 "must match."
             )
+        sides = _parallel(name, partner, sides)
         weight = partner_weight if weight is None else weight
         found.append((tuple(zip(*sides, strict=True)), weight))
     if len(tags) > 1 and len(tags) != len(found):
@@ -138,6 +144,42 @@ def parse_corpora(
         Corpus(shards, tuple(columns), default_split, weight, tag)
         for (shards, weight), tag in zip(found, all_tags, strict=True)
     ]
+
+
+def _parallel(
+    source: str, target: str, sides: tuple[list[str], list[str]]
+) -> tuple[list[str], list[str]]:
+    """Order the files of the target as those of the source, by the texts that wildcards match.
+
+    If the texts of both sides differ, the files are paired in alphabetical order.
+
+    Raises:
+        DataError: two files of a pair have different numbers, but other pairs have equal texts.
+    """
+    left, right = (
+        [_matched_by_wildcards(name, file) for file in files]
+        for name, files in zip((source, target), sides, strict=True)
+    )
+    if sorted(left) == sorted(right) and len(set(left)) == len(left):
+        by_text = dict(zip(right, sides[1], strict=True))
+        return sides[0], [by_text[text] for text in left]
+    for own, other, *files in zip(left, right, *sides, strict=True):
+        same_but_for_numbers = re.sub(r"\d+", "", own) == re.sub(r"\d+", "", other)
+        if own != other and same_but_for_numbers and set(left) & set(right):
+            raise DataError(
+                f"{source} and {target} would pair {files[0]} with {files[1]}: look for a missing "
+                "file, or list the files in pairs."
+            )
+    return sides
+
+
+def _matched_by_wildcards(name: str, file: str) -> str:
+    """Return the part of a file's name from the first wildcard to the last one."""
+    start = re.search(r"[*?\[]", name)
+    if not start or file == name:
+        return ""
+    end = len(name) - 1 - max(map(name.rfind, "*?]"))  # characters after the last wildcard
+    return file[start.start() : len(file) - end]
 
 
 def _weighted(word: str) -> tuple[str, float | None]:
@@ -205,8 +247,15 @@ def _content_of(name: str, is_file: bool, default_split: str) -> bytes:
     refuse_pipe(name)
     if path.is_file():
         return content_of_file(path)
+    if path.is_dir() and form_of(name):
+        raise DataError(
+            f"{name} is a folder, but its name ends like that of a file: name the files in it, as "
+            f"in {name}/*{path.suffix}."
+        )
     if is_file:
-        raise DataError(f"No such file: {name}")
+        may_be_id = not path.suffix and name.count("/") == 1
+        hint = f" (two data sets of the Hub need splits, as in {name}:train)" if may_be_id else ""
+        raise DataError(f"No such file: {name}{hint}")
     return _content_of_data_set(name, default_split)
 
 

@@ -79,7 +79,7 @@ class TextFilter:
         if rules.scripts:
             self._checks.append(("script", _InScripts(*rules.scripts)))
         if rules.function:
-            self._checks.append(("filter", _filter_of(rules.function)))
+            self._checks.append(("filter", _NamedFilter(rules.function)))
 
     def keeps(self, source: str, target: str) -> bool:
         """Tell whether all checks keep a pair."""
@@ -94,6 +94,26 @@ class TextFilter:
             kept = [pair for pair in kept if keeps(*pair)]
             dropped[name] = before - len(kept)
         return kept, +dropped
+
+
+class _NamedFilter:
+    """A function of another module, whose errors name the function and the pair.
+
+    Raises:
+        DataError: there is no such function, or it raises an error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self._keeps = name, _filter_of(name)
+
+    def __call__(self, source: str, target: str) -> Any:
+        try:
+            return self._keeps(source, target)
+        except Exception as error:
+            raise DataError(
+                f"--filter {self.name} failed for the pair {source[:80]!r}, {target[:80]!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _have_words(source: str, target: str) -> bool:
@@ -113,6 +133,8 @@ class _InScripts:
 
 def _letters_outside(script: str) -> Any:
     try:
+        if not script:
+            raise regex.error("no name")
         pattern = regex.compile(rf"[\p{{L}}--\p{{Script={script}}}--\p{{Common}}]", regex.V1)
     except regex.error as error:
         raise DataError(

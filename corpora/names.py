@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COMPRESSED = (".gz", ".zst")
+OTHER_COMPRESSION = (".bz2", ".xz")  # refused by name
 _FORMS = {".tsv": "tsv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _WEIGHT = re.compile(r"(.+)=([^=/\\]*)")
 
@@ -19,6 +20,8 @@ class DataSetName(NamedTuple):
 
 def data_set_name(name: str) -> DataSetName:
     """Split ID[@CONFIG][:SPLIT], the name of a data set of the Hub or of a local folder."""
+    if Path(name).is_dir():  # a folder's own name may have these characters
+        return DataSetName(name, "", "")
     data_set, _, split = name.partition(":")
     place, _, configuration = data_set.partition("@")
     return DataSetName(place, configuration, split)
@@ -56,6 +59,7 @@ def form_of(name: str) -> str | None:
 
 __all__ = [
     "COMPRESSED",
+    "OTHER_COMPRESSION",
     "DataSetName",
     "data_set_name",
     "form_of",

@@ -14,7 +14,7 @@ from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.kinds_vaswani import lone_surrogate
-from .names import data_set_name, form_of
+from .names import OTHER_COMPRESSION, data_set_name, form_of
 
 Pair = tuple[str, str]
 
@@ -128,7 +128,7 @@ def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
         if sys.stdin is None:
             raise DataError("Standard input is closed: name a file.")
         return sys.stdin.buffer
-    if path.endswith((".bz2", ".xz")):
+    if path.endswith(OTHER_COMPRESSION):
         raise DataError(
             f"{path}: this compression is not read. Use .gz or .zst, or unpack the file."
         )
@@ -254,8 +254,12 @@ def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pai
 
 
 def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | DataError:
-    """Return two columns of a record, or of its "translation" column if that is a dictionary."""
-    if isinstance(row.get("translation"), dict):
+    """Return two columns of a record, or of the dictionary in its column "translation".
+
+    Texts in the record itself come first.
+    """
+    has_texts = all(isinstance(row.get(column), str) for column in columns)
+    if isinstance(row.get("translation"), dict) and not has_texts:
         row = row["translation"]
     missing = [column for column in columns if column not in row]
     if missing:

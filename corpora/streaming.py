@@ -144,11 +144,8 @@ class TokenBatchStream(IterableDataset):
             block = self.encode(block)
         if not block:
             return []
-        if missing := {"input_ids", "labels"} - block[0].keys():
-            raise DataError(
-                f"A row of the stream has no {min(missing)!r}, only {', '.join(block[0])}: "
-                "tokenize the rows."
-            )
+        for row in block:
+            _check_row(row)
         lengths = [(len(row["input_ids"]), len(row["labels"])) for row in block]
         sampler = self.sampler(lengths, *self.budgets, seed=self.seed, warn=False)
         sampler.set_epoch(number * _MAX_WORKERS + worker)
@@ -168,6 +165,22 @@ class TokenBatchStream(IterableDataset):
                 f"{'dropped' if self.drop_oversize else 'alone in a batch'}. The first one has "
                 f"{source} source tokens and {target} target tokens."
             )
+
+
+def _check_row(row: Row) -> None:
+    for name in ("input_ids", "labels"):
+        tokens = row.get(name)
+        if tokens is None:
+            raise DataError(
+                f"A row of the stream has no {name!r}, only {', '.join(row)}: tokenize the rows."
+            )
+        if not hasattr(tokens, "__len__"):
+            raise DataError(
+                f"A row of the stream has {tokens!r} as {name!r}, not a list of tokens: tokenize "
+                "the rows."
+            )
+        if not len(tokens):
+            raise DataError(f"A row of the stream has no tokens in {name!r}: leave the row out.")
 
 
 def rows_of_process(data: Any, process: int, processes: int) -> Any:

@@ -160,7 +160,8 @@ class TokenBatchSampler(Sampler[list[int]]):
 
         The first batch is shortened to the share `first`, which shifts all later batches.
         """
-        sizes = np.arange(1, min(self.max_source_tokens, self.max_target_tokens) + 1)
+        largest = min(self.max_source_tokens, self.max_target_tokens, len(order))
+        sizes = np.arange(1, largest + 1)
         ends = []
         start = 0
         while start < len(order):

@@ -32,6 +32,13 @@ def token_counts(dataset: Any) -> np.ndarray:
                 f"The training data have no column {missing[0]!r}, only "
                 f"{', '.join(map(repr, dataset.column_names))}: tokenize the data, or pass lengths."
             )
+        for name in columns:
+            feature = dataset.features[name]
+            if not hasattr(feature, "feature") and not isinstance(feature, list):
+                raise ValueError(
+                    f"The column {name!r} of the training data holds {feature}, not lists of "
+                    "tokens: tokenize the data."
+                )
         tables = dataset.select_columns(list(columns)).with_format("arrow").iter(100_000)
         lengths = [
             np.stack([pyarrow.compute.list_value_length(table[name]) for name in columns], axis=1)
@@ -47,6 +54,10 @@ def token_counts(dataset: Any) -> np.ndarray:
     except KeyError as error:
         raise ValueError(
             f"A row of the training data has no {error.args[0]!r}: tokenize them, or pass lengths."
+        ) from error
+    except TypeError as error:  # a number has no length
+        raise ValueError(
+            f"A row of the training data has no list of tokens: tokenize the data ({error})."
         ) from error
 
 

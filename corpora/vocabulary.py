@@ -68,7 +68,7 @@ def train_vocabulary(
             except (OSError, ValueError) as flaw:
                 say(f"{folder} is damaged ({flaw}): learning the vocabulary again.")
                 shutil.rmtree(folder)
-        pairs = _chosen_pairs(corpora, lines // 2, seed, skip_unreadable)
+        pairs = _chosen_pairs(corpora, -(-lines // 2), seed, skip_unreadable)
         tokenizer = VaswaniTokenizer.train_from_iterator(
             chain.from_iterable(pairs), show_progress=False, **settings
         )

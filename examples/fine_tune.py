@@ -41,6 +41,8 @@ pairs = load_dataset(
     keep_default_na=False,
     features=Features({"source": Value("string"), "target": Value("string")}),  # digits are text
 )
+if "" in pairs["target"]:
+    parser.error(f"{args.pairs} has a line with nothing after the tab: remove the line.")
 # Some models split the two sides differently.
 reader = model.target_tokenizer(tokenizer) if hasattr(model, "target_tokenizer") else tokenizer
 data = pairs.map(

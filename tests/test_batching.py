@@ -497,6 +497,11 @@ def test_given_lengths_are_used_instead(tmp_path):
         ({"lengths": np.ones((59, 2), dtype=int)}, "lengths has 59 sentence pairs, but .* 60"),
         ({"data": training_data().remove_columns("labels")}, "no column 'labels', only"),
         ({"data": [{"labels": [1]}]}, "row of the training data has no 'input_ids'"),
+        ({"data": [{"input_ids": [1], "labels": 1}]}, "row of .* has no list of tokens: tokenize"),
+        (
+            {"data": Dataset.from_dict({"input_ids": [[1]], "labels": [1]})},
+            "column 'labels' of the training data holds .*, not lists of tokens",
+        ),
         ({"data": training_data().select([])}, "training data are empty"),
         ({"data": []}, "training data are empty"),
         ({"data": DatasetDict(train=training_data())}, r"are splits \(train\): pass one of them"),
@@ -696,3 +701,7 @@ def test_the_targets_special_tokens_stay_those_of_the_model(tmp_path, tiny_model
     assert after == before
     padded = trainer._pad_tensors_to_max_len(torch.ones(1, 2, dtype=torch.long), 4)
     assert padded.tolist() == [[1, 1, model.config.pad_token_id, model.config.pad_token_id]]
+
+
+def test_a_budget_above_all_data_makes_one_batch():
+    assert [sorted(batch) for batch in TokenBatchSampler([(3, 3)] * 10, 2**62)] == [[*range(10)]]

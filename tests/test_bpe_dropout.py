@@ -159,6 +159,6 @@ def test_long_words_are_not_kept():
         ["ab" * 50], vocab_size=300, show_progress=False
     )
     encoder = BpeDropout(tokenizer, 0.1)
-    encoder._tokens("a" * 64, 0)
-    encoder._tokens("a" * 65, 0)
+    encoder._ids_of_split("a" * 64, 0)
+    encoder._ids_of_split("a" * 65, 0)
     assert [len(word) for word, _ in encoder._splits] == [64]

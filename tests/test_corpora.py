@@ -101,6 +101,40 @@ def test_globs_and_many_files_are_read_in_the_order_of_their_names(write, tmp_pa
     assert part.shards == (("wmt/wmt14@de-en:train[:10%]",),)
 
 
+def test_shards_with_other_numbers_are_not_paired(tmp_path):
+    for name in ("p-1.en", "p-3.en", "p-1.de", "p-2.de", "a.x", "b.x", "c.y", "d.y"):
+        (tmp_path / name).write_text("one\n")
+    with pytest.raises(DataError, match=r"would pair \S*p-3\.en with \S*p-2\.de: look for"):
+        parse_corpora([f"{tmp_path}/p-*.en", f"{tmp_path}/p-*.de"])
+    for name in ("x1.en", "x2.en", "x10.en", "x1_de.txt", "x2_de.txt", "x10_de.txt"):
+        (tmp_path / name).write_text("one\n")
+    (corpus,) = parse_corpora([f"{tmp_path}/x*.en", f"{tmp_path}/x*_de.txt"])
+    for source, target in corpus.shards:
+        assert target == source.removesuffix(".en") + "_de.txt"
+    # Nothing says that files with other names are not parallel.
+    (corpus,) = parse_corpora([f"{tmp_path}/[ab].x", f"{tmp_path}/[cd].y"])
+    assert len(corpus.shards) == 2
+
+
+def test_names_that_are_no_files_say_what_to_write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spark.parquet").mkdir()
+    (tmp_path / "pairs.tsv.xz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"spark\.parquet is a folder, .*: name the files in it"):
+        parse_corpora(["spark.parquet"])[0].content()
+    with pytest.raises(DataError, match=r"pairs\.tsv\.xz: this compression is not read"):
+        parse_corpora(["pairs.tsv.xz"])
+    with pytest.raises(DataError, match=r"No such file: user/a \(two data .*, as in user/a:train"):
+        parse_corpora(["user/a", "user/b"])[0].content()
+
+
+def test_a_folder_may_have_the_marks_of_data_set_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d@s").mkdir()
+    (tmp_path / "d@s" / "train.jsonl").write_text('{"source": "one", "target": "eins"}\n')
+    assert pairs_of(parse_corpora(["d@s"])[0]) == [("one", "eins")]
+
+
 def test_several_corpora_have_their_weights_and_tags(write, tmp_path):
     a, b = write("a.tsv"), write("b.jsonl")
     for name in ("c.en", "c.de"):
@@ -236,6 +270,7 @@ def test_unreadable_pairs_are_counted_on_request(tokenizer, tmp_path):
     ("rules", "complaint"),
     [
         ({"scripts": ("Latin", "Klingon")}, "'Klingon' is not a Unicode script"),
+        ({"scripts": ("", "Latin")}, "'' is not a Unicode script"),
         ({"function": "absent_module:keep"}, "No module named 'absent_module'"),
         ({"function": "json:keep"}, "has no attribute 'keep'"),
         ({"function": "json"}, "Give MODULE:FUNCTION"),
@@ -244,6 +279,15 @@ def test_unreadable_pairs_are_counted_on_request(tokenizer, tmp_path):
 def test_filters_that_do_not_exist_are_refused(rules, complaint):
     with pytest.raises(DataError, match=complaint):
         TextFilter(Rules(**rules))
+
+
+def test_an_error_of_a_filter_names_the_filter_and_the_pair(write, tokenizer, tmp_path):
+    (corpus,) = parse_corpora([write("a.tsv", [("one", "eins")])])
+    rules = Rules(function="operator:matmul")  # texts have no matrix product
+    with pytest.raises(
+        DataError, match=r"operator:matmul failed for the pair 'one', 'eins': TypeE"
+    ):
+        prepare(corpus, tokenizer, tokenizer, rules, tmp_path, processes=1)
 
 
 def test_a_filter_may_be_a_compiled_function(write, tokenizer, tmp_path):

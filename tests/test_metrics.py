@@ -33,6 +33,7 @@ from vaswani.training.metrics import (
     nbest_accuracy,
     split_compounds,
 )
+from vaswani.training.perplexity import perplexity_of
 from vaswani.training.scores import translate_and_score
 
 FROZEN = Path(__file__).parent / "frozen" / "0.1"
@@ -499,6 +500,12 @@ def test_nbest_accuracy_refuses_what_does_not_match():
 
 
 # --- evaluate_perplexity ---
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite():
+    assert perplexity_of(math.log(5)) == pytest.approx(5)
+    assert perplexity_of(3000.0) == math.inf
+
 
 PAIRS = [([5, 6, 2], [7, 2]), ([8, 2], [9, 10, 11, 12, 13, 2]), ([4, 4, 4, 2], [3, 5, 2])]
 

@@ -386,6 +386,15 @@ def test_vocabulary_settings_beside_a_model_are_warned_of(folder, capsys, given)
     assert "--model runs/old has its own sizes" in capsys.readouterr().err
 
 
+def test_a_preset_beside_the_sizes_of_a_recipe_is_warned_of(folder, capsys):
+    recipe = str(ROOT / "examples" / "recipes" / "multi30k-tiny.yaml")
+    given = ["--recipe", recipe, "--train", "a.en", "a.de", "--output", "new"]
+    make_parser().parse_args(given)
+    assert not capsys.readouterr().err
+    make_parser().parse_args([*given, "--preset", "big"])
+    assert "--preset leaves d_model, encoder_layers, " in capsys.readouterr().err
+
+
 def test_a_preset_beside_a_model_sets_nothing(folder):
     given = ["--train", "a.en", "a.de", "--output", "new", "--model", "runs/old"]
     plain, with_preset = (

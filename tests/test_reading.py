@@ -88,6 +88,14 @@ def test_parallel_files_of_unequal_length_are_refused_with_both_lengths(tmp_path
         read_pairs([str(short), str(long)], ("source", "target"), "train")
 
 
+def test_columns_of_the_record_itself_come_before_those_of_its_translation(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    record = {"translation": {"en": "one", "de": "eins"}, "source": "two", "target": "zwei"}
+    path.write_text(json.dumps(record) + "\n")
+    assert read_pairs([str(path)], ("source", "target"), "train") == [("two", "zwei")]
+    assert read_pairs([str(path)], ("en", "de"), "train") == [("one", "eins")]
+
+
 def test_missing_columns_and_files_are_named(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"en": "one", "de": "eins"}\n{"en": "two"}\n')

@@ -242,6 +242,11 @@ def test_a_stream_without_rows_or_columns_ends_with_an_error(workers, tmp_path):
         make_trainer(tmp_path, data=Given([]), **changes).train()
     with pytest.raises(ValueError, match="no 'input_ids', only src: tokenize the rows"):
         make_trainer(tmp_path, data=Given([{"src": "a"}] * 4), **changes).train()
+    row = {"input_ids": [5, 2], "labels": [6, 2]}
+    for labels, complaint in ((None, "no 'labels'"), ([], "no tokens in 'labels'"), (1, "1 as 'l")):
+        rows = [row, {**row, "labels": labels}] * 2
+        with pytest.raises(ValueError, match=complaint):
+            make_trainer(tmp_path, data=Given(rows), **changes).train()
 
 
 def test_streams_and_data_with_a_length_do_not_continue_each_other(tmp_path):

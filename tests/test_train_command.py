@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sacrebleu
@@ -25,7 +26,7 @@ from vaswani.commands.main import main
 from vaswani.commands.parser import settings
 from vaswani.commands.train import make_parser, recipe_of
 from vaswani.corpora import atomic_folder
-from vaswani.training.run import RunError, training_arguments
+from vaswani.training.run import RunError, TrainingRun, training_arguments
 from vaswani.training.run_data import RunData
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline
@@ -448,6 +449,17 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         (["--trainer", "save_strategy=best"], "--trainer save_strategy=best needs --patience"),
         (["--trainer", "resume_from_checkpoint=x"], "has its own option: pass --resume"),
         (["--results", ROOT], "is a folder: name a file"),
+        (["--results", ROOT / "README.md" / "x.json"], "because .*README.md is not a writable"),
+        (["--push-to-hub", "a b/c"], "Repo id must .*'a b/c'"),
+        (
+            ["--valid", "valid.tsv", "--trainer", "dataloader_drop_last=true"],
+            "dataloader_drop_last=true would leave sentences out of evaluations",
+        ),
+        (
+            ["--valid", "valid.tsv", "--trainer", "remove_unused_columns=false"],
+            "remove_unused_columns=false would pass columns to `generate`",
+        ),
+        (["--generation", "num_beams=2", "--nbest", 3], "--nbest 3 needs at least as many --beams"),
         (["--tokenizer-kind", "regex", "--pattern", ""], "pattern is empty"),
         (["--model", FROZEN, "--nbest", 5], "--nbest 5 needs at least as many --beams, got 4"),
     ],
@@ -479,6 +491,17 @@ def test_results_name_the_command_and_the_commit_of_the_package(parallel_files, 
     describe = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
     assert results["commit"] == commit or not commit
+
+
+def test_an_upload_that_fails_says_where_the_model_is():
+    def fail(repo_id):
+        raise RuntimeError("no network")
+
+    training = SimpleNamespace(model=SimpleNamespace(push_to_hub=fail), output=Path("runs/x"))
+    with pytest.raises(
+        RunError, match=r"complete in runs/x, .* no network\. Upload it with: hf up"
+    ):
+        TrainingRun.push(training, "someone/numbers")
 
 
 @pytest.mark.slow

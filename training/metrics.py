@@ -8,7 +8,6 @@ Everything works offline. Memory does not grow with the number of sentences, exc
 
 import contextlib
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration.extras import needs
 from ..generation.batches_vaswani import batches_by_length
 from ..generation.scoring_vaswani import evaluation_mode
+from .perplexity import perplexity_of
 
 with needs("vaswani[train]"):
     import datasets
@@ -422,8 +422,4 @@ def evaluate_perplexity(
     if not tokens:
         raise ValueError("There is no target token: no batch was given, or all labels are -100.")
     loss = total / tokens
-    try:
-        perplexity = math.exp(loss)
-    except OverflowError:
-        perplexity = math.inf
-    return {"loss": loss, "perplexity": perplexity, "target_tokens": tokens}
+    return {"loss": loss, "perplexity": perplexity_of(loss), "target_tokens": tokens}

@@ -14,6 +14,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from .perplexity import perplexity_of
+
 _SECONDS_BETWEEN_LINES = 1.0
 
 
@@ -87,7 +89,7 @@ class ProgressLine(TrainerCallback):
             return
         figures = [f"update {self._position(state)}"]
         if (loss := (metrics or {}).get("eval_loss")) is not None:
-            figures.append(f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 99)):.2f}")
+            figures.append(f"validation loss {loss:.3f}, perplexity {perplexity_of(loss):.2f}")
         if (score := (metrics or {}).get(f"eval_{self.score}")) is not None:
             figures.append(f"{self.score} {score:.2f}")
         start = "\r\033[K" if in_terminal(sys.stdout) else ""

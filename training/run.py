@@ -6,6 +6,7 @@ The options of a run are those of the command, as an `argparse.Namespace`.
 import argparse
 import json
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -35,7 +36,6 @@ from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
-from ..corpora.names import data_set_name, without_weight
 from ..corpora.reading import DataError, Pair
 from ..corpora.text_stream import TextStream
 from ..corpora.tokenising import tokenised
@@ -59,7 +59,7 @@ from .processes import (
 )
 from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress, in_terminal
 from .rewards import bleu_of
-from .run_data import RunData, TrainingPairs
+from .run_data import RunData, TrainingPairs, local_places
 from .run_trainer import RunTrainer
 
 with needs("vaswani[train]"):
@@ -440,22 +440,23 @@ class TrainingRun:
         return {**parts[0], "corpora": named}
 
     def push(self, repo_id: str) -> None:
-        """Upload the finished model and its tokenizers."""
-        cast(Any, self.model).push_to_hub(repo_id)
-        self.tokenizer.push_to_hub(repo_id)
-        if self.target_tokenizer is not self.tokenizer:
-            folder = self.output / "target_tokenizer"
-            upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=folder.name)
+        """Upload the finished model and its tokenizers.
 
-
-def local_places(options: argparse.Namespace) -> list[str]:
-    """Return the model and the data that are files or folders here. Others are on the Hub."""
-    named = [options.model, *(options.train or ()), *(options.valid or ()), *(options.test or ())]
-    return [
-        name
-        for name in filter(None, named)
-        if Path(name).exists() or Path(data_set_name(without_weight(name)).place or name).exists()
-    ]
+        Raises:
+            RunError: the upload failed. The message says where the model is.
+        """
+        try:
+            cast(Any, self.model).push_to_hub(repo_id)
+            self.tokenizer.push_to_hub(repo_id)
+            if self.target_tokenizer is not self.tokenizer:
+                folder = self.output / "target_tokenizer"
+                upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=folder.name)
+        except Exception as error:  # the libraries below have many kinds of errors
+            raise RunError(
+                f"The model is complete in {self.output}, but its upload to {repo_id} failed: "
+                f"{error}. Upload it with: hf upload {repo_id} {shlex.quote(str(self.output))} "
+                "--exclude 'checkpoint-*'"
+            ) from error
 
 
 def _share_of_unknown(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]]) -> float:

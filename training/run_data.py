@@ -14,6 +14,7 @@ from ..corpora.encoding import TextEncoder
 from ..corpora.filtering import Rules, TextFilter
 from ..corpora.mapped import MappedPairs
 from ..corpora.mixing import Mixture, shares_of
+from ..corpora.names import data_set_name, without_weight
 from ..corpora.on_the_fly import OnTheFlyPairs
 from ..corpora.preparing import Prepared, default_cache, describe_dropped, prepare
 from ..corpora.reading import DataError, Pair, read_pairs
@@ -215,4 +216,14 @@ class TrainingPairs:
         return {"read": self.read, "kept": self.kept, "dropped": dict(self.dropped)}
 
 
-__all__ = ["RunData", "TrainingPairs"]
+def local_places(options: argparse.Namespace) -> list[str]:
+    """Return the model and the data that are files or folders here. Others are on the Hub."""
+    named = [options.model, *(options.train or ()), *(options.valid or ()), *(options.test or ())]
+    return [
+        name
+        for name in filter(None, named)
+        if Path(name).exists() or Path(data_set_name(without_weight(name)).place or name).exists()
+    ]
+
+
+__all__ = ["RunData", "TrainingPairs", "local_places"]
