@@ -212,8 +212,8 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         """
         # This argument is not in the signature, because the Trainer would expect it in every batch.
         shift_labels: Any = kwargs.pop("shift_labels", None)  # type: ignore[typeddict-item]
-        shifts_itself = shift_labels is None and labels is not None
-        if shifts_itself:
+        is_shifted = shift_labels is not None
+        if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
             if _is_plain(attention_mask) and attention_mask.shape == labels.shape:
                 # The first token of a text that is padded on the left follows only padding.
@@ -237,7 +237,8 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         if boundaries is not None and labels is not None and shift_labels is not None:
             # The last token of a packed sentence does not predict the first token of the next one.
             shift_labels = shift_labels.index_fill(1, boundaries[1:].long() - 1, -100)
-        if num_items_in_batch is not None and shifts_itself:  # the Trainer counts `shift_labels`
+        if num_items_in_batch is not None and labels is not None and not is_shifted:
+            # The Trainer counts `shift_labels` as they are, so only `labels` need a correction.
             num_items_in_batch = _without_first_tokens(num_items_in_batch, labels, shift_labels)
         logits, loss = self.predict(
             outputs.last_hidden_state, shift_labels, num_items_in_batch, logits_to_keep, skip_logits
