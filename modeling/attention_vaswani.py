@@ -30,6 +30,9 @@ def eager_attention_forward(
     """Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V (section 3.2.1, equation 1)."""
     scores = query @ key.transpose(-2, -1) * scaling  # (B, H, Q, K)
     if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:  # a caller's own mask, True at visible keys
+            hidden, lowest = ~attention_mask, torch.finfo(scores.dtype).min
+            attention_mask = scores.new_zeros(hidden.shape).masked_fill(hidden, lowest)
         scores = scores + attention_mask
     weights = scores.softmax(dim=-1)
     if attention_mask is not None:

@@ -155,6 +155,17 @@ def test_a_batch_without_real_classes_adds_nothing_to_an_update():
     assert all((weight.grad == 0).all() for weight in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_boolean_mask_of_each_query_hides_what_a_mask_of_tokens_hides(attention, dtype):
+    model = classifier(pooling="first", attn_implementation=attention).to(dtype).eval()
+    tokens = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    of_queries = tokens[:, None, None].expand(3, 1, 4, 4)
+    expected = model(IDS, attention_mask=tokens).logits
+    assert not torch.allclose(model(IDS).logits, expected)
+    assert_close(model(IDS, attention_mask=of_queries.bool()).logits, expected)
+
+
 def test_a_mean_refuses_a_mask_that_hides_which_tokens_are_real():
     mask = torch.ones(3, 1, 4, 4, dtype=torch.bool)
     with pytest.raises(ValueError, match=r'^pooling="mean" averages .* \(3, 1, 4, 4\): pass \(B'):
