@@ -226,18 +226,20 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
     def checked_labels(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Check labels against the kind of problem. Cast integers to the dtype of its loss.
 
-        If `config.problem_type` is None, integers are classes, and floats and booleans mark
-        several classes.
+        If `config.problem_type` is None, one class is a regression. Otherwise integers are classes,
+        and floats and booleans mark several classes.
 
         Raises:
             ValueError: the shape of the labels is wrong, or a label is not the number of a class.
         """
         kind, classes = self.config.problem_type, _number_of_classes(self.config)
-        if kind is None:
+        if kind is None and classes == 1:
+            kind = "regression"
+        elif kind is None:
             several = labels.is_floating_point() or labels.dtype == torch.bool
             kind = "multi_label_classification" if several else "single_label_classification"
         numbers = labels if labels.is_floating_point() else labels.float()
-        if kind == "regression" or classes == 1:
+        if kind == "regression":
             return numbers
         if kind == "single_label_classification":
             self.check_classes(labels)

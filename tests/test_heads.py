@@ -31,7 +31,9 @@ IDS = torch.tensor([[5, 6, 7, 2], [8, 9, 3, 2], [4, 4, 6, 2]])
 
 def classifier(model_class=VaswaniForSequenceClassification, **settings):
     torch.manual_seed(0)
-    return model_class(VaswaniEncoderConfig(vocab_size=19, num_labels=3, **ENCODER, **settings))
+    return model_class(
+        VaswaniEncoderConfig(vocab_size=19, **{"num_labels": 3, **ENCODER, **settings})
+    )
 
 
 # Heads of words
@@ -134,6 +136,15 @@ def test_several_classes_may_be_marked_by_other_numbers_than_floats(dtype, setti
     assert_close(
         output.loss, F.binary_cross_entropy_with_logits(output.logits, labels.to(output.logits))
     )
+
+
+def test_a_single_class_is_a_regression_unless_declared_otherwise():
+    labels = torch.tensor([0, 0, 0])
+    output = classifier(num_labels=1)(IDS, labels=labels)
+    assert_close(output.loss, output.logits.square().mean())
+    declared = classifier(num_labels=1)
+    declared.config.problem_type = "single_label_classification"
+    assert declared(IDS, labels=labels).loss == 0
 
 
 def test_floats_are_no_classes():
