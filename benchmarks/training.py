@@ -23,7 +23,7 @@ take turns: plain (logits, then torch's cross_entropy), ours, and torch's linear
 last one runs without label smoothing, because it has none when it works in chunks.
 
 "batching": updates of our model on packed random, padded random and padded sorted sentences. The
-budget of sorted batches counts padding, the other budgets count real tokens. "tiny" has a
+budget of sorted batches counts padding, and the other budgets count real tokens. "tiny" has a
 vocabulary of 8,000 tokens here.
 
 Every contender has a process of its own, in "trainer" a new one for each turn. The contenders take

@@ -46,7 +46,6 @@ def check_settings(args: argparse.Namespace) -> None:
 
     Raises:
         ObjectiveError: --objective-settings are wrong.
-        HFValidationError: --push-to-hub is not the name of a repository.
         OSError: --model or --tokenizer cannot be loaded.
         SettingsError: a name or value is wrong. The message suggests a name.
     """
@@ -114,7 +113,10 @@ def check_settings(args: argparse.Namespace) -> None:
     if args.results:
         _check_results_file(Path(args.results))
     if args.push_to_hub:
-        validate_repo_id(args.push_to_hub)
+        try:
+            validate_repo_id(args.push_to_hub)
+        except ValueError as error:
+            raise SettingsError(f"--push-to-hub: {error}") from error
     if args.objective:
         make_objective(args.objective, **args.objective_settings)
     if args.model:

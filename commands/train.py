@@ -54,8 +54,6 @@ def make_parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     """Train, save, score, and write the card."""
-    from huggingface_hub.errors import HFValidationError
-
     from .settings_check import check_settings
 
     try:
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
             if args.push_to_hub:
                 training.push(args.push_to_hub)
         training.trainer.accelerator.end_training()
-    except (FloatingPointError, HFValidationError, *_EXPECTED_ERRORS) as error:
+    except (FloatingPointError, *_EXPECTED_ERRORS) as error:
         raise CommandError(error) from error
 
 

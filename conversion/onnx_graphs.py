@@ -151,7 +151,7 @@ def _token_rules(settings: dict[str, Any], prompt_length: int) -> TokenRules:
     ends = set(_token_ids_of(settings, "eos_token_id"))
     words = {words[0] for words in settings.get("bad_words_ids", []) if len(words) == 1}
     return TokenRules(
-        # As in transformers, bad words never ban an end token.
+        # transformers drops end tokens from bad_words_ids; otherwise no sentence would end.
         never={*_token_ids_of(settings, "suppress_tokens"), *(words - ends)},
         ends=ends,
         min_length=min_length,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..configuration.extras import needs
-from .names import OTHER_COMPRESSION, data_set_name, form_of, split_weight
-from .reading import DataError, Pair, iterate_pairs, load_rows
+from .names import data_set_name, form_of, split_weight
+from .reading import DataError, Pair, iterate_pairs, load_rows, refuse_other_compression
 
 with needs("vaswani[train]"):
     import xxhash
@@ -107,10 +107,7 @@ def parse_corpora(
         if not _is_text(name) and not (texts_only and _may_be_text(name)):
             found.append((tuple((file,) for file in _expanded(name)), weight))
             continue
-        if Path(name).suffix in OTHER_COMPRESSION:
-            raise DataError(
-                f"{name}: this compression is not read. Use .gz or .zst, or unpack the file."
-            )
+        refuse_other_compression(name)
         if not rest:
             raise DataError(
                 f"{name} is one file, but neither .tsv, .jsonl nor .parquet: give two parallel "

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 COMPRESSED = (".gz", ".zst")
-OTHER_COMPRESSION = (".bz2", ".xz")  # refused by name
 _FORMS = {".tsv": "tsv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _WEIGHT = re.compile(r"(.+)=([^=/\\]*)")
 
@@ -59,7 +58,6 @@ def form_of(name: str) -> str | None:
 
 __all__ = [
     "COMPRESSED",
-    "OTHER_COMPRESSION",
     "DataSetName",
     "data_set_name",
     "form_of",

@@ -14,7 +14,7 @@ from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.kinds_vaswani import lone_surrogate
-from .names import OTHER_COMPRESSION, data_set_name, form_of
+from .names import data_set_name, form_of
 
 Pair = tuple[str, str]
 
@@ -128,10 +128,7 @@ def _opened(path: str, stack: contextlib.ExitStack) -> Iterable[bytes]:
         if sys.stdin is None:
             raise DataError("Standard input is closed: name a file.")
         return sys.stdin.buffer
-    if path.endswith(OTHER_COMPRESSION):
-        raise DataError(
-            f"{path}: this compression is not read. Use .gz or .zst, or unpack the file."
-        )
+    refuse_other_compression(path)
     if path.endswith(".gz"):
         return stack.enter_context(gzip.open(path, "rb"))
     if path.endswith(".zst"):
@@ -184,6 +181,18 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
         raise DataError(f"No such file: {path}") from error
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} is damaged: {error}") from error
+
+
+def refuse_other_compression(path: str) -> None:
+    """Refuse a file by the ending of a compression that is not read.
+
+    Raises:
+        DataError: names the file and the compressions that are read.
+    """
+    if path.endswith((".bz2", ".xz")):
+        raise DataError(
+            f"{path}: this compression is not read. Use .gz or .zst, or unpack the file."
+        )
 
 
 def load_rows(name: str, default_split: str, **options: Any) -> Any:
@@ -283,6 +292,7 @@ __all__ = [
     "read_lines",
     "read_pairs",
     "read_parallel",
+    "refuse_other_compression",
     "row_pair",
     "strictly",
 ]

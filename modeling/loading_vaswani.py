@@ -105,9 +105,9 @@ def _copy_foreign_memory(model: torch.nn.Module) -> None:
 
 
 def _remove_repeated_hooks(model: torch.nn.Module) -> None:
-    """Keep one of the hooks that Accelerate gives to a module with two names, one for each name.
+    """Keep one offloading hook of each module. Accelerate adds a hook for each name of a module.
 
-    transformers saves offloaded weights by a single hook.
+    transformers reads offloaded weights through a single hook when it saves them.
     """
     for module in model.modules():
         hooks = getattr(getattr(module, "_hf_hook", None), "hooks", ())

@@ -1,8 +1,8 @@
 """One stream against two: a prefix language model against the encoder-decoder, for translation.
 
-Both models have nearly equal parameters, the same sentences and the same updates. In the one
-stream, the source comes before the target, its tokens see each other in both directions, and the
-loss counts the target alone.
+Both models have nearly the same number of parameters, the same sentences and the same updates. In
+the one stream, the source comes before the target, its tokens see each other in both directions,
+and the loss counts the target alone.
 """
 
 import random
