@@ -9,7 +9,8 @@ continues from another recipe's model, that recipe runs first, with the same see
 seed is that of the final model. The test set chooses nothing.
 
 Seeds can be trained on several machines, or on several days. If FILE exists, its other seeds stay
-in the report.
+in the report. With `--keep-scores`, only the first seed and seeds that FILE lacks are trained. The
+bootstrap needs the translations of the first seed.
 
 A small model does not keep several cores busy. `--at-once 2` trains two models side by side, each
 on half of the cores, and finishes both sooner.
@@ -109,10 +110,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='also measure these ingredients, such as "BPE-dropout"; without names, all of them',
     )
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
+    add("--keep-scores", action="store_true", help="take scores of later seeds from FILE")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     args = parser.parse_args(argv)
     if len(set(args.seeds)) < len(args.seeds):
         parser.error(f"--seeds: give each seed once, got {' '.join(map(str, args.seeds))}")
+    if args.keep_scores and args.json is None:
+        parser.error("--keep-scores: name the FILE that holds the scores with --json")
     return args
 
 
@@ -279,26 +283,29 @@ class Ingredients:
         self.pairs = {split: pairs_of(self.recipe, split) for split in SPLITS}
         self.rows = {row["ingredient"]: row for row in rows}
 
-    def trained(self, recipes: dict[Path, dict[str, Any]]) -> dict[str, Any]:
-        """Train what is not trained yet.
+    def scored(
+        self, recipes: dict[Path, dict[str, Any]], runs: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the scores of finished runs.
+
+        Args:
+            recipes: the recipe of each run, by its folder. Only the first folder is read.
+            runs: results of the runs, or what a report keeps of them.
 
         Returns:
             The scores of the seeds by split, what the report keeps of the runs, and the first
             seed's translations of the test set.
         """
-        results = list(train_all(recipes, self.at_once))
         seeds = [recipe["seed"] for recipe in recipes.values()]
-        scores = {
-            split: [main_score(self.recipe, run[split]) for run in results] for split in SPLITS
-        }
+        scores = {split: [main_score(self.recipe, run[split]) for run in runs] for split in SPLITS}
         return {
             **scores,
-            "runs": list(map(reported_fields, seeds, results)),
+            "runs": list(map(reported_fields, seeds, runs)),
             "translations": tested(next(iter(recipes))),
         }
 
     def decoded(self, last_checkpoint: bool = False, **settings: Any) -> dict[str, Any]:
-        """Decode with the model of each seed, or its last checkpoint, and return as `trained`."""
+        """Decode with the model of each seed, or its last checkpoint, and return as `scored`."""
         scores: dict[str, list[float]] = {split: [] for split in SPLITS}
         first: list[str] = []
         for run in self.recipes:
@@ -310,7 +317,7 @@ class Ingredients:
         return {**scores, "translations": first}
 
     def add(self, name: str, given: dict[str, Any], without: dict[str, Any]) -> None:
-        """Add a row, or seeds to an earlier row, from what `trained` or `decoded` returned."""
+        """Add a row, or seeds to an earlier row, from what `scored` or `decoded` returned."""
         before = self.rows.get(name, {})
         seeds = [recipe["seed"] for recipe in self.recipes.values()]
         row: dict[str, Any] = {"ingredient": name}
@@ -336,9 +343,16 @@ class Ingredients:
         self.rows[name] = row
         print(name, *(f"{split}: {row[split]['difference']:+.2f}" for split in SPLITS), flush=True)
 
-    def measure(self, names: list[str]) -> list[dict[str, Any]]:
-        """Measure the ingredients of these names, and return the rows of the report."""
-        whole = self.trained(self.recipes)
+    def measure(self, names: list[str], reported: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Measure the ingredients of these names, and return the rows of the report.
+
+        Args:
+            names: names of ingredients.
+            reported: what the report keeps of the recipe's own runs.
+        """
+        by_seed = {run["seed"]: run for run in reported}
+        own = [by_seed[recipe["seed"]] for recipe in self.recipes.values()]
+        whole = self.scored(self.recipes, own)
         penalties = [name for name in names if name in PENALTIES]
         no_penalty = self.decoded(**NO_PENALTY) if penalties else {}
         if averaging(self.recipe) in names:
@@ -356,7 +370,7 @@ class Ingredients:
                 for run, recipe in self.recipes.items()
             }
             before = self.rows.get(name, {}).get("runs", [])
-            other = self.trained(runs)
+            other = self.scored(runs, list(train_all(runs, self.at_once)))
             self.add(name, *((other, whole) if side == "with" else (whole, other)))
             self.rows[name]["runs"] = merged(before, other["runs"])
         return list(self.rows.values())
@@ -458,6 +472,13 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.ingredients or []:
         if name not in known:
             sys.exit(f"--ingredients: {name!r} is none of {', '.join(map(repr, known))}")
+    if args.keep_scores and args.ingredients is not None:
+        decoded = [name for name in args.ingredients or known if name not in variants(recipe)]
+        if decoded:
+            sys.exit(
+                f"--keep-scores: {decoded[0]!r} needs the models of all seeds. Leave out "
+                "--keep-scores, or name other --ingredients."
+            )
     report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score}
     report["settings"] = recipe
     if "model" in recipe:
@@ -472,7 +493,10 @@ def main(argv: list[str] | None = None) -> None:
     runs: list[dict[str, Any]] = earlier.get("runs", [])
     if "log" in earlier:
         report["log"] = earlier["log"]
-    for seed, run in zip(args.seeds, train_all(recipes, args.at_once), strict=True):
+    kept = {run["seed"] for run in runs if args.keep_scores} - {args.seeds[0]}
+    to_train = {run: recipe for run, recipe in recipes.items() if recipe["seed"] not in kept}
+    seeds = [recipe["seed"] for recipe in to_train.values()]
+    for seed, run in zip(seeds, train_all(to_train, args.at_once), strict=True):
         runs = merged(runs, [{**reported_fields(seed, run), "curve": curve(run, score)}])
         if seed == runs[0]["seed"]:
             report["log"] = run["log"]
@@ -491,14 +515,14 @@ def main(argv: list[str] | None = None) -> None:
         report["published"] = {"score": published, "source": source}
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")
-    if score == "exact_match" and len(recipes) < len(runs):
-        seeds = " ".join(str(run["seed"]) for run in runs)
-        print(f"no ensemble: it needs all seeds in one run, --seeds {seeds}")
+    if score == "exact_match" and len(to_train) < len(runs):
+        numbers = " ".join(str(run["seed"]) for run in runs)
+        print(f"no ensemble: it needs all seeds trained here, --seeds {numbers}")
     elif score == "exact_match" and len(runs) > 1:
         report["ensemble"] = ensemble(recipe, list(recipes))
         print(f"ensemble: {score} {report['ensemble']['test']}")
     if ingredients:
-        rows = ingredients.measure(args.ingredients or known)
+        rows = ingredients.measure(args.ingredients or known, runs)
     if rows:
         report["ingredients"] = rows
     if args.json:

@@ -1,6 +1,7 @@
 """Scores of recipes: means of seeds, tests of significance, and gains of ingredients."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -114,6 +115,12 @@ def test_a_seed_counts_once(capsys):
     assert "give each seed once, got 1 2 1" in capsys.readouterr().err
 
 
+def test_scores_are_kept_from_a_file_only(capsys):
+    with pytest.raises(SystemExit):
+        score.parse_args(["multi30k-muon", "--keep-scores"])
+    assert "name the FILE that holds the scores with --json" in capsys.readouterr().err
+
+
 def test_pairs_of_a_recipe_are_read_with_its_columns(tmp_path, monkeypatch):
     (tmp_path / "test.jsonl").write_text('{"en": "a", "de": "b"}\n')
     recipe = {"columns": ["en", "de"], "test": [str(tmp_path / "test.jsonl")]}
@@ -225,6 +232,19 @@ def test_a_recipes_score_is_the_mean_of_its_seeds_and_runs_are_not_repeated(
     assert rows["packed batches"] == report["ingredients"][4]
     with pytest.raises(SystemExit, match="'magic' is none of 'average of the last 2'"):
         score.main([*third[:-1], "magic"])
+
+    for seed in (2, 3):
+        shutil.rmtree(tmp_path / "runs" / f"small-seed{seed}")
+    keep = ["small", "--seeds", "1", "2", "3", *command[-4:], "--keep-scores", "--ingredients"]
+    with pytest.raises(SystemExit, match="'score / length' needs the models of all seeds"):
+        score.main([*keep, "score / length"])
+    score.main([*keep, "label smoothing"])
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert kept["runs"] == extended["runs"]
+    rows = {row["ingredient"]: row for row in kept["ingredients"]}
+    assert rows["label smoothing"]["seeds"] == [1, 2, 3]
+    assert rows["label smoothing"]["test"]["with"] == extended["test"]["seeds"]
+    assert not (tmp_path / "runs" / "small-seed2").exists()
     (tmp_path / "small.yaml").write_text(json.dumps({**recipe, "steps": 7}))
     with pytest.raises(SystemExit, match="seeds of another recipe, or of other settings"):
         score.main(third)
