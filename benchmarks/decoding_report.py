@@ -117,6 +117,7 @@ extensions for a sentence.
 """
 _COMMANDS = """\
 The files have the commit after `#`. A commit with `-dirty` had changes that are in no commit.
+Commands with `results/new` wrote there first. Their files were moved here later.
 """
 # The columns of a profile, and the kernels of each.
 _PARTS = {
@@ -174,13 +175,13 @@ def report(folder: Path) -> str:
 
 def hosts(folder: Path) -> list[str]:
     """Return the lines of a table: each host, with ranges and dates of its files."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for host, _, results in _files(folder):
         found.setdefault(host, []).append(results)
     rows = []
-    for (name, _), files in found.items():
+    for host, files in found.items():
         facts = [results["host"] for results in files]
-        caches = [facts[0]["caches"].get(f"L{level} unified", "") for level in (2, 3)]
+        cache = facts[0]["caches"].get("L2 unified", "")
         measured = [
             _range([fact["memory_gigabytes_per_second"] for fact in facts], 1),
             _range([fact["page_fault_nanoseconds"] for fact in facts], 0),
@@ -191,8 +192,8 @@ def hosts(folder: Path) -> list[str]:
             speed = [row for results in files for row in results["speed"] if row["text"] == text]
             measured.append(_range([row["tokens"] / row["sentences"] for row in speed], 0))
         dates = ", ".join(dict.fromkeys(results["date"] for results in files))
-        rows.append([name, files[0]["hardware"]["cpu"], *caches, *measured, dates])
-    names = ["host", "CPU", "L2", "L3", "memory, GB/s", "page fault, ns"]
+        rows.append([host, files[0]["hardware"]["cpu"], cache, *measured, dates])
+    names = ["host", "CPU", "L2", "memory, GB/s", "page fault, ns"]
     names += ["float32, GFLOP/s", "bfloat16, GFLOP/s", "short", "long", "date"]
     return _lines(names, rows)
 
@@ -219,7 +220,7 @@ def rates(folder: Path) -> list[str]:
     for host, threads, results in _files(folder):
         for row in results["speed"]:
             if tuple(map(row.get, SETTING[:3])) == _USUAL:
-                names = (host[0], threads, search_name(row), row["engine"], row["precision"])
+                names = (host, threads, search_name(row), row["engine"], row["precision"])
                 rate = statistics.median(row["sentences"] / value for value in row["seconds"])
                 latest.setdefault(names, {})[row["batch"]] = [rate]
                 bleu[names] = f"{row['bleu']:.2f}"
@@ -236,7 +237,7 @@ def weights_read(folder: Path) -> list[str]:
         for row in results["speed"]:
             usual = tuple(map(row.get, SETTING[:3])) == _USUAL
             if usual and row["beams"] == row["batch"] == 1:
-                names = (host[0], threads, row["engine"], row["precision"])
+                names = (host, threads, row["engine"], row["precision"])
                 seconds = statistics.median(row["seconds"])
                 found.setdefault(names, []).append(_bytes_read(row) / seconds / 1e9)
                 rate = results["host"]["memory_gigabytes_per_second"]
@@ -424,12 +425,13 @@ def page_faults(folder: Path) -> list[str]:
     return _table(["engine", "precision", "search", "threads"], found, digits=1)
 
 
-def _files(folder: Path) -> Iterator[tuple[tuple[str, str], str, dict[str, Any]]]:
-    """Read a folder's files, those of a host by date: host, threads and results of each."""
+def _files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield host, threads and results of each file in a folder. The files of a host are by date."""
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
-        # CPUs with one name may differ in their caches.
-        host = host_name(results["hardware"]), str(results["host"]["caches"])
+        # CPUs with one name may differ in their L3 caches.
+        cache = results["host"]["caches"].get("L3 unified", "").removesuffix("K")
+        host = host_name(results["hardware"]) + (f", L3 {int(cache) >> 10} MiB" if cache else "")
         yield host, str(results.get("threads", _EARLIER_THREADS)), results
 
 
@@ -445,7 +447,7 @@ def missed(folder: Path) -> list[str]:
         for row in results["ratios"]:
             if row["aim"] and row["median"] < row["aim"]:
                 setting = f"{row['allocator']}, {row['instructions']}, {row['text']}"
-                names = (row["ours"], row["peer"], search_name(row), threads, setting, host[0])
+                names = (row["ours"], row["peer"], search_name(row), threads, setting, host)
                 cells = medians.setdefault((*names, f"{row['aim']:g}"), {})
                 cells.setdefault(row["batch"], []).append(_rounded_down(row["median"]))
     return _table(["ours", "peer", "search", "threads", "setting", "host", "aim"], medians)

@@ -68,16 +68,18 @@ def test_results_come_from_results_files():
     assert len(rows) == 3
     (_, bleu, published), results = rows["multi30k-muon.json"]
     scores = results["test"]["seeds"]
-    assert bleu == f"{results['test']['mean']:.2f} BLEU, mean of {len(scores)} seeds"
+    assert bleu == f"{results['test']['mean']:.2f} tokenised BLEU, mean of {len(scores)} seeds"
     p_value = f"{stats.ttest_1samp(scores, 41.02).pvalue:.2g}"
     assert published == f"41.02, Wu et al. (2021); p = {p_value}"
-    (_, errors, _), results = rows["g2p-eng_us.json"]
+    (_, errors, baseline), results = rows["g2p-eng_us.json"]
     mean, voted = (
         100 - results[key][name] for key, name in (("test", "mean"), ("ensemble", "test"))
     )
     seeds = len(results["runs"])
     single = f"{mean:.2f}% word error rate, mean of {seeds} seeds"
     assert errors == f"{single}; {voted:.2f}% by majority vote of the seeds"
+    p_value = stats.ttest_1samp(results["test"]["seeds"], 58.06).pvalue
+    assert baseline == f"41.94%, the task's baseline, an ensemble; p = {p_value:.2g} for the mean"
     (_, speed, _), hosts = rows["training-base-avx2.json"]
     speeds = [
         [
