@@ -41,12 +41,12 @@ def make_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     """Write the links of every line."""
     from ..corpora.reading import read_parallel
-    from ..generation.loading import load
+    from ..generation.translator import load_translator
     from .text import check_text, lines_without_tokens, write_lines
 
     check_text([args.source, args.target], args.output)
     try:
-        translator = load(args.model)
+        translator = load_translator(args.model)
         sources, targets = read_parallel(args.source, args.target)
         empty = set(lines_without_tokens(translator.tokenizer, sources))
         kept = [index for index in range(len(sources)) if index not in empty]

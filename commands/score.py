@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> None:
     import sys
 
     from ..corpora.reading import read_parallel
-    from ..generation.loading import load
+    from ..generation.translator import load_translator
     from ..training.perplexity import perplexity_of
     from .text import check_text, lines_without_tokens, write_lines
 
     check_text([args.source, args.target], args.output)
     try:
-        translator = load(args.model)
+        translator = load_translator(args.model)
         sources, targets = read_parallel(args.source, args.target)
         for index in lines_without_tokens(translator.tokenizer, sources):
             raise ValueError(

@@ -66,12 +66,12 @@ def make_parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     """Translate."""
     from ..corpora.reading import read_lines
-    from ..generation.loading import load
+    from ..generation.translator import load_translator
     from .text import check_text, write_lines
 
     check_text([args.input], args.output)
     try:
-        translator = load(args.model, "bfloat16" if args.bf16 else "auto")
+        translator = load_translator(args.model, "bfloat16" if args.bf16 else "auto")
     except (OSError, ValueError) as error:
         raise CommandError(error) from error
     beams = args.beams or translator.model.generation_config.num_beams or 4

@@ -10,62 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_TRAVELLING_FILES = (
-    "configuration/configuration_vaswani.py",
-    "configuration/remote_code_vaswani.py",
-    "configuration/names_vaswani.py",
-    "configuration/places_vaswani.py",
-    "configuration/siblings_vaswani.py",
-    "modeling/modeling_vaswani.py",
-    "modeling/attention_vaswani.py",
-    "modeling/positions_vaswani.py",
-    "modeling/encoder_vaswani.py",
-    "modeling/heads_vaswani.py",
-    "modeling/causal_lm_vaswani.py",
-    "modeling/halves_vaswani.py",
-    "modeling/language_head_vaswani.py",
-    "generation/causal_vaswani.py",
-    "generation/generation_vaswani.py",
-    "generation/search_vaswani.py",
-    "modeling/loading_vaswani.py",
-    "modeling/dropout_vaswani.py",
-    "modeling/backends_vaswani.py",
-    "modeling/embeddings_vaswani.py",
-    "generation/fallback_vaswani.py",
-    "generation/coverage_vaswani.py",
-    "generation/caches_vaswani.py",
-    "generation/layers_vaswani.py",
-    "generation/incremental_vaswani.py",
-    "generation/limits_vaswani.py",
-    "generation/memory_vaswani.py",
-    "generation/int8_vaswani.py",
-    "generation/beam_vaswani.py",
-    "generation/choice_vaswani.py",
-    "generation/library_vaswani.py",
-    "generation/fingerprints_vaswani.py",
-    "generation/snapshots_vaswani.py",
-    "generation/products_vaswani.py",
-    "generation/rules_vaswani.py",
-    "generation/structures_vaswani.py",
-    "generation/compiled_vaswani.py",
-    "generation/continuations_vaswani.py",
-    "generation/linear_vaswani.py",
-    "modeling/loss_vaswani.py",
-    "modeling/packing_vaswani.py",
-    "modeling/packed_attention_vaswani.py",
-    "modeling/training_kernels_vaswani.py",
-    "modeling/training_products_vaswani.py",
-    "modeling/windows_vaswani.py",
-    "modeling/parallel_vaswani.py",
-    "modeling/pickling_vaswani.py",
-    "modeling/quantization_vaswani.py",
-    "generation/scoring_vaswani.py",
-    "generation/settings_vaswani.py",
-    "generation/batches_vaswani.py",
-    "tokenization/tokenization_vaswani.py",
-    "tokenization/kinds_vaswani.py",
-    "generation/pipeline_vaswani.py",
-)
+_SUBPACKAGES = ("configuration", "tokenization", "generation", "modeling")
 # Copies leave the folder that holds the licence, so each copy names it.
 _LICENSE = (
     "# Part of vaswani, under the Apache License 2.0: https://www.apache.org/licenses/LICENSE-2.0\n"
@@ -88,22 +33,26 @@ def save_remote_code(folder: str | os.PathLike) -> tuple[str, ...]:
     Returns:
         The paths of the copies.
     """
-    package = Path(__file__).resolve().parent.parent
     target_folder = Path(folder)
     target_folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name in _TRAVELLING_FILES:
-        target = target_folder / Path(name).name
-        if (source := package / name).is_file():
-            flat = _IMPORT_ACROSS_SUBPACKAGES.sub(r"\1\2", source.read_text(encoding="utf-8"))
-            text = _LICENSE + flat
-        elif (source := Path(__file__).with_name(target.name)).is_file():
-            text = source.read_text(encoding="utf-8")  # this file is such a copy itself
-        else:
-            continue  # transformers downloads only what the loaded class imports
-        target.write_text(text, encoding="utf-8")
+    for source in _travelling_files():
+        text = _IMPORT_ACROSS_SUBPACKAGES.sub(r"\1\2", source.read_text(encoding="utf-8"))
+        target = target_folder / source.name
+        target.write_text(text if text.startswith(_LICENSE) else _LICENSE + text, encoding="utf-8")
         written.append(str(target))
     return tuple(written)
+
+
+def _travelling_files() -> list[Path]:
+    """List the files *_vaswani.py of the package, or the flat copies if this file is a copy."""
+    here = Path(__file__)
+    found = [
+        path
+        for name in _SUBPACKAGES
+        for path in sorted((here.parent.parent / name).glob("*_vaswani.py"))
+    ]
+    return found if here in found else sorted(here.parent.glob("*_vaswani.py"))
 
 
 def references_of_file(name: str, value: Any, place: str | None) -> dict[str, Any]:

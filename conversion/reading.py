@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+import yaml
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -61,14 +62,8 @@ def parse_yaml(text: str | bytes, place: str) -> Any:
         place: name of the file, for errors.
 
     Raises:
-        ConversionError: the text is something else, or PyYAML is not installed.
+        ConversionError: the text is something else.
     """
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConversionError(
-            f"{place} needs PyYAML ({error}): pip install 'vaswani[convert]'."
-        ) from error
     try:
         return yaml.safe_load(text)
     except Exception as error:  # malformed numbers and dates raise arbitrary errors

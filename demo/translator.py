@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..generation.loading import load
 from ..generation.scoring_vaswani import linked_units, links_of, words_of_tokens
+from ..generation.translator import load_translator
 from ..pictures.hoverable import hoverable_attention
 from ..pictures.labels import token_labels
 from .description import Description, describe
@@ -94,7 +94,7 @@ class Translator:
     """
 
     def __init__(self, name: str) -> None:
-        self.pipeline = load(name)
+        self.pipeline = load_translator(name)
         self.name = name
         self.model = self.pipeline.model
         self.tokenizer: PreTrainedTokenizerBase = self.pipeline.tokenizer

@@ -26,7 +26,7 @@ from transformers.testing_utils import CaptureLogger
 from vaswani.corpora import token_batches
 from vaswani.corpora.mixing import Mixture
 from vaswani.corpora.token_batches import TokenBatchSampler
-from vaswani.training import token_loading
+from vaswani.training import token_batch_trainer
 from vaswani.training.r_drop import RDrop
 from vaswani.training.sequence_objectives import MinimumRisk
 from vaswani.training.trainer import VaswaniTrainer
@@ -570,7 +570,7 @@ def test_a_resume_with_other_batches_in_the_middle_of_an_epoch_warns(tmp_path, c
     changes = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "max_source_tokens": 60}
     make_trainer(tmp_path, **changes).train()
     resumed = make_trainer(tmp_path, **{**changes, "max_steps": 3, **change})
-    with CaptureLogger(token_loading.logger) as log:
+    with CaptureLogger(token_batch_trainer.logger) as log:
         resumed.train(resume_from_checkpoint=True)
     assert ("some pairs come twice" in log.out) == (named is not None)
     assert named is None or named in log.out
@@ -580,7 +580,7 @@ def test_token_batches_after_other_batches_of_the_epoch_warn(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1}
     make_trainer(tmp_path, max_source_tokens=None, max_steps=2, **changes).train()
     resumed = make_trainer(tmp_path, max_steps=3, **changes)
-    with CaptureLogger(token_loading.logger) as log:
+    with CaptureLogger(token_batch_trainer.logger) as log:
         resumed.train(resume_from_checkpoint=True)
     assert "was saved without token batches, or by an older version" in log.out
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hub_clients import ask, converter
 from huggingface_hub.errors import LocalEntryNotFoundError
 from loopback_hub import LoopbackHub
@@ -17,8 +18,6 @@ from vaswani.conversion import ConversionError, find, reading
 
 import vaswani
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
-
-yaml = pytest.importorskip("yaml", reason="JoeyNMT's config is YAML")
 
 PACKAGE = Path(vaswani.__file__).parent.parent
 SIZES = {"vocab_size": 9, "d_model": 8}

@@ -10,6 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+import yaml
 from marian_formulas import OPTIONS, SIZE, marian_logits, marian_weights
 from tokenizers import normalizers
 from torch.nn import functional as F  # noqa: N812
@@ -24,7 +25,6 @@ from vaswani.conversion.sentencepiece import SentencePiece
 from vaswani import VaswaniForConditionalGeneration
 
 sentencepiece = pytest.importorskip("sentencepiece", reason="MarianTokenizer needs sentencepiece")
-yaml = pytest.importorskip("yaml", reason="Marian's options are YAML")
 
 SOURCE_LINES = [
     "the cat sat on the mat",

@@ -368,7 +368,6 @@ def test_an_unknown_converter_is_named_with_the_known_ones():
     ids=["cut off", "date", "no date", "number", "deep", "control", "code"],
 )
 def test_what_is_no_yaml_of_plain_values_is_named(text):
-    pytest.importorskip("yaml", reason="PyYAML is not installed")
     with pytest.raises(ConversionError, match=r"options\.yml is not YAML"):
         parse_yaml(text, "options.yml")
 

@@ -167,8 +167,6 @@ def test_the_command_line_reads_yaml_and_json(tmp_path):
     lines = [f"{name}: {value}" for name, value in NAMES.items()]
     (tmp_path / "about.yaml").write_text("\n".join(lines))
     for name in ("json", "yaml"):
-        if name == "yaml":
-            pytest.importorskip("yaml", reason="the description is YAML")
         command = ["torch", str(tmp_path / "model.pt"), str(tmp_path / name)]
         main(["convert", *command, "--description", str(tmp_path / f"about.{name}")])
     for name in ("config.json", "model.safetensors"):

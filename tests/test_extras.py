@@ -9,7 +9,7 @@ from forks import in_child
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from vaswani.commands.main import main
 from vaswani.configuration.extras import needs
-from vaswani.conversion import onnx, reading, sentencepiece
+from vaswani.conversion import onnx, sentencepiece
 from vaswani.conversion.errors import ConversionError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +103,6 @@ def test_the_hoverable_view_needs_no_matplotlib(capfd):
 
 CONVERTERS = [
     ("sentencepiece", lambda: sentencepiece.SentencePiece.read(Path("m.model"))),
-    ("yaml", lambda: reading.parse_yaml("a: 1", "config.yaml")),
     ("onnxruntime", lambda: onnx.OnnxTranslator("folder")),
     ("ctranslate2", lambda: main(["convert", "to-ctranslate2", str(FROZEN), "out"])),
     ("onnxscript", lambda: main(["convert", "to-onnx", str(FROZEN), "out"])),

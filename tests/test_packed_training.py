@@ -20,7 +20,7 @@ from test_batching import (
 from transformers import MarianConfig, MarianMTModel, Seq2SeqTrainer
 from vaswani.corpora.packed_collator import packed
 from vaswani.corpora.token_batches import PackedBatchSampler
-from vaswani.training import token_loading
+from vaswani.training import token_batch_trainer
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM
@@ -223,7 +223,7 @@ def test_tokens_are_filled_up_where_new_numbers_of_them_cost_time(
 def test_spare_sentences_change_no_update_of_a_bfloat16_training(tmp_path, monkeypatch):
     trainers = []
     for name, multiple in (("filled", 128), ("exact", None)):
-        monkeypatch.setattr(token_loading, "_MULTIPLE", multiple)
+        monkeypatch.setattr(token_batch_trainer, "_MULTIPLE", multiple)
         trainer = make_trainer(tmp_path / name, batching="packed", bf16=True, dropout=0.0)
         trainer.train()
         trainers.append(trainer)

@@ -28,7 +28,7 @@ from vaswani.corpora.reading import DataError
 from vaswani.corpora.streaming import TokenBatchStream, rows_of_process
 from vaswani.corpora.text_stream import TextStream
 from vaswani.corpora.token_batches import PackedBatchSampler, TokenBatchSampler
-from vaswani.training.token_loading import data_parallel_rank
+from vaswani.training.token_batch_trainer import data_parallel_rank
 
 from vaswani import VaswaniTokenizer
 

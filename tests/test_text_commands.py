@@ -23,7 +23,7 @@ from vaswani.commands import demo, prepare, text, train, translate
 from vaswani.commands.main import main
 from vaswani.configuration import __version__
 from vaswani.corpora.reading import DataError, read_lines
-from vaswani.generation import loading
+from vaswani.generation import translator
 from vaswani.training import progress
 from vaswani.training.progress import in_terminal
 
@@ -62,7 +62,9 @@ def test_a_folder_that_may_not_be_written_is_noticed_before_the_work(
 ):
     (tmp_path / "in.txt").write_text("seven\n")
     monkeypatch.setattr(text.os, "access", lambda path, mode: False)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"), raising=False)
+    monkeypatch.setattr(
+        translator, "load_translator", lambda *_, **__: pytest.fail("loaded"), raising=False
+    )
     with pytest.raises(
         SystemExit, match=r"the folder of the output .*out\.txt is not writable: choose another"
     ):
@@ -226,7 +228,7 @@ def no_model(monkeypatch):
     def load(*arguments):
         pytest.fail("the model is loaded before the paths are checked")
 
-    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(translator, "load_translator", load)
 
 
 @pytest.fixture
@@ -428,8 +430,10 @@ def test_prepare_refuses_options_without_effect(option, capsys):
 @pytest.mark.parametrize("name", ["translate", "score", "align"])
 def test_all_text_commands_use_one_loader(name, command, sentences, monkeypatch, capsys):
     loaded = []
-    load = loading.load
-    monkeypatch.setattr(loading, "load", lambda *words: loaded.append(words) or load(*words))
+    load = translator.load_translator
+    monkeypatch.setattr(
+        translator, "load_translator", lambda *words: loaded.append(words) or load(*words)
+    )
     command(name, FROZEN, *(sentences[:1] if name == "translate" else sentences))
     assert len(loaded) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2

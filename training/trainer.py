@@ -32,12 +32,12 @@ from .saving import SafeSaving
 from .schedule import noam_schedule
 from .sequence_objectives import SequenceObjective
 from .stream_states import StreamStates, stream_processes
-from .token_loading import TokenBatchLoading
+from .token_batch_trainer import TokenBatchTrainer
 
 logger = logging.get_logger(__name__)
 
 
-class VaswaniTrainer(TokenBatchLoading, SafeSaving):
+class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
     """Seq2SeqTrainer with token batches (5.1), the paper's schedule (5.3), and safe saves.
 
     With `max_source_tokens=None`, the batches are those of Seq2SeqTrainer. Otherwise training

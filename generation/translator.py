@@ -1,4 +1,4 @@
-"""Loading of a model that translates, for the demo page and for the commands about text."""
+"""A saved model as a pipeline, for the demo page and for the commands about text."""
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -7,7 +7,7 @@ from ..configuration.places_vaswani import check_folder
 from .pipeline_vaswani import VaswaniTranslationPipeline
 
 
-def load(model: str, dtype: str = "auto") -> VaswaniTranslationPipeline:
+def load_translator(model: str, dtype: str = "auto") -> VaswaniTranslationPipeline:
     """Load a model with its tokenizers, on the first accelerator or else on the CPU.
 
     Raises:
@@ -24,4 +24,4 @@ def load(model: str, dtype: str = "auto") -> VaswaniTranslationPipeline:
     return VaswaniTranslationPipeline(loaded, tokenizer, task="translation")
 
 
-__all__ = ["load"]
+__all__ = ["load_translator"]

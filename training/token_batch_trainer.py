@@ -34,7 +34,7 @@ _BATCHES = "token_batches.json"  # the settings of batches, in a checkpoint
 _MULTIPLE = 128  # tokens of a packed batch are a multiple of this, where a new number costs time
 
 
-class TokenBatchLoading(Seq2SeqTrainer):
+class TokenBatchTrainer(Seq2SeqTrainer):
     """Seq2SeqTrainer whose training batches have a budget of tokens.
 
     VaswaniTrainer documents and sets the fields.
@@ -270,4 +270,4 @@ def data_parallel_rank(process: int, processes: int, tensor_parallel: int) -> tu
     return process // tensor_parallel, processes // tensor_parallel
 
 
-__all__ = ["TokenBatchLoading", "data_parallel_rank"]
+__all__ = ["TokenBatchTrainer", "data_parallel_rank"]
