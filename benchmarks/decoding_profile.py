@@ -13,7 +13,7 @@ from base_model import Text, batched
 from engines import OURS, PEERS_RULE, TorchEngine, Workshop
 from torch.profiler import ProfilerActivity, profile, record_function
 from vaswani.generation.incremental_vaswani import IncrementalDecoder
-from vaswani.generation.library_vaswani import KERNELS, library
+from vaswani.generation.library_vaswani import kernel_signatures, library
 from worker import synchronize
 
 _STEPS = 20  # of a profile
@@ -126,7 +126,7 @@ def _recorded(name: str, kernel: Callable) -> Callable:
 def _wrapped_kernels(wrap: Callable[[str, Callable], Callable]) -> Iterator[None]:
     """Call `wrap` with the name of each kernel and the kernel, and use what it returns instead."""
     kernels = library()
-    before = {} if kernels is None else {name: getattr(kernels, name) for name in KERNELS}
+    before = {} if kernels is None else {name: getattr(kernels, name) for name in kernel_signatures()}
     for name, kernel in before.items():
         setattr(kernels, name, wrap(name, kernel))
     try:

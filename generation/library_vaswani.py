@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -46,39 +47,10 @@ _CROWDED_SHARE = 0.25  # of a window, for which threads of this process wait for
 _WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # users choose how OpenMP waits
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # torch's defaults may differ
 COMPUTED = (torch.float32, torch.bfloat16)  # dtypes of models whose states the kernels compute
-# Types in the C files. The kernels name them by letters.
 POINTER, COUNT, FLOAT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
-_TYPES: dict[str, Any] = {"p": POINTER, "n": COUNT, "f": FLOAT, "i": NUMBER}
-# The kernels and the types of their arguments.
-KERNELS = {
-    "let_threads_sleep": "i",
-    "panel_width": "",
-    "multiply_states": "ppnppi",
-    "same_bytes": "ppni",
-    "pack_rows": "pnnpni",
-    "multiplies_digits": "",
-    "pack_digits": "pnnpnpi",
-    "multiplies_matrices": "",
-    "bytes_of_row": "",
-    "bytes_of_thread": "",
-    "multiply_matrices": "ppni",
-    "take_fingerprint": "ppi",
-    "have_fingerprints": "pnpi",
-    "embed_tokens": "pppnpp",
-    "descend": "ppnnnnp",
-    "list_positions": "pnnnpp",
-    "run_layers": "pipppi",
-    "log_sums_and_maxima": "pnnnppi",
-    "best_tokens": "pnnpi",
-    "best_candidates": "pnnppppnnnfpppi",
-    "end_sentences": "ppnnpnpp",
-    "advance_beam": "pppp",
-    "smooth_loss": "pnnpfppi",
-    "attend_packed": "pppppppni",
-    "attend_packed_backward": "ppppppppppni",
-    "add_and_normalize": "ppppppi",
-    "add_and_normalize_backward": "pppppppi",
-}
+_TYPES: dict[str, Any] = {"int64_t": COUNT, "float": FLOAT, "int": NUMBER}  # and pointers
+# A kernel in the C files: its name and its arguments.
+_KERNEL = re.compile(r"^EXPORT \w+ (\w+)\(([^)]*)\)", re.MULTILINE)
 
 logger = logging.get_logger(__name__)
 
@@ -179,9 +151,22 @@ def _load_kept(cached: Path) -> Any:
 
 def _load(file: Path) -> Any:
     kernels = ctypes.CDLL(str(file))
-    for name, kinds in KERNELS.items():
-        getattr(kernels, name).argtypes = [_TYPES[kind] for kind in kinds]
+    for name, types in kernel_signatures().items():
+        getattr(kernels, name).argtypes = types
     return kernels
+
+
+def kernel_signatures() -> dict[str, list[Any]]:
+    """Read the names of the kernels, and the types of their arguments, from the C files."""
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(_FOLDER.glob("*.c")))
+    return {
+        name: [_type(argument) for argument in arguments.split(",") if argument != "void"]
+        for name, arguments in _KERNEL.findall(text)
+    }
+
+
+def _type(argument: str) -> Any:
+    return POINTER if "*" in argument else _TYPES[argument.split()[0]]
 
 
 def _is_safe(file: Path) -> bool:
@@ -359,7 +344,6 @@ __all__ = [
     "COUNT",
     "FLOAT",
     "FLOATS",
-    "KERNELS",
     "NUMBER",
     "POINTER",
     "address",
@@ -367,6 +351,7 @@ __all__ = [
     "can_compute",
     "can_train",
     "is_as_stored",
+    "kernel_signatures",
     "library",
     "threads_of_training",
 ]

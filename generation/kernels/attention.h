@@ -54,7 +54,7 @@ INLINE void weighted_sum(const float *weights, const float *values, const int32_
 
 // One head of one hypothesis: softmax(q K^T / sqrt(d_k)) V over the listed positions.
 //
-// Scores that are all -inf have no softmax. As in torch, the output is then NaN.
+// Scores that are all -inf have no softmax. The output is then NaN, as in torch.
 INLINE void attend_once(const float *query, const float *keys, const float *values,
                         const int32_t *places, int32_t count, int64_t d_k, int64_t d_v,
                         float scaling, float *scores, float *output)

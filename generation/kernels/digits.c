@@ -92,15 +92,15 @@ static void multiply_blocks(const struct finish *finish, const int8_t *states, i
         for (int64_t step = 0; step < steps; step += STEPS)
             for (int64_t block = 0; block < blocks; block++)
                 add_steps(states + (block * steps + step) * STEP, panel + step * STEP,
-                          least(STEPS, steps - step), step == 0, fetches && block == 0,
+                          smaller(STEPS, steps - step), step == 0, fetches && block == 0,
                           sums[block]);
         for (int64_t block = 0; block < blocks; block++)
-            join_sums(sums[block], least(TILE_ROWS, rows - block * TILE_ROWS),
+            join_sums(sums[block], smaller(TILE_ROWS, rows - block * TILE_ROWS),
                       joined[block].floats + half * TILE_ROWS);
     }
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first = block * TILE_ROWS;
-        finish_rows(finish, (int)least(TILE_ROWS, rows - first), &joined[block], scales + first,
+        finish_rows(finish, (int)smaller(TILE_ROWS, rows - first), &joined[block], scales + first,
                     output + first * finish->out);
     }
 }
@@ -121,15 +121,15 @@ void multiply_digits(const struct product *by, const float *states, int64_t rows
     const int64_t at_once = BLOCKS * TILE_ROWS; // rows
     const int64_t in_cache = IN_CACHE / row_bytes / at_once * at_once;
     const int64_t group = in_cache ? in_cache : at_once;
-    set_tiles((int)least(TILE_ROWS, rows), 1);
+    set_tiles((int)smaller(TILE_ROWS, rows), 1);
     for (int64_t start = 0; start < rows; start += group) {
-        const int64_t end = least(start + group, rows);
+        const int64_t end = smaller(start + group, rows);
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (by->out + PANEL - 1) / PANEL; panel++) {
             const struct finish finish = prepare_finish(by, panel * PANEL);
             const int8_t *weights = (const int8_t *)by->panels + panel * PANEL * row_bytes;
             for (int64_t first = start; first < end; first += at_once)
-                multiply_blocks(&finish, digits + first * row_bytes, least(at_once, end - first), in,
+                multiply_blocks(&finish, digits + first * row_bytes, smaller(at_once, end - first), in,
                                 weights, first == start, memory->scales + first,
                                 output + first * by->out + panel * PANEL);
         }

@@ -2,8 +2,8 @@
 // https://arxiv.org/abs/2306.11975).
 //
 // A row of floats becomes integers of 24 bits, relative to its largest value. An integer has three
-// digits of 8 bits. Sums of products of digits are exact. Of the nine products of two integers' digits,
-// that of the two lowest is left out, because it is smaller than a rounding error.
+// digits of 8 bits. Sums of products of digits are exact. Two integers have nine products of digits.
+// The product of the two lowest digits is left out, because it is smaller than a rounding error.
 
 #pragma once
 #include "tiles.h"
@@ -71,5 +71,5 @@ INLINE void store_sums(sums_of_digits sums)
     _tile_stored(3, sums[3], TILE_BYTES);
 }
 
-INLINE int64_t least(int64_t left, int64_t right) { return left < right ? left : right; }
+INLINE int64_t smaller(int64_t left, int64_t right) { return left < right ? left : right; }
 #endif

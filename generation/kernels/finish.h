@@ -8,14 +8,14 @@
 struct finish {
     int32_t zeros[PANEL]; // the zero point of the states times each output's sum of weights
     float scale[PANEL], bias[PANEL];
-    float least; // lower bound of the outputs: 0 for ReLU
-    int integers; // the sums are integers
+    float lower_bound;  // of the outputs: 0 for ReLU
+    int integers;       // the sums are integers
     int64_t out, width; // outputs of the layer, and of this panel without its padding
 };
 
 INLINE struct finish prepare_finish(const struct product *by, int64_t start)
 {
-    struct finish finish = {.least = by->relu ? 0 : -__builtin_inff(), .out = by->out};
+    struct finish finish = {.lower_bound = by->relu ? 0 : -__builtin_inff(), .out = by->out};
     finish.width = by->out - start < PANEL ? by->out - start : PANEL;
     if (by->bias)
         memcpy(finish.bias, by->bias + start, (size_t)finish.width * sizeof(float));
@@ -49,7 +49,7 @@ INLINE void finish_rows(const struct finish *by, const int rows, const union sum
             const float product =
                 scales ? __builtin_fmaf(sum * by->scale[i], scales[row], by->bias[i])
                        : sum + by->bias[i];
-            place[i] = product < by->least ? by->least : product;
+            place[i] = product < by->lower_bound ? by->lower_bound : product;
         }
         if (place == filled_up)
             memcpy(output + row * by->out, filled_up, (size_t)by->width * sizeof(float));

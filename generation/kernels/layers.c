@@ -15,8 +15,8 @@ struct norm {
 };
 
 // Add an update (R, D), if there is one, to states, and normalise each row: output (R, D).
-static void add_and_normalise(const struct norm *by, const float *states, const float *update,
-                              int64_t rows, int64_t width, float *output)
+static void normalize_sum(const struct norm *by, const float *states, const float *update,
+                          int64_t rows, int64_t width, float *output)
 {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
@@ -67,7 +67,7 @@ static const float *sublayer_input(const struct layer *layer, const struct norm 
 {
     if (!layer->norm_first)
         return states;
-    add_and_normalise(norm, states, NULL, batch->rows, batch->width, memory->normed);
+    normalize_sum(norm, states, NULL, batch->rows, batch->width, memory->normed);
     return memory->normed;
 }
 
@@ -78,7 +78,7 @@ static void add_update(const struct layer *layer, const struct norm *norm,
     if (layer->norm_first)
         add(states, memory->update, batch->rows * batch->width);
     else
-        add_and_normalise(norm, states, memory->update, batch->rows, batch->width, states);
+        normalize_sum(norm, states, memory->update, batch->rows, batch->width, states);
 }
 
 // Run the layers on states (R, D), in place, and store their keys and values.

@@ -27,7 +27,7 @@ static double smooth_row(float *values, int64_t count, int64_t target, float eps
             const float logit = values[i] - highest;
             total_of_block += logit;
             // Without the limit, products with tiny probabilities would be denormal, which is slow.
-            values[i] = logit < LEAST ? 0 : exponential(logit);
+            values[i] = logit < NEGLIGIBLE ? 0 : exponential(logit);
             sum_of_block += values[i];
         }
         total += total_of_block;

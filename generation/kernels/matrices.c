@@ -71,7 +71,7 @@ static void sum_steps(const int8_t *left, const int8_t *right, int64_t steps, su
     begin_sums();
     for (int64_t step = 0; step < steps; step++) {
         add_step(left + step * STEP, right + step * STEP, 0);
-        for (const int64_t end = least(row + at_once, pending->rows); row < end; row++)
+        for (const int64_t end = smaller(row + at_once, pending->rows); row < end; row++)
             finish_row(pending, row);
     }
     store_sums(sums);
@@ -85,7 +85,7 @@ static struct part group_of(const struct products_of_matrices *by, int64_t input
 {
     return (struct part){.all_inputs = by->inputs,
                          .input = input,
-                         .inputs = least(GROUP, by->inputs - input)};
+                         .inputs = smaller(GROUP, by->inputs - input)};
 }
 
 // Number of parts of `size` rows in which the matrices of a side are.
@@ -106,7 +106,7 @@ static int find_part(const struct side *side, int64_t size, int64_t number, stru
     part->values = side->values[i];
     part->all_rows = side->rows[i];
     part->row = number * size;
-    part->rows = least(size, side->rows[i] - part->row);
+    part->rows = smaller(size, side->rows[i] - part->row);
     return i;
 }
 
@@ -139,7 +139,7 @@ struct of_thread {
 } __attribute__((aligned(64)));
 
 // Multiply rows of a left matrix by all right matrices, over one group of inputs.
-static void multiply_rows(const struct products_of_matrices *by, int matrix, const struct part *at,
+static void multiply_part(const struct products_of_matrices *by, int matrix, const struct part *at,
                           const struct right_digits *all, struct of_thread *memory)
 {
     int8_t *digits = memory->digits;
@@ -149,7 +149,7 @@ static void multiply_rows(const struct products_of_matrices *by, int matrix, con
     for (int64_t row = 0; row < at->rows; row += UNIT * TILE_ROWS) {
         struct part unit = *at;
         unit.row += row;
-        unit.rows = least(UNIT * TILE_ROWS, at->rows - row);
+        unit.rows = smaller(UNIT * TILE_ROWS, at->rows - row);
         split_part(&unit, by->left.by_columns, 1, digits + row / TILE_ROWS * steps * STEP,
                    scales + row);
     }
@@ -173,7 +173,7 @@ static void multiply_rows(const struct products_of_matrices *by, int matrix, con
                 pending = next;
                 pending.sums = (const int32_t (*)[TILE_ROWS * LANES])sums[turn];
                 pending.output = output + row * outs + out;
-                pending.rows = least(TILE_ROWS, at->rows - row);
+                pending.rows = smaller(TILE_ROWS, at->rows - row);
                 pending.scales = scales + row;
             }
         }
@@ -202,14 +202,14 @@ EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *mem
     const int64_t blocks = parts_of_side(left, TILE_ROWS);
     // A thread multiplies its rows in several pieces, so that threads have equal numbers of rows.
     const int64_t of_thread = divide_up(blocks, threads), quarter = divide_up(of_thread, 4);
-    const int64_t of_piece = quarter > UNIT ? least(quarter, BLOCKS) : least(of_thread, UNIT);
+    const int64_t of_piece = quarter > UNIT ? smaller(quarter, BLOCKS) : smaller(of_thread, UNIT);
     const int64_t at_once = of_piece * TILE_ROWS;
     enum { OUTS = UNIT * TILE_ROWS };
 #pragma omp parallel num_threads(threads)
     {
         set_tiles(TILE_ROWS, 1);
         for (int64_t first = 0; first < by->inputs; first += all.groups * GROUP) {
-            const int64_t end = least(first + all.groups * GROUP, by->inputs);
+            const int64_t end = smaller(first + all.groups * GROUP, by->inputs);
             const int64_t units = parts_of_side(right, OUTS);
 #pragma omp for schedule(static)
             for (int64_t unit = 0; unit < units * divide_up(end - first, GROUP); unit++) {
@@ -223,7 +223,7 @@ EXPORT void multiply_matrices(const struct products_of_matrices *by, int8_t *mem
                 for (int64_t input = first; input < end; input += GROUP) {
                     struct part part = group_of(by, input);
                     const int i = find_part(left, at_once, piece, &part);
-                    multiply_rows(by, i, &part, &all, of_threads + omp_get_thread_num());
+                    multiply_part(by, i, &part, &all, of_threads + omp_get_thread_num());
                 }
         }
         end_tiles();

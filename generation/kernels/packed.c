@@ -24,8 +24,8 @@ INLINE int64_t padded(int64_t count)
 
 // output (rows, width) = left (rows, depth) * right (depth, width). Strides of `left` are given.
 // Rows are computed by eights, and `width` is a multiple of LANES.
-INLINE void multiply(const float *left, int64_t row_stride, int64_t column_stride, int64_t rows,
-                     int64_t depth, const float *right, int64_t width, float *output)
+INLINE void multiply_floats(const float *left, int64_t row_stride, int64_t column_stride, int64_t rows,
+                            int64_t depth, const float *right, int64_t width, float *output)
 {
     for (int64_t row = 0; row < rows; row += ROWS)
         for (int64_t first = 0; first < width; first += LANES) {
@@ -65,8 +65,8 @@ static void load(const void *values, int64_t count, int64_t stride, int64_t d, i
 }
 
 // Write rows of one head: the inverse of `load`.
-static void store(const float *rows, int64_t count, int64_t stride, int64_t d, int is_half,
-                  void *values)
+static void store_rows(const float *rows, int64_t count, int64_t stride, int64_t d, int is_half,
+                       void *values)
 {
     for (int64_t i = 0; i < count; i++) {
         const float *row = rows + i * padded(d);
@@ -78,7 +78,7 @@ static void store(const float *rows, int64_t count, int64_t stride, int64_t d, i
 }
 
 // Transpose rows (padded(count), padded(d)) to columns (d, padded(count)).
-static void transpose(const float *rows, int64_t count, int64_t d, float *columns)
+static void transpose_rows(const float *rows, int64_t count, int64_t d, float *columns)
 {
     const int64_t width = padded(count);
     for (int64_t j = 0; j < d; j++)
@@ -103,7 +103,7 @@ INLINE void exponentials(float *values, int64_t count)
 {
     for (int64_t first = 0; first < count; first += LANES)
         for (int64_t i = first; i < first + LANES; i++)
-            values[i] = values[i] < LEAST ? 0 : exponential(values[i]);
+            values[i] = values[i] < NEGLIGIBLE ? 0 : exponential(values[i]);
 }
 
 // Replace products of queries with keys (Q, width) by their softmax over the keys that each sees.
@@ -132,7 +132,7 @@ static void softmax(const struct sides *sides, float *weights, int64_t Q, int64_
         floats lanes = float_in_all_lanes(0);
         for (int64_t first = 0; first < width; first += LANES)
             lanes += read_floats(row + first);
-        // As in torch, there is no softmax of scores that are all -inf.
+        // Scores that are all -inf have no softmax, as in torch.
         const float total = *log_sum > LOWEST ? sum_of_lanes(lanes) : __builtin_nanf("");
         const float share = 1 / total;
         for (int64_t first = 0; first < width; first += LANES)
@@ -209,13 +209,13 @@ EXPORT void attend_packed(const struct sides *sides, const void *queries, const 
         float *v = k_columns + width * padded(d_k), *weights = v + width * padded(d_v);
         float *o = weights + padded(Q) * width, *lows = o + padded(Q) * padded(d_v);
         load_states(sides, &unit, queries, keys, values, q, k, v);
-        transpose(k, K, d_k, k_columns);
-        multiply(q, padded(d_k), 1, Q, d_k, k_columns, width, weights);
+        transpose_rows(k, K, d_k, k_columns);
+        multiply_floats(q, padded(d_k), 1, Q, d_k, k_columns, width, weights);
         softmax(sides, weights, Q, K, width, mask_of(lows, width), log_sums + query * heads + head);
         for (int64_t i = 0; i < Q; i++)
             drop_out(&sides->dropout, (query + i) * heads + head, weights + i * width, width);
-        multiply(weights, width, 1, Q, K, v, padded(d_v), o);
-        store(o, Q, heads * d_v, d_v, sides->is_half, place(output, query, head, d_v, sides));
+        multiply_floats(weights, width, 1, Q, K, v, padded(d_v), o);
+        store_rows(o, Q, heads * d_v, d_v, sides->is_half, place(output, query, head, d_v, sides));
     }
 }
 
@@ -239,10 +239,10 @@ EXPORT void attend_packed_backward(const struct sides *sides, const void *querie
         float *lows = o + padded(Q) * padded(d_v), *result = lows + 2 * width;
         load_states(sides, &unit, queries, keys, values, q, k, v);
         load(place(gradient, query, head, d_v, sides), Q, heads * d_v, d_v, sides->is_half, o);
-        transpose(k, K, d_k, columns);
-        multiply(q, padded(d_k), 1, Q, d_k, columns, width, weights);
-        transpose(v, K, d_v, columns);
-        multiply(o, padded(d_v), 1, Q, d_v, columns, width, slopes); // of the weights
+        transpose_rows(k, K, d_k, columns);
+        multiply_floats(q, padded(d_k), 1, Q, d_k, columns, width, weights);
+        transpose_rows(v, K, d_v, columns);
+        multiply_floats(o, padded(d_v), 1, Q, d_v, columns, width, slopes); // of the weights
         softmax_again(sides, weights, Q, K, width, mask_of(lows, width),
                       log_sums + query * heads + head);
         for (int64_t i = 0; i < Q; i++) {
@@ -257,12 +257,14 @@ EXPORT void attend_packed_backward(const struct sides *sides, const void *querie
                     slope[j] = row[j] * (slope[j] - mean) * sides->scaling; // of the scores
             drop_out(&sides->dropout, (query + i) * heads + head, row, width);
         }
-        multiply(slopes, width, 1, Q, K, k, padded(d_k), result);
-        store(result, Q, heads * d_k, d_k, sides->is_half,
-              place(of_queries, query, head, d_k, sides));
-        multiply(slopes, 1, width, K, Q, q, padded(d_k), result);
-        store(result, K, heads * d_k, d_k, sides->is_half, place(of_keys, unit.key, head, d_k, sides));
-        multiply(weights, 1, width, K, Q, o, padded(d_v), result);
-        store(result, K, heads * d_v, d_v, sides->is_half, place(of_values, unit.key, head, d_v, sides));
+        multiply_floats(slopes, width, 1, Q, K, k, padded(d_k), result);
+        store_rows(result, Q, heads * d_k, d_k, sides->is_half,
+                   place(of_queries, query, head, d_k, sides));
+        multiply_floats(slopes, 1, width, K, Q, q, padded(d_k), result);
+        store_rows(result, K, heads * d_k, d_k, sides->is_half,
+                   place(of_keys, unit.key, head, d_k, sides));
+        multiply_floats(weights, 1, width, K, Q, o, padded(d_v), result);
+        store_rows(result, K, heads * d_v, d_v, sides->is_half,
+                   place(of_values, unit.key, head, d_v, sides));
     }
 }

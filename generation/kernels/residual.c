@@ -6,7 +6,7 @@
 
 #include <omp.h>
 
-struct norm {
+struct residual_norm {
     int64_t rows, width; // R, D
     const float *weight, *bias;
     float epsilon;
@@ -17,7 +17,7 @@ struct norm {
 // Compute the normalised sums (R, D) of states (R, D) and a sublayer's output (R, D).
 //
 // sums: (R, D) before the norm. moments: (R, 2) mean and 1 / deviation of each row of them.
-EXPORT void add_and_normalize(const struct norm *norm, const float *states, const void *output,
+EXPORT void add_and_normalize(const struct residual_norm *norm, const float *states, const void *output,
                               float *sums, float *moments, float *normalized, int threads)
 {
     const int64_t width = norm->width;
@@ -46,7 +46,7 @@ EXPORT void add_and_normalize(const struct norm *norm, const float *states, cons
 
 // Compute the gradients of states and output (R, D), and add the gradients of the norm's weight and
 // bias to of_norm (threads, 2, D).
-EXPORT void add_and_normalize_backward(const struct norm *norm, const float *gradient,
+EXPORT void add_and_normalize_backward(const struct residual_norm *norm, const float *gradient,
                                        const float *sums, const float *moments, float *of_states,
                                        void *of_output, float *of_norm, int threads)
 {

@@ -34,7 +34,7 @@ INLINE floats read_lanes(const float *values, int64_t left)
     return _mm512_maskz_loadu_ps(lanes_of(left), values);
 }
 
-// The bits of absolute values. As integers, they have the order of the values, and NaN comes last.
+// The bits of absolute values. Their order as integers is that of the values, and NaN comes last.
 INLINE vector bits_of_size(floats values)
 {
     return _mm512_and_si512(_mm512_castps_si512(values), in_all_lanes(0x7fffffff));
