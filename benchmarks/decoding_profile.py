@@ -126,7 +126,9 @@ def _recorded(name: str, kernel: Callable) -> Callable:
 def _wrapped_kernels(wrap: Callable[[str, Callable], Callable]) -> Iterator[None]:
     """Call `wrap` with the name of each kernel and the kernel, and use what it returns instead."""
     kernels = library()
-    before = {} if kernels is None else {name: getattr(kernels, name) for name in kernel_signatures()}
+    before = (
+        {} if kernels is None else {name: getattr(kernels, name) for name in kernel_signatures()}
+    )
     for name, kernel in before.items():
         setattr(kernels, name, wrap(name, kernel))
     try:

@@ -75,8 +75,10 @@ def rounded(model: Path, output: Path, args: argparse.Namespace) -> dict[str, An
         print(f"{model.name}: {name} {found['bleu']:.2f}", flush=True)
     with new_folder(output) as folder:
         form.save_pretrained(folder)  # the last one has int8 weights
-        reader = translator.target_tokenizer
-        save_tokenizers(folder, tokenizer, None if reader is tokenizer else reader)
+        target_tokenizer = translator.target_tokenizer
+        save_tokenizers(
+            folder, tokenizer, None if target_tokenizer is tokenizer else target_tokenizer
+        )
         results = {
             **circumstances(),
             "model": model.name,

@@ -77,7 +77,7 @@ PUBLISHED = {
     "g2p-eng_us": (58.06, "SIGMORPHON 2021 Task 1, the baseline ensemble"),
 }
 SPLITS = ("valid", "test")
-# Length penalties by the names of their rows. Each is compared with no penalty.
+# Length penalties by the names of their rows. Each row compares a penalty with no penalty.
 PENALTIES = {
     "length penalty of GNMT, alpha 0.6": {"length_penalty_type": "gnmt", "length_penalty": 0.6},
     "score / length": {"length_penalty_type": "hf", "length_penalty": 1.0},

@@ -123,14 +123,14 @@ def meant_names(name: str, known: Collection[str]) -> list[str]:
         if folded in foreign.split() and meant:
             return meant
     near = []
-    for other in known:
+    for field in known:
         # Short names may differ in one letter and mean different things, as d_k and d_v do.
-        allowed = 1 + (len(other) > 5)
-        if abs(len(folded) - len(other)) <= allowed:
-            distance = _distance(folded, other)
+        allowed = 1 + (len(field) > 5)
+        if abs(len(folded) - len(field)) <= allowed:
+            distance = _distance(folded, field)
             if distance <= allowed:
-                near.append((distance, other))
-    return [other for _, other in sorted(near)[:1]]
+                near.append((distance, field))
+    return [field for _, field in sorted(near)[:1]]
 
 
 def complaints(names: Iterable[str], known: Collection[str]) -> str:

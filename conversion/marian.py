@@ -14,8 +14,8 @@ exactly:
   "gelu", and no padding token in the softmax.
 * transformers and CTranslate2 read the same .npz with the paper's sinusoids and 1e-5. They add a
   padding token with the logit 0.
-* --as-transformers makes a folder of Marian compute what its copy on the Hub does. Without it, the
-  model cannot become a MarianMTModel.
+* --as-transformers makes a folder of Marian compute what its copy on the Hub does. A model without
+  this option cannot become a MarianMTModel.
 * Folders of transformers and of Marian store all sines, then all cosines. --paper-positions
   alternates them as in the paper, by one permutation of d_model in all weights. A folder of Marian
   needs --as-transformers as well.

@@ -108,14 +108,12 @@ class OnnxTranslator(OnnxModel):
         for index, length in enumerate(lengths.tolist()):
             check_position_limit(f"Source {index}", length, self.position_limit)
         rule = length_rule(settings.get("max_length_factor"), settings.get("max_length_offset"))
-        if max_new_tokens is None and rule is not None:
+        limit = settings.get("max_new_tokens") if max_new_tokens is None else max_new_tokens
+        if limit is None and rule is not None:
             limits = length_limits(lengths, *rule)
             if self.position_limit is not None:  # the start token takes a position too
                 limits = limits.clamp(max=self.position_limit - 1)
             return limits
-        limit = max_new_tokens
-        if limit is None:
-            limit = settings.get("max_new_tokens")
         if limit is None and "max_length" in settings:
             limit = settings["max_length"] - 1  # max_length counts the start token
         if limit is None:

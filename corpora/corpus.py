@@ -160,9 +160,9 @@ def _parallel(
     if sorted(left) == sorted(right) and len(set(left)) == len(left):
         by_text = dict(zip(right, sides[1], strict=True))
         return sides[0], [by_text[text] for text in left]
-    for own, other, *files in zip(left, right, *sides, strict=True):
-        same_but_for_numbers = re.sub(r"\d+", "", own) == re.sub(r"\d+", "", other)
-        if own != other and same_but_for_numbers and set(left) & set(right):
+    for source_text, target_text, *files in zip(left, right, *sides, strict=True):
+        same_but_for_numbers = re.sub(r"\d+", "", source_text) == re.sub(r"\d+", "", target_text)
+        if source_text != target_text and same_but_for_numbers and set(left) & set(right):
             raise DataError(
                 f"{source} and {target} would pair {files[0]} with {files[1]}: look for a missing "
                 "file, or list the files in pairs."

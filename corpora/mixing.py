@@ -10,9 +10,9 @@ class Mixture:
     """Draws the pairs of every epoch from several concatenated corpora.
 
     An epoch has about as many pairs as all corpora together, and at least one pair of each corpus
-    with a share above 0. Each corpus is read in shuffled passes, and
-    an epoch continues where the previous epoch stopped. After any number of epochs, the pairs of a
-    corpus have been seen equally often, give or take one.
+    with a share above 0. Each corpus is read in shuffled passes, and an epoch continues where the
+    previous epoch stopped. After any number of epochs, the pairs of a corpus have been seen equally
+    often, give or take one.
 
     Args:
         sizes: number of pairs of each corpus.

@@ -263,8 +263,8 @@ class Translator:
         ).html
 
     def _encode(self, lines: list[str], side: Side, **settings: Any) -> Any:
-        reader = self.tokenizer if side == "text" else self.target_tokenizer
-        return reader(**{side: lines}, **settings)
+        tokenizer = self.tokenizer if side == "text" else self.target_tokenizer
+        return tokenizer(**{side: lines}, **settings)
 
     def _tokens(self, lines: list[str], side: Side) -> list[list[int]]:
         return self._encode(lines, side)["input_ids"]

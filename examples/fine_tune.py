@@ -44,11 +44,13 @@ pairs = load_dataset(
 if "" in pairs["target"]:
     parser.error(f"{args.pairs} has a line with nothing after the tab: remove the line.")
 # Some models split the two sides differently.
-reader = model.target_tokenizer(tokenizer) if hasattr(model, "target_tokenizer") else tokenizer
+target_tokenizer = (
+    model.target_tokenizer(tokenizer) if hasattr(model, "target_tokenizer") else tokenizer
+)
 data = pairs.map(
     lambda batch: {
         "input_ids": tokenizer(batch["source"])["input_ids"],
-        "labels": reader(text_target=batch["target"])["input_ids"],
+        "labels": target_tokenizer(text_target=batch["target"])["input_ids"],
     },
     batched=True,
     remove_columns=pairs.column_names,
@@ -71,6 +73,6 @@ trainer = Seq2SeqTrainer(
 )
 trainer.train()
 trainer.save_model()
-if reader is not tokenizer:
-    reader.save_pretrained(f"{args.output}/target_tokenizer")
+if target_tokenizer is not tokenizer:
+    target_tokenizer.save_pretrained(f"{args.output}/target_tokenizer")
 print(f"The model is in {args.output}: vaswani translate {args.output} FILE")

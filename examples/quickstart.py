@@ -1,8 +1,8 @@
 """Train a Transformer from nothing in a few minutes on a CPU, translate, save, reload.
 
 The language pair is number words, English to German: "three hundred and forty-two" becomes
-"dreihundertzweiundvierzig". Tens and units change places, and words are joined.
-The model therefore has to learn real reordering. Every answer can be checked exactly.
+"dreihundertzweiundvierzig". Tens and units change places, and words are joined. The model therefore
+has to learn real reordering. Every answer can be checked exactly.
 
     python examples/quickstart.py
 """

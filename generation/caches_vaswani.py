@@ -80,12 +80,12 @@ class TargetCache:
 
     The hypotheses of a sentence share one list of positions, and a mask tells which positions are
     the past of a hypothesis. A choice of hypotheses changes only the mask; keys and values are not
-    copied. When the list is full, positions without a descendant are dropped.
+    copied.
 
     `keys` are (L, B, H, N, d_k), and `values` (L, B, H, N, d_v). `past` is (B, K, N), 0 at a
     hypothesis' past and -inf elsewhere; None means that all see the same. `used` counts the
-    positions in use, and `room` is their limit. When the limit is reached, positions without a
-    descendant (dead ends) are dropped.
+    positions in use, and `room` is their limit. At the limit, positions without a descendant (dead
+    ends) are dropped.
 
     Args:
         shape: (L, B, H).

@@ -127,7 +127,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
     # The fast search replaces this method, so an overridden method turns the fast search off.
     _prepare_as_written = prepare_inputs_for_generation
 
-    def _fast_search(
+    def _limits_and_rules(
         self,
         prompt: torch.Tensor,
         logits_processor: Any,
@@ -170,7 +170,7 @@ class VaswaniCausalGenerationMixin(VaswaniGenerationMixin):
                 counted = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
             if positions.shape[-1] != prompt.shape[1] or not bool((positions == counted).all()):
                 raise NotCovered("position_ids of the call")
-        return super()._fast_search(
+        return super()._limits_and_rules(
             prompt, logits_processor, stopping_criteria, config, model_kwargs, **outside
         )
 

@@ -361,7 +361,7 @@ def _modules_read(roots: Sequence[Any]) -> list[nn.Module]:
     (layers,) = roots
     found = [layers]
     for layer in layers:
-        attentions = filter(None, (layer.self_attn, _source_attention(layer)))
+        attentions = layer.self_attn, _source_attention(layer)  # the latter may be None
         found += (layer, *attentions, layer.activation_fn, *_norms_of(layer).values())
         for linears in _products_of(layer).values():
             found += linears

@@ -171,16 +171,36 @@ def weights_are_dense(root: Any) -> bool:
     )
 
 
+def check_sources(sources: int, prompts: int, num_beams: int = 1) -> None:
+    """Refuse sources whose number is not that of the prompts, if transformers would fail.
+
+    Raises:
+        NotCovered: greedy search or sampling continues several prompts of one source.
+        ValueError: the numbers differ otherwise.
+    """
+    if sources == prompts:
+        return
+    if sources == 1 == num_beams:
+        raise NotCovered("one source of several prompts")
+    raise ValueError(
+        f"generate has {sources} source{'s' if sources > 1 else ''}, but {prompts} prompts "
+        "(decoder_input_ids): pass one for each source"
+        f"{', or several prompts of one source with num_beams=1' if sources == 1 else ''}."
+    )
+
+
 def stack_modules(stack: Any) -> list[torch.nn.Module]:
     """List an encoder or a decoder, its layers, and their attention."""
     found = [stack, *stack.layers]
     for layer in stack.layers:
-        found += filter(None, (layer.self_attn, getattr(layer, "encoder_attn", None)))
+        attentions = layer.self_attn, getattr(layer, "encoder_attn", None)
+        found += [attention for attention in attentions if attention is not None]
     return found
 
 
 __all__ = [
     "NotCovered",
+    "check_sources",
     "class_replaced",
     "covers_attention",
     "hooks_are_passive",

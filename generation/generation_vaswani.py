@@ -27,6 +27,7 @@ from .beam_vaswani import FILL
 from .compiled_vaswani import CompiledEncoder
 from .coverage_vaswani import (
     NotCovered,
+    check_sources,
     class_replaced,
     covers_attention,
     hooks_are_passive,
@@ -61,7 +62,6 @@ logger = logging.get_logger(__name__)
 
 _SLOWER = "transformers' search runs, which takes longer. The fast search does not cover: %s."
 _CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
-_UNEQUAL = "generate has {} sources, but {} prompts (decoder_input_ids): pass one for each source."
 # Modes that the fast search may cover.
 _FAST_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
@@ -116,7 +116,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         A call without `attention_mask` masks the padding, as decoders of transformers do.
         """
         refuse_packed(kwargs)
-        check_types(inputs, generation_config)
+        check_types({"inputs": inputs, **kwargs}, generation_config)
         for settings in (kwargs, vars(generation_config or self.generation_config)):
             check_tokens(settings)
         mask = self._mask_of_padding(inputs, generation_config, kwargs)
@@ -125,7 +125,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         lengths = self._source_lengths(inputs, kwargs)
         prompts = kwargs.get("decoder_input_ids")
         if prompts is not None and len(lengths) not in (1, len(prompts)):
-            raise ValueError(_UNEQUAL.format(len(lengths), len(prompts)))
+            check_sources(len(lengths), len(prompts))
         rule = self._length_rule_of_call(generation_config, kwargs)
         if rule is not None:
             prompt = self._prompt_length(generation_config, kwargs)
@@ -211,12 +211,15 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> tuple[float, int] | None:
         """Return the factor and offset that limit a sentence by its source; None without a limit.
 
-        `max_length` or `max_new_tokens` of the call replace this limit. In the model's generation
-        config they do not, because Seq2SeqTrainer writes `max_length` there.
+        `max_length` or `max_new_tokens` of the call replace this limit, and so does a
+        `max_new_tokens` in the model's generation config. A `max_length` there does not, because
+        Seq2SeqTrainer writes one.
         """
         for name in ("max_length", "max_new_tokens"):
             if first_setting(name, kwargs, given) is not None:
                 return None
+        if "max_new_tokens" not in kwargs and self.generation_config.max_new_tokens is not None:
+            return None
         return length_rule(
             self._setting_of_call("max_length_factor", given, kwargs),
             self._setting_of_call("max_length_offset", given, kwargs),
@@ -271,7 +274,8 @@ class VaswaniGenerationMixin(GenerationMixin):
         `VaswaniGenerationConfig` reads the model's settings, because it knows the paper's names.
         """
         if generation_config is not None:
-            prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+            given = VaswaniGenerationConfig.of(generation_config)
+            prepared, model_kwargs = super()._prepare_generation_config(given, **kwargs)
             check_search(prepared)
             if getattr(prepared, "_limited_by_source", False):
                 prepared.max_new_tokens = None
@@ -292,13 +296,21 @@ class VaswaniGenerationMixin(GenerationMixin):
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: Any, generation_mode_kwargs: dict[str, Any]
     ) -> None:
-        if "streamer" in generation_mode_kwargs and generation_mode == GenerationMode.BEAM_SEARCH:
+        beams = generation_mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+        if "streamer" in generation_mode_kwargs and beams:
             raise ValueError(
                 "A streamer shows each token at once, but beam search chooses tokens at the end: "
                 f"pass num_beams=1 (this call has num_beams={generation_config.num_beams})."
             )
         super()._validate_generation_mode(
             generation_mode, generation_config, generation_mode_kwargs
+        )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching, which `generate_batch` starts too."""
+        raise NotImplementedError(
+            f"{type(self).__name__} supports no continuous batching (generate_batch), because its "
+            "packed batches take no cache: call generate with a padded batch."
         )
 
     @functools.wraps(GenerationMixin.compute_transition_scores)
@@ -339,7 +351,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         if (arguments := config._cache_arguments) is not None:
             super()._prepare_cache_for_generation(config, model_kwargs, *arguments)
 
-    def _fast_search(
+    def _limits_and_rules(
         self,
         prompt: torch.Tensor,
         logits_processor: Any,
@@ -359,7 +371,8 @@ class VaswaniGenerationMixin(GenerationMixin):
             NotCovered: transformers' search must run.
             ValueError: sources and prompts differ in number.
         """
-        self._check_sources(prompt, config, model_kwargs)
+        if (encoded := model_kwargs.get("encoder_outputs")) is not None:
+            check_sources(len(encoded[0]) // config.num_beams, len(prompt), config.num_beams)
         given = {name for name, value in model_kwargs.items() if value is not None}
         rules = token_rules(logits_processor, prompt.shape[1], config)
         uncovered = {
@@ -404,18 +417,6 @@ class VaswaniGenerationMixin(GenerationMixin):
             elif type(criterion) is not MaxLengthCriteria:
                 raise NotCovered(type(criterion).__name__)
         return limits - prompt.shape[1], rules
-
-    @staticmethod
-    def _check_sources(prompt: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> None:
-        """Refuse sources whose number is not that of the prompts, if transformers would fail."""
-        encoded = model_kwargs.get("encoder_outputs")
-        if encoded is None:  # a language model
-            return
-        sources = len(encoded[0]) // config.num_beams
-        if sources == 1 != len(prompt) and config.num_beams == 1:
-            raise NotCovered("one source of several prompts")
-        if sources != len(prompt):
-            raise ValueError(_UNEQUAL.format(sources, len(prompt)))
 
     def _runs_as_written(self) -> bool:
         """Tell whether the fast search computes what the modules' own `forward` would compute.
@@ -475,7 +476,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         prompt = input_ids[:: config.num_beams]
         logits_processor = force_end_at_own_limit(logits_processor, stopping_criteria)
         try:
-            limits, rules = self._fast_search(
+            limits, rules = self._limits_and_rules(
                 prompt,
                 logits_processor,
                 stopping_criteria,
@@ -529,7 +530,7 @@ class VaswaniGenerationMixin(GenerationMixin):
         config = generation_config
         logits_processor = force_end_at_own_limit(logits_processor, stopping_criteria)
         try:
-            limits, rules = self._fast_search(
+            limits, rules = self._limits_and_rules(
                 input_ids,
                 logits_processor,
                 stopping_criteria,

@@ -1,8 +1,9 @@
 """Linear layers and embeddings with int8 weights, and their products on CPUs.
 
-Each row of a weight, which is an output channel, has a scale: the weight is its int8 values times
-that scale. A product rounds each row of states to integers too, with a scale of its own: to 8 bits
-on CPUs with VNNI or AMX, and to 7 bits on others, where sums of 8-bit products overflow.
+Each row of a weight, which is an output channel, has a scale. The weight is its int8 values times
+that scale. A product rounds each row of states to integers too, with a scale for each row. CPUs
+with VNNI or AMX round to 8 bits. Other CPUs round to 7 bits, because sums of 8-bit products
+overflow there.
 
 The sums of a product are exact integers. The result for a row therefore depends neither on the
 other rows nor on the kernel that computes it.

@@ -63,11 +63,15 @@ def library() -> Any:
     # On Linux, the kernels and torch use the same OpenMP, so both share their threads.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or " aes" not in _cpu():
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT" or " aes" not in cpu_description():
         return None  # the kernels need AVX2 and AES
     flags = [*_FLAGS, *_forbidden_instructions()]
     files = sorted(_FOLDER.glob("*.[ch]"))
-    text = b"".join(file.read_bytes() for file in files) + " ".join([*flags, _cpu()]).encode()
+    # A home folder may serve machines with different CPUs.
+    text = (
+        b"".join(file.read_bytes() for file in files)
+        + " ".join([*flags, cpu_description()]).encode()
+    )
     name = f"kernels-{hashlib.sha256(text).hexdigest()[:16]}.so"
     cached = Path(constants.HF_HOME) / "vaswani" / name
     if (kernels := _load_kept(cached)) is not None:
@@ -218,12 +222,16 @@ def _forbidden_instructions() -> list[str]:
         elif "avx512_core_vnni" in limits:
             unwanted = {"avx512_bf16"}
     # Older compilers do not know these flags, and older CPUs do not need them.
-    flags += [f"-mno-{name.replace('_', '')}" for name in sorted(unwanted) if f" {name}" in _cpu()]
+    flags += [
+        f"-mno-{name.replace('_', '')}"
+        for name in sorted(unwanted)
+        if f" {name}" in cpu_description()
+    ]
     return flags
 
 
-def _cpu() -> str:
-    """Describe the instructions of this CPU, because a home folder may serve several machines.
+def cpu_description() -> str:
+    """Describe the model and the instructions of this CPU.
 
     The text is empty in a sandbox that does not tell.
     """
@@ -320,16 +328,28 @@ def can_train(*tensors: torch.Tensor) -> bool:
     """
     if torch.compiler.is_compiling():  # first, because the compiler cannot trace the others
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch._C._len_torch_dispatch_stack() or is_transformed(*tensors):
         return False
     plain = all(
         tensor.is_cpu
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.dtype == tensors[0].dtype
-        and unpack_dual(tensor).tangent is None
         for tensor in tensors
     )
     return plain and tensors[0].dtype in COMPUTED and library() is not None
+
+
+def is_transformed(*tensors: torch.Tensor) -> bool:
+    """Tell whether torch.func transforms this call, or a tensor has a forward-mode tangent.
+
+    Our autograd functions support neither. With a `setup_context`, they would support torch.func,
+    but each normal call would take longer.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.compiler.is_compiling():  # the compiler cannot trace the rest
+        return False
+    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def address(values: torch.Tensor) -> int:
@@ -350,7 +370,9 @@ __all__ = [
     "as_stored",
     "can_compute",
     "can_train",
+    "cpu_description",
     "is_as_stored",
+    "is_transformed",
     "kernel_signatures",
     "library",
     "threads_of_training",

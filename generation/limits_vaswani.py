@@ -46,6 +46,24 @@ def length_limits(lengths: torch.Tensor, factor: float, offset: int) -> torch.Te
     return torch.tensor(limits, device=lengths.device)
 
 
+def real_tokens(
+    tokens: torch.Tensor, ends: list[int] | int, limits: torch.Tensor | None
+) -> torch.Tensor:
+    """Mark generated tokens (B, T) up to the first end token, or up to the sentence's limit.
+
+    Args:
+        tokens: (B, T) tokens after the decoder prompt.
+        ends: the end tokens. The first one in a sentence is marked too.
+        limits: (B,) as `length_limits` returns them; None means no limits.
+    """
+    is_end = torch.isin(tokens, torch.as_tensor(ends, dtype=torch.long, device=tokens.device))
+    real = is_end.cumsum(dim=1) - is_end.long() == 0
+    if limits is not None:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        real &= places < limits.to(tokens.device)[:, None]
+    return real
+
+
 def check_position_limit(sentence: str, length: int, limit: int | None) -> None:
     """Refuse a sentence that has more tokens than the model has learned positions.
 
@@ -131,4 +149,5 @@ __all__ = [
     "force_end_at_own_limit",
     "length_limits",
     "length_rule",
+    "real_tokens",
 ]

@@ -18,7 +18,6 @@ import functools
 import platform
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch import nn
 
 from .coverage_vaswani import class_replaced
 from .int8_vaswani import Int8Linear, PackedInt8, compiled_rounding, multiplies_exactly
-from .library_vaswani import as_stored, library
+from .library_vaswani import as_stored, cpu_description, library
 from .products_vaswani import Panels, Product, can_pack, same_bytes
 from .snapshots_vaswani import Snapshot
 
@@ -227,7 +226,10 @@ def _copy_children(
     """Copy a module with all modules in it, as `_copy` does."""
     children, is_prepared = {}, False
     for name, child in module._modules.items():
-        children[name], has_prepared = _copy(child, can_copy, replace) if child else (child, False)
+        has_prepared = False
+        if child is not None:  # a module that torch.compile wrapped has no truth value
+            child, has_prepared = _copy(child, can_copy, replace)
+        children[name] = child
         is_prepared = is_prepared or has_prepared
     copied = object.__new__(type(module))
     vars(copied).update(_registries(module), _modules=children)
@@ -407,15 +409,7 @@ def _few_rows(dtype: torch.dtype) -> int:
     """Return the number of rows up to which a product without packing is as fast."""
     if dtype != torch.float32 or not torch.backends.mkl.is_available():
         return 0
-    return _FEW_ROWS if "GenuineIntel" in _cpu_info() else 0
-
-
-def _cpu_info() -> str:
-    """Describe the CPU; the text may be empty."""
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return platform.processor()
+    return _FEW_ROWS if "Intel" in (cpu_description() or platform.processor()) else 0
 
 
 @functools.cache

@@ -4,6 +4,7 @@ transformers 5 has no task "translation". Importing the package registers this c
 the package, transformers finds the class through `custom_pipelines` in config.json.
 """
 
+import copy
 import itertools
 import os
 import sys
@@ -20,7 +21,7 @@ from transformers.utils import logging
 from ..configuration.places_vaswani import check_model_type
 from ..tokenization.kinds_vaswani import lone_surrogate
 from .batches_vaswani import batches_by_length
-from .limits_vaswani import check_position_limit, length_limits
+from .limits_vaswani import check_position_limit, length_limits, real_tokens
 from .settings_vaswani import first_setting
 
 _PROGRESS_AFTER = 5  # seconds of work after which a progress bar appears
@@ -135,7 +136,7 @@ class VaswaniTranslationPipeline(Pipeline):
         settings = {"batch_size": self._batch_size, **settings}
         batching, generating, _ = self._sanitize_parameters(**settings)
         batching = {**self._preprocess_params, **batching}
-        generating = {**self._forward_params, **generating}
+        generating = {**self._defaults(generating), **generating}
         if isinstance(inputs, str):
             return next(self._translated([inputs], generating, **{**batching, "progress": False}))
         iterable = hasattr(inputs, "__iter__") or hasattr(inputs, "__getitem__")
@@ -150,6 +151,17 @@ class VaswaniTranslationPipeline(Pipeline):
         if self._translations_per_line(generating) == 1:
             return [translation for (translation,) in results]
         return list(results)
+
+    def _defaults(self, generating: dict[str, Any]) -> dict[str, Any]:
+        """Return the pipeline's own settings of `generate`, without those that a call overrides."""
+        config = generating.get("generation_config")
+        limits = ("max_length", "max_new_tokens")
+        replaced = {
+            name for name in self._forward_params if getattr(config, name, None) is not None
+        }
+        if any(first_setting(name, generating, config) is not None for name in limits):
+            replaced.update(limits)
+        return {name: own for name, own in self._forward_params.items() if name not in replaced}
 
     def _translated(
         self,
@@ -232,24 +244,26 @@ class VaswaniTranslationPipeline(Pipeline):
 
         `output_scores` in the result tells whether the search needs this setting to return scores.
         """
-        generating["return_dict_in_generate"] = return_scores
+        outputs = {"return_dict_in_generate": return_scores}
+        if generating.get("output_scores"):
+            outputs["output_scores"] = generating.pop("output_scores")
         with self.model.evaluating():
-            output = self.model.generate(**inputs, **generating)
+            output = self.model.generate(**inputs, **_with_settings(generating, outputs))
             if not return_scores:
                 return {"sequences": output}
             # transformers' beam search returns no scores without output_scores. Our faster search
             # does, so only a search by transformers runs again.
             beams = isinstance(output, GenerateBeamEncoderDecoderOutput)
             if beams and output.sequences_scores is None:
-                generating["output_scores"] = True
-                output = self.model.generate(**inputs, **generating)
+                outputs["output_scores"] = True
+                output = self.model.generate(**inputs, **_with_settings(generating, outputs))
         scores = output.get("sequences_scores")
         if scores is None:  # greedy search and sampling return no scores
             scores = self._forced_scores(inputs, output.sequences, generating)
         return {
             "sequences": output.sequences,
             "scores": scores,
-            "output_scores": generating.get("output_scores"),
+            "output_scores": outputs.get("output_scores"),
         }
 
     def _forced_scores(
@@ -272,7 +286,13 @@ class VaswaniTranslationPipeline(Pipeline):
         tokens = sequences[:, prompt_length:]
         real = self._real_tokens(tokens, repeated, generating)
         repeated["decoder_input_ids"] = sequences
-        return model._continuation_scores(repeated, prompt_length, real, generating, given)
+        # None in the call switches the paper's penalty off.
+        off = {"length_penalty": 1.0, "length_penalty_type": "hf"}
+        call = {
+            **generating,
+            **{name: off[name] for name in off if generating.get(name, 0) is None},
+        }
+        return model._continuation_scores(repeated, prompt_length, real, call, given)
 
     def _real_tokens(
         self, tokens: torch.Tensor, inputs: dict[str, torch.Tensor], generating: dict[str, Any]
@@ -285,13 +305,9 @@ class VaswaniTranslationPipeline(Pipeline):
         eos = first_setting("eos_token_id", generating, given, defaults)
         if eos is None or generating.get("eos_token_id", eos) is None:
             eos = []  # None in the call switches the default off
-        ends = torch.isin(tokens, torch.as_tensor(eos, dtype=torch.long, device=tokens.device))
-        real = ends.cumsum(dim=1) - ends.long() == 0  # the first end token is real
         rule = self.model._length_rule_of_call(given, generating)
-        if rule is not None:
-            limits = length_limits(inputs["attention_mask"].sum(dim=1), *rule)
-            places = torch.arange(tokens.shape[1], device=tokens.device)
-            real &= places < limits.to(tokens.device)[:, None]
+        lengths = inputs["attention_mask"].sum(dim=1)
+        real = real_tokens(tokens, eos, None if rule is None else length_limits(lengths, *rule))
         if any(first_setting(name, generating, given, defaults) for name in _OWN_STOPS):
             pad = first_setting("pad_token_id", generating, given, defaults)
             filled = tokens == (-1 if pad is None else pad)
@@ -368,6 +384,18 @@ def _entries(settings: dict[str, torch.Tensor], lines: list[int]) -> dict[str, A
     if "decoder_start_token_id" in chosen:
         chosen["decoder_start_token_id"] = chosen["decoder_start_token_id"].tolist()
     return chosen
+
+
+def _with_settings(generating: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
+    """Add settings to those of a call: to a copy of its generation config, if there is one.
+
+    transformers warns of a config beside single settings.
+    """
+    if (given := generating.get("generation_config")) is None:
+        return {**generating, **outputs}
+    config = copy.deepcopy(given)
+    config.update(**outputs)
+    return {**generating, "generation_config": config}
 
 
 __all__ = ["VaswaniTranslationPipeline"]

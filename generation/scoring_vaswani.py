@@ -298,11 +298,11 @@ class VaswaniScoringMixin:
                     "pass target_tokenizer."
                 ) from error
             if found:
-                reader = type(tokenizer).from_pretrained(
+                loaded = type(tokenizer).from_pretrained(
                     folder, subfolder="target_tokenizer", **origin
                 )
-                if not shared or _have_same_tokens(tokenizer, reader, config.vocab_size):
-                    return reader
+                if not shared or _have_same_tokens(tokenizer, loaded, config.vocab_size):
+                    return loaded
         if shared or config.vocab_size == config.decoder_vocab_size:
             return tokenizer
         raise ValueError(
@@ -367,8 +367,8 @@ class VaswaniScoringMixin:
         max_tokens: int,
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the index and the attention to the source (T, S) of each pair, in any order."""
-        reader = sharing_copy(self)  # hooks on the model itself would disturb other threads
-        layers = reader.model.decoder.layers
+        copied = sharing_copy(self)  # hooks on the model itself would disturb other threads
+        layers = copied.model.decoder.layers
         head_count = self.config.decoder_attention_heads
         layer_numbers = [layer] if isinstance(layer, int) else layer
         chosen_layers = [
@@ -376,8 +376,8 @@ class VaswaniScoringMixin:
         ]
         chosen_heads = indices_among("heads", heads, head_count, "heads")
         for rows, inputs, _ in self._forced_batches(pairs, max_tokens):
-            with reader.evaluating():
-                weights = reader._source_attention(inputs, chosen_layers, chosen_heads)
+            with copied.evaluating():
+                weights = copied._source_attention(inputs, chosen_layers, chosen_heads)
             for row, weight in zip(rows, weights.cpu(), strict=True):  # (T, S) with padding
                 source, target = map(len, pairs[row])
                 yield row, weight[:target, :source]
@@ -440,8 +440,8 @@ class VaswaniScoringMixin:
             return tokenizer(texts)["input_ids"]
 
         def read_target(texts: list[str]) -> Any:
-            reader = target_tokenizer or self.target_tokenizer(tokenizer)
-            return reader(text_target=texts)["input_ids"]
+            of_targets = target_tokenizer or self.target_tokenizer(tokenizer)
+            return of_targets(text_target=texts)["input_ids"]
 
         readers = (read_source, read_target) if tokenizer is not None else (None, None)
         source_ids = self._token_ids("sources", sources, readers[0], config.vocab_size)

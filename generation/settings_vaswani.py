@@ -20,6 +20,11 @@ _TOKENS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id"),
 )
+# Arguments of `generate` that are tensors.
+_TENSORS = (
+    *("inputs", "input_ids", "attention_mask", "inputs_embeds"),
+    *("decoder_input_ids", "decoder_attention_mask"),
+)
 
 
 def first_setting(name: str, *places: Any) -> Any:
@@ -180,16 +185,24 @@ def refuse_packed(inputs: dict[str, Any]) -> None:
             )
 
 
-def check_types(inputs: Any, generation_config: Any) -> None:
-    """Refuse lists and dictionaries, which transformers does not name in its errors."""
-    for name, value, kind, way in (
-        ("inputs", inputs, torch.Tensor, "torch.tensor(inputs)"),
-        ("generation_config", generation_config, GenerationConfig, "GenerationConfig(**settings)"),
-    ):
-        if value is not None and not isinstance(value, kind):
+def check_types(inputs: dict[str, Any], generation_config: Any) -> None:
+    """Refuse lists and dictionaries, which transformers does not name in its errors.
+
+    Raises:
+        TypeError: names the argument, its type and the way out.
+    """
+    for name in _TENSORS:
+        value = inputs.get(name)
+        if value is not None and not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"{name} must be a {kind.__name__}, not a {type(value).__name__}: pass {way}."
+                f"{name} must be a Tensor, not a {type(value).__name__}: pass "
+                'return_tensors="pt" to the tokenizer, or wrap the numbers in torch.tensor.'
             )
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise TypeError(
+            "generation_config must be a GenerationConfig, not a "
+            f"{type(generation_config).__name__}: pass GenerationConfig(**settings)."
+        )
 
 
 def _is_whole(number: Any) -> bool:
@@ -214,6 +227,13 @@ class VaswaniGenerationConfig(GenerationConfig):
         self.max_length_offset = kwargs.pop("max_length_offset", None)
         self.max_length_factor = kwargs.pop("max_length_factor", None)
         super().__init__(**kwargs)
+
+    @classmethod
+    def of(cls, settings: GenerationConfig) -> "VaswaniGenerationConfig":
+        """Copy a plain GenerationConfig, whose settings of None stay unset."""
+        copied = cls()
+        vars(copied).update(vars(settings))
+        return copied
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ class Listed(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """The hypotheses of a step."""
+    """The hypotheses of a step, or the tokens of an encoder's sentences."""
 
     _fields_ = (
         *((name, COUNT) for name in ("rows", "beams", "width", "heads", "d_k", "d_v")),
@@ -71,7 +71,7 @@ class Batch(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A layer of the decoder."""
+    """A layer of the decoder, or of the encoder, which has no source."""
 
     PRODUCTS = ("past_qkv", "past_output", "source_query", "source_output", "fc1", "fc2")
     NORMS = ("past_norm", "source_norm", "final_norm")

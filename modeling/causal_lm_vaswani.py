@@ -165,13 +165,6 @@ class VaswaniForCausalLM(LanguageHead, VaswaniDecoderPreTrainedModel, VaswaniCau
         )
         self.post_init()
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching, which `generate_batch` starts too."""
-        raise NotImplementedError(
-            f"{type(self).__name__} supports no continuous batching (generate_batch), because its "
-            "packed batches take no cache: call generate with a batch of padded prompts."
-        )
-
     @can_return_tuple
     def forward(
         self,

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional as F  # noqa: N812
+
+from ..generation.library_vaswani import is_transformed
 
 # On a CPU, PyTorch draws a random number for each element, which takes longer than the products of
 # a layer. Here, a number of 64 bits serves four elements, with 16 bits each.
@@ -35,19 +36,6 @@ class _CheapDropout(torch.autograd.Function):
         if is_batched(gradient):  # `mul_` cannot multiply such gradients
             return kept * gradient * ctx.scale, None
         return kept.mul_(gradient).mul_(ctx.scale), None
-
-
-def is_transformed(*tensors: torch.Tensor) -> bool:
-    """Tell whether torch.func transforms this call, or a tensor has a forward-mode tangent.
-
-    Our autograd functions support neither. With a `setup_context`, they would support torch.func,
-    but each normal call would take longer.
-    """
-    if torch._C._are_functorch_transforms_active():
-        return True
-    if torch.compiler.is_compiling():  # the compiler cannot trace the rest
-        return False
-    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def is_batched(gradient: torch.Tensor) -> bool:

@@ -20,9 +20,10 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from ..configuration.configuration_vaswani import VaswaniConfig, refuse_other_config
 from ..configuration.siblings_vaswani import VaswaniEncoderConfig
-from .dropout_vaswani import drop_out, is_transformed
+from .dropout_vaswani import drop_out
 from .encoder_vaswani import VaswaniEncoderModel
 from .language_head_vaswani import LanguageHead
+from .loss_vaswani import are_readable, check_labels
 from .modeling_vaswani import VaswaniPreTrainedModel
 from .packing_vaswani import Packing, takes_packed_batches
 
@@ -134,25 +135,12 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
     def check_classes(self, labels: torch.Tensor) -> None:
         """Check that every integer label on the CPU is a class number, or -100 (ignored).
 
-        A compiler or torch.func cannot trace the check, so they skip it.
-
         Raises:
             ValueError: a label is neither -100 nor the number of a class.
         """
-        classes = _number_of_classes(self.config)
-        if labels.is_floating_point() or not _are_readable(labels):
-            return
-        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= classes))]
-        if wrong.numel():
-            raise ValueError(
-                f"Label {wrong[0].item()} is outside the {classes} classes: set num_labels to the "
-                "number of classes when the model is made or loaded."
-            )
-
-
-def _are_readable(labels: torch.Tensor) -> bool:
-    """Tell whether Python can branch on the values of labels without waiting for a GPU."""
-    return labels.is_cpu and not torch.compiler.is_compiling() and not is_transformed()
+        if not labels.is_floating_point():
+            advice = "classes: set num_labels to the number of classes when the model is made or "
+            check_labels(labels, _number_of_classes(self.config), f"{advice}loaded.")
 
 
 class VaswaniForSequenceClassification(VaswaniClassifier):
@@ -251,7 +239,7 @@ class VaswaniForSequenceClassification(VaswaniClassifier):
                 f"{classes} classes: pass floats (0 or 1) of shape (B, {classes}), or "
                 "integers of shape (B,) if a sequence has one class."
             )
-        if _are_readable(labels) and ((labels < 0) | (labels > 1)).any():
+        if are_readable(labels) and ((labels < 0) | (labels > 1)).any():
             wrong = labels[(labels < 0) | (labels > 1)][0].item()
             raise ValueError(
                 f"Label {wrong:g} is not between 0 and 1: a sequence has a class (1) or not (0)."

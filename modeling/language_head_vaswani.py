@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ..generation.coverage_vaswani import class_replaced
-from .dropout_vaswani import is_transformed
-from .loss_vaswani import chunked_cross_entropy, divergence
+from ..generation.library_vaswani import is_transformed
+from .loss_vaswani import check_labels, chunked_cross_entropy, divergence
 
 # Their hooks gather a module's weight before it is used, and change no result.
 _SHARDING_LIBRARIES = ("torch.distributed.", "deepspeed.")
@@ -111,13 +111,8 @@ class LanguageHead:
         labels = labels.to(hidden_states.device, torch.long)
         # Adapters wrap the head. Without logits, it is a plain layer.
         size = self.lm_head.out_features if logits is None else logits.shape[-1]
-        if labels.is_cpu and not torch.compiler.is_compiling() and not is_transformed():
-            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= size))]
-            if wrong.numel():
-                raise ValueError(
-                    f"Label {wrong[0].item()} is outside the {size} entries of the target "
-                    "vocabulary: mark positions to ignore by -100."
-                )
+        advice = "entries of the target vocabulary: mark positions to ignore by -100."
+        check_labels(labels, size, advice)
         epsilon = self.config.label_smoothing if self.training else 0.0
         if logits is None:
             total = chunked_cross_entropy(

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ..generation.library_vaswani import FLOATS, address, can_train, library, threads_of_training
+from ..generation.library_vaswani import (
+    FLOATS,
+    address,
+    can_train,
+    is_transformed,
+    library,
+    threads_of_training,
+)
 from .training_products_vaswani import multiply_matrices
 
 # Most bytes of a chunk's logits.
@@ -22,6 +29,32 @@ _CHUNK_ON_CPU, _CHUNK_ELSEWHERE = 2**27, 2**28
 _CHUNK_IN_CACHE = 2**24
 _MULTIPLE = 64  # rows of a chunk are a multiple of this, where a new number of rows costs time
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
+
+
+def check_labels(labels: torch.Tensor, count: int, advice: str) -> None:
+    """Check that labels on the CPU are numbers below `count`, or -100 (ignored).
+
+    Args:
+        labels: integers of any shape.
+        count: entries of the vocabulary, or classes.
+        advice: follows the count in the error.
+
+    Raises:
+        ValueError: a label is neither -100 nor such a number.
+    """
+    if not are_readable(labels):
+        return
+    wrong = labels[(labels != -100) & ((labels < 0) | (labels >= count))]
+    if wrong.numel():
+        raise ValueError(f"Label {wrong[0].item()} is outside the {count} {advice}")
+
+
+def are_readable(labels: torch.Tensor) -> bool:
+    """Tell whether Python can branch on the values of labels, without waiting for a GPU.
+
+    A compiler or torch.func cannot trace such a branch.
+    """
+    return labels.is_cpu and not torch.compiler.is_compiling() and not is_transformed()
 
 
 def chunked_cross_entropy(
@@ -278,11 +311,11 @@ def _compiled_losses(
     targets, threads = targets.contiguous(), min(threads_of_training(), tokens)
     losses = torch.empty(tokens, dtype=torch.float64, device="cpu")
     room = None if logits.dtype == torch.float32 else torch.empty(threads, vocab_size, **FLOATS)
-    could = library().smooth_loss(
+    computed = library().smooth_loss(
         *(address(logits), tokens, vocab_size, address(targets), epsilon),
         *(None if room is None else address(room), address(losses), threads),
     )
-    return losses if could else None
+    return losses if computed else None
 
 
 def _loss_and_gradient_of_two(

@@ -1,9 +1,9 @@
 """Packed batches: the sentences of a batch are concatenated, without padding.
 
 All position-wise parts of the network compute (1, N, D), the states of N real tokens. Only
-attention needs the boundaries of sentences. Attention reads the boundaries from a
-`Packing`, which replaces the mask of a padded batch. The inputs of a packed batch have the names of
-transformers' DataCollatorWithFlattening, with the prefix `decoder_` on the target side.
+attention needs the boundaries of sentences. Attention reads the boundaries from a `Packing`, which
+replaces the mask of a padded batch. The inputs of a packed batch have the names of transformers'
+DataCollatorWithFlattening, with the prefix `decoder_` on the target side.
 
 Shapes: B sentences, N tokens of one side, T tokens of the longest sentence, D = d_model.
 """

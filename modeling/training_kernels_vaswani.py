@@ -22,11 +22,12 @@ from ..generation.library_vaswani import (
     address,
     as_stored,
     can_train,
+    is_transformed,
     library,
     threads_of_training,
 )
 from ..generation.linear_vaswani import is_changed
-from .dropout_vaswani import is_batched, is_transformed
+from .dropout_vaswani import is_batched
 from .packing_vaswani import PackedMask
 
 _LANES = 16  # floats of the widest vector

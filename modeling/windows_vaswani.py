@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .dropout_vaswani import is_transformed
+from ..generation.library_vaswani import is_transformed
 
 # Tokens of a window on either side. In wider windows, the scores between sentences, which the mask
 # hides, take more time than the joined products save.
@@ -26,34 +26,34 @@ _SIMILAR = 0.8  # least size of a window in a group of wider windows, as a share
 
 
 class _SelectRows(torch.autograd.Function):
-    """Select rows by `there`; the gradient is selected by `back`, not summed as by index_select."""
+    """Select rows by `index`. The gradient is selected by `inverse`, which is faster than a sum."""
 
     @staticmethod
     def forward(
         ctx: Any,
         states: torch.Tensor,
-        there: torch.Tensor,
-        back: torch.Tensor,
+        index: torch.Tensor,
+        inverse: torch.Tensor,
         ignored: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.back, ctx.ignored = back, ignored
-        return states.index_select(0, there)
+        ctx.inverse, ctx.ignored = inverse, ignored
+        return states.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        selected = gradient.index_select(0, ctx.back)
+        selected = gradient.index_select(0, ctx.inverse)
         if ctx.ignored is not None:
             selected = selected.masked_fill(ctx.ignored, 0.0)
         return selected, None, None, None
 
 
 def _select(
-    states: torch.Tensor, there: torch.Tensor, back: torch.Tensor, ignored: torch.Tensor | None
+    states: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, ignored: torch.Tensor | None
 ) -> torch.Tensor:
     """Select rows, by an operator of torch in torch.func. Rows of padding have no gradient."""
     if is_transformed():
-        return states.index_select(0, there)
-    selected: torch.Tensor = _SelectRows.apply(states, there, back, ignored)
+        return states.index_select(0, index)
+    selected: torch.Tensor = _SelectRows.apply(states, index, inverse, ignored)
     return selected
 
 
@@ -90,11 +90,11 @@ class Side:
         """
         if heads not in self._indices:
             head = torch.arange(heads, device=self.tokens.device)
-            there = self._of_heads(self.tokens * heads, heads, head)
+            to_windows = self._of_heads(self.tokens * heads, heads, head)
             padding = self._of_heads(self.padding, heads)
             inside = self.rows - self.starts
-            back = (self.starts * heads + inside)[:, None] + self.widths[:, None] * head
-            self._indices[heads] = there, back.flatten(), padding[:, None]
+            to_tokens = (self.starts * heads + inside)[:, None] + self.widths[:, None] * head
+            self._indices[heads] = to_windows, to_tokens.flatten(), padding[:, None]
         return self._indices[heads]
 
     def _of_heads(
@@ -114,8 +114,8 @@ class Side:
     def divide(self, states: torch.Tensor) -> list[torch.Tensor]:
         """Divide (N, H, d) into windows: (G * H, Q, d) for each group."""
         heads = states.shape[1]
-        there, back, _ = self.indices(heads)
-        rows = _select(states.reshape(-1, states.shape[2]), there, back, None)
+        to_windows, to_tokens, _ = self.indices(heads)
+        rows = _select(states.reshape(-1, states.shape[2]), to_windows, to_tokens, None)
         parts = rows.split([number * heads * size for number, size in self.sizes])
         return [
             part.view(number * heads, size, -1)
@@ -124,10 +124,10 @@ class Side:
 
     def join(self, parts: Iterable[torch.Tensor], heads: int) -> torch.Tensor:
         """Join (G * H, Q, d) of all groups to (N, H, d), without padding."""
-        there, back, padding = self.indices(heads)
+        to_windows, to_tokens, padding = self.indices(heads)
         rows = [part.flatten(0, 1) for part in parts]
         states = torch.cat(rows) if len(rows) > 1 else rows[0]
-        return _select(states, back, there, padding).unflatten(0, (-1, heads))
+        return _select(states, to_tokens, to_windows, padding).unflatten(0, (-1, heads))
 
 
 class Windows:
@@ -184,16 +184,16 @@ class _Window(NamedTuple):
 def _windows(lengths: list[list[int]]) -> list[_Window]:
     """Fill each window with a long sentence and as many of the shortest as it has room for."""
     order = sorted(range(len(lengths)), key=lambda sentence: -max(lengths[sentence]))
-    windows, first, last = [], 0, len(order)
-    while first < last:
+    windows, first, end = [], 0, len(order)
+    while first < end:
         window, (queries, keys) = [order[first]], lengths[order[first]]
         room, first = max(_WINDOW, queries, keys), first + 1
-        while first < last and room <= LONG:
-            more_queries, more_keys = lengths[order[last - 1]]
+        while first < end and room <= LONG:
+            more_queries, more_keys = lengths[order[end - 1]]
             if max(queries + more_queries, keys + more_keys) > room:
                 break
-            queries, keys, last = queries + more_queries, keys + more_keys, last - 1
-            window.append(order[last])
+            queries, keys, end = queries + more_queries, keys + more_keys, end - 1
+            window.append(order[end])
         windows.append(_Window(window, (queries, keys)))
     return windows
 

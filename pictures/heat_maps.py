@@ -69,9 +69,9 @@ def draw_heat_maps(
 ) -> Picture:
     """Draw maps of the same tokens with one colour scale.
 
-    The figure grows with the sentences up to a limit. Beyond it, cells and type shrink. If type
-    would become too small to read, only every second, third, ... token has a label. The axes of the
-    figure are the maps, then the colour bar.
+    The figure grows with the sentences up to a limit. Above the limit, cells and type shrink. If
+    type would become too small to read, only every second, third, ... token has a label. The axes
+    of the figure are the maps, then the colour bar.
 
     Args:
         maps: titles and weights of the maps, (rows, columns).

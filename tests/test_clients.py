@@ -426,6 +426,8 @@ def test_a_streamer_beside_the_folders_beams_is_told_to_pass_num_beams_1(model, 
     streamer = TextIteratorStreamer(tokenizer, skip_special_tokens=True)
     with pytest.raises(ValueError, match=r"pass num_beams=1.*num_beams=4"):
         model.generate(**source, streamer=streamer)
+    with pytest.raises(ValueError, match="pass num_beams=1"):
+        model.generate(**source, streamer=streamer, do_sample=True)
     model.generate(**source, streamer=streamer, num_beams=1)
     assert "".join(streamer) == "sieben"
 

@@ -334,9 +334,9 @@ def test_a_mask_fits_the_encoded_source_whatever_the_ids_are(tiny_model):
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (
-            {"inputs": [[3, 4]]},
-            r"inputs must be a Tensor, not a list: pass torch\.tensor\(inputs\)",
+        *(
+            ({name: [[3, 4]]}, f'{name} must be a Tensor, not a list: pass return_tensors="pt"')
+            for name in ("inputs", "input_ids", "attention_mask", "decoder_input_ids")
         ),
         ({"generation_config": {"num_beams": 2}}, "must be a GenerationConfig, not a dict"),
     ],
@@ -362,7 +362,7 @@ def test_prompts_of_one_source_are_continued_as_each_alone(tiny_model, searches)
 )
 def test_another_number_of_prompts_than_sources_is_refused(tiny_model, sources, prompts, beams):
     ids, prompt = torch.full((sources, 4), 5), torch.full((prompts, 1), 2)
-    with pytest.raises(ValueError, match=f"has {sources} sources, but {prompts} prompts"):
+    with pytest.raises(ValueError, match=f"has {sources} sources?, but {prompts} prompts"):
         tiny_model(dtype=torch.float32).generate(ids, decoder_input_ids=prompt, num_beams=beams)
 
 

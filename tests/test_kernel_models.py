@@ -366,7 +366,7 @@ class TestLimits:
         for name in ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA"):
             monkeypatch.delenv(name, raising=False)
         flags = "flags : avx2 aes avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8"
-        monkeypatch.setattr(library_vaswani, "_cpu", lambda: flags)
+        monkeypatch.setattr(library_vaswani, "cpu_description", lambda: flags)
 
     @pytest.mark.parametrize(
         ("limits", "flags"),
@@ -396,7 +396,7 @@ class TestLimits:
         assert library_vaswani._forbidden_instructions() == ["-mno-avx512f", "-mno-avxvnni"]
 
     def test_older_compilers_get_no_flags_for_newer_cpus(self, monkeypatch):
-        monkeypatch.setattr(library_vaswani, "_cpu", lambda: "flags : avx2 aes")
+        monkeypatch.setattr(library_vaswani, "cpu_description", lambda: "flags : avx2 aes")
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
         assert library_vaswani._forbidden_instructions() == ["-DNO_TILES"]
 
@@ -561,7 +561,9 @@ class TestCompilation:
         assert "%zmm" not in code
 
     @compiled
-    @pytest.mark.skipif("amx_int8" not in library_vaswani._cpu(), reason="this CPU has no AMX")
+    @pytest.mark.skipif(
+        "amx_int8" not in library_vaswani.cpu_description(), reason="this CPU has no AMX"
+    )
     def test_tiles_can_be_turned_off(self, home, monkeypatch):
         for name in ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA"):
             monkeypatch.delenv(name, raising=False)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from networks import outputs_of
 from transformers import GenerationConfig
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 from vaswani.generation.limits_vaswani import length_limits
 
 from vaswani import VaswaniForConditionalGeneration, VaswaniGenerationConfig
@@ -91,6 +93,17 @@ def test_a_limit_left_in_the_models_config_does_not_cut(endless_model, search):
     model = endless_model()
     model.generation_config.max_length = 20
     assert model.generate(torch.tensor([[3, 4, 2]]), **search).shape[1] == 1 + 3 + 50
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_new_tokens_saved_in_the_models_config_replace_the_rule(endless_model, search):
+    model, source = endless_model(), torch.tensor([[3, 4, 2]])
+    model.generation_config.max_new_tokens = 6
+    assert model.generate(source, **search).shape[1] == 1 + 6
+    config = GenerationConfig(**search)
+    assert model.generate(source, generation_config=config).shape[1] == 1 + 6
+    assert model.generate(source, max_new_tokens=4, **search).shape[1] == 1 + 4
+    assert model.generate(source, max_new_tokens=None, **search).shape[1] == 1 + 3 + 50
 
 
 def test_max_length_offset_can_be_changed_and_switched_off(endless_model):
@@ -182,6 +195,14 @@ def test_a_plain_generation_config_in_the_call_inherits_the_papers_settings(live
     assert not all(found), (
         "the two penalties must differ somewhere for the comparison to mean anything"
     )
+
+
+def test_a_plain_generation_config_without_beams_is_no_reason_to_warn(lively_model):
+    with CaptureLogger(logging.get_logger("transformers")) as log:
+        lively_model().generate(
+            torch.tensor([[3, 4, 2]]), generation_config=GenerationConfig(max_new_tokens=2)
+        )
+    assert log.out == ""
 
 
 def test_eos_token_id_none_never_ends_a_sentence(tiny_model):

@@ -13,6 +13,7 @@ import torch
 from num2words import num2words
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
+from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 from vaswani.generation import pipeline_vaswani
 from vaswani.generation.batches_vaswani import batches_by_length
@@ -53,6 +54,40 @@ def batches(parts, monkeypatch):
 
 def texts(results):
     return [result["translation_text"] for result in results]
+
+
+def test_a_generation_config_of_a_call_overrides_the_pipeline(parts):
+    short = VaswaniTranslationPipeline(*parts, device="cpu", num_beams=4, max_new_tokens=2)
+    (cut,) = texts(short("three hundred"))
+    for call in (
+        {"generation_config": GenerationConfig(num_beams=1, max_new_tokens=20)},
+        {"max_length": 30},
+        {"max_new_tokens": 20},
+    ):
+        with CaptureLogger(logging.get_logger("transformers")) as log:
+            assert texts(short("three hundred", **call)) == ["dreihundert"]
+        assert "deprecated" not in log.out
+    assert cut != "dreihundert"
+
+
+def test_scores_come_with_a_generation_config_too(translator):
+    settings = {"num_beams": 2, "no_repeat_ngram_size": 9}
+    expected = translator(ENGLISH[:2], return_scores=True, **settings)
+    config = GenerationConfig(**settings)
+    with CaptureLogger(logging.get_logger("transformers")) as log:
+        found = translator(ENGLISH[:2], return_scores=True, generation_config=config)
+    assert found == expected
+    assert "deprecated" not in log.out
+    assert config.return_dict_in_generate is None
+
+
+@pytest.mark.parametrize("switched_off", ["length_penalty", "length_penalty_type"])
+def test_a_penalty_that_a_call_switches_off_counts_in_no_score(translator, switched_off):
+    off = {"length_penalty": 1.0, "length_penalty_type": "hf"}[switched_off]
+    settings = {"num_beams": 1, "return_scores": True}
+    (expected,) = translator("seven", **settings, **{switched_off: off})
+    (found,) = translator("seven", **settings, **{switched_off: None})
+    assert found == expected
 
 
 # Creation

@@ -336,6 +336,29 @@ def test_a_subclass_with_a_forward_of_its_own_is_run(tiny_model, source, searche
     assert searches["beam_search"] == 0
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("model", "lm_head", "model.encoder", "model.decoder", "model.decoder.embed_tokens"),
+        *("model.encoder.layers.0", "model.decoder.layers.0", "model.decoder.layers.0.fc1"),
+        *("model.encoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"),
+    ],
+)
+def test_a_part_that_torch_compile_wrapped_is_run(tiny_model, source, part, num_beams):
+    model = tiny_model(dtype=torch.float32)
+    call = {**source, "num_beams": num_beams, "max_new_tokens": 3}
+    expected = model.generate(**call)
+    parent, _, name = part.rpartition(".")
+    parent = model.get_submodule(parent)
+    compiled = torch.compile(getattr(parent, name), backend="eager")
+    if isinstance(parent, torch.nn.ModuleList):
+        parent[int(name)] = compiled
+    else:
+        setattr(parent, name, compiled)
+    assert torch.equal(model.generate(**call), expected)
+
+
 def test_recorded_attentions_leave_the_fast_search_usable(tiny_model, source, searches):
     model = tiny_model()
     model.generate(**source, output_attentions=True, return_dict_in_generate=True)

@@ -270,7 +270,7 @@ def test_the_fast_search_finds_what_transformers_search_finds(
     call = {"input_ids": prompts, "attention_mask": PADDED, "max_new_tokens": 15, **settings}
     if prefix:
         call["prefix_mask"] = PADDED
-    monkeypatch.setattr(type(model), "_fast_search", not_covered)
+    monkeypatch.setattr(type(model), "_limits_and_rules", not_covered)
     wanted = model.generate(**call)
     monkeypatch.undo()
     with monkeypatch.context() as patch:
@@ -311,7 +311,7 @@ def test_dynamically_quantized_language_models_run_the_fast_search(build, prompt
     quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     call = {"input_ids": prompts[:1], "max_new_tokens": 5}
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "_fast_search", not_covered)
+        patch.setattr(type(model), "_limits_and_rules", not_covered)
         wanted = quantized.generate(**call)
     without_transformers_search(monkeypatch)
     assert torch.equal(quantized.generate(**call), wanted)
@@ -335,7 +335,7 @@ def test_a_static_cache_writes_behind_a_prefix_what_a_dynamic_cache_writes(
 ):
     model = build(VaswaniForCausalLM)
     model.set_attn_implementation(attention)
-    monkeypatch.setattr(type(model), "_fast_search", not_covered)
+    monkeypatch.setattr(type(model), "_limits_and_rules", not_covered)
     prefix = PADDED * torch.tensor([1, 1, 1, 1, 0, 0])
     call = {"attention_mask": PADDED, "max_new_tokens": 9, "num_beams": beams}
     settings = {"return_dict_in_generate": True, "output_logits": True}
@@ -626,9 +626,10 @@ def test_only_positions_that_restart_switch_the_cache_off(build):
         assert model(ids, position_ids=positions).past_key_values is None
 
 
-def test_continuous_batching_is_refused_by_name(build):
+@pytest.mark.parametrize("cls", [VaswaniForCausalLM, VaswaniForConditionalGeneration])
+def test_continuous_batching_is_refused_by_name(build, cls):
     with pytest.raises(NotImplementedError, match=r"continuous batching \(generate_batch\)"):
-        build(VaswaniForCausalLM).generate_batch([[3, 4]])
+        build(cls).generate_batch([[3, 4]])
 
 
 @pytest.mark.parametrize("adapted", ["adapter", "parametrization"])

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..corpora.atomic_folder import new_folder, refuse_existing
 from ..modeling.loading_vaswani import is_finite
-from .checkpoints import TRAINER_STATE, checkpoints_to_average, run_checkpoints
+from .checkpoints import TRAINER_STATE, checkpoints_to_average, run_checkpoints, run_folder
 
 logger = logging.get_logger(__name__)
 
@@ -327,7 +327,7 @@ class AverageCheckpoints(TrainerCallback):
     def _output(self, args: TrainingArguments) -> Path:
         if self.output is not None:
             return Path(self.output).resolve()
-        run = _run_folder(args)
+        run = run_folder(args).resolve()
         return run.with_name(f"{run.name}-averaged")
 
     def on_train_begin(
@@ -357,7 +357,7 @@ class AverageCheckpoints(TrainerCallback):
         """Average the checkpoints, in the main process only."""
         if not state.is_world_process_zero:
             return
-        run = _run_folder(args)
+        run = run_folder(args).resolve()
         folders = checkpoints_to_average(run, state.global_step)
         if len(folders) < self.last:
             logger.warning(
@@ -366,11 +366,6 @@ class AverageCheckpoints(TrainerCallback):
             )
         if folders:
             average_checkpoints(folders[-self.last :], self._output(args))
-
-
-def _run_folder(args: TrainingArguments) -> Path:
-    # output_dir is None in its type only, because transformers sets "trainer_output".
-    return Path(args.output_dir or "trainer_output").resolve()
 
 
 __all__ = ["AverageCheckpoints", "average_checkpoints", "checkpoints_to_keep"]

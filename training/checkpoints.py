@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..corpora.atomic_folder import flush
@@ -27,6 +28,12 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 # Files that users may edit in a finished checkpoint, and files that an average needs as saved.
 _EDITABLE = re.compile(r"(.*config|tokenizer.*)\.json|.*\.(md|py|jinja|txt)")
 _AVERAGED = re.compile(r"model.*\.safetensors|model\.safetensors\.index\.json|config\.json")
+
+
+def run_folder(args: TrainingArguments) -> Path:
+    """Return the folder of a run."""
+    # output_dir is None in its type only, because transformers sets "trainer_output".
+    return Path(args.output_dir or "trainer_output")
 
 
 def run_checkpoints(run: Path) -> list[Path]:

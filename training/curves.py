@@ -20,6 +20,8 @@ with needs("vaswani[train]"):
 
     from ..pictures.heat_maps import INK, LINE, write_figure
 
+from .checkpoints import run_folder
+
 logger = logging.get_logger(__name__)
 
 _HIGHEST = 700  # loss whose exponential is a finite number
@@ -134,7 +136,7 @@ class LearningCurve(TrainerCallback):
     ) -> None:
         """Draw the curve so far, in the main process only."""
         if state.is_world_process_zero:
-            folder = Path(args.output_dir or "trainer_output")
+            folder = run_folder(args)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / "learning_curve.png"
             try:

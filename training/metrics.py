@@ -254,7 +254,7 @@ def generate_texts(
             "line has one translation here."
         )
     generate: Any = model.generate
-    reader = _reader_of(model, tokenizer, target_tokenizer)
+    target_tokenizer = _target_tokenizer_of(model, tokenizer, target_tokenizer)
     lines = iter(sources)
     while chunk := list(itertools.islice(lines, window)):
         filled = [index for index, line in enumerate(chunk) if line.strip()]
@@ -269,7 +269,7 @@ def generate_texts(
             ).to(model.device)
             with evaluation_mode(model):
                 output = generate(**inputs, **generate_kwargs)
-            decoded = reader.batch_decode(
+            decoded = target_tokenizer.batch_decode(
                 getattr(output, "sequences", output), skip_special_tokens=True
             )
             for row, text in zip(batch, decoded, strict=True):
@@ -277,7 +277,7 @@ def generate_texts(
         yield from texts
 
 
-def _reader_of(model: Any, tokenizer: Any, target_tokenizer: Any) -> Any:
+def _target_tokenizer_of(model: Any, tokenizer: Any, target_tokenizer: Any) -> Any:
     """Return the tokenizer of the target."""
     if target_tokenizer is None and hasattr(model, "target_tokenizer"):
         return model.target_tokenizer(tokenizer)
@@ -314,7 +314,7 @@ def evaluate_generation(
         ValueError: there are no lines, or the numbers of sources and references differ.
     """
     metric = TranslationMetric() if metric is None else metric
-    target_tokenizer = _reader_of(model, tokenizer, target_tokenizer)
+    target_tokenizer = _target_tokenizer_of(model, tokenizer, target_tokenizer)
     done = 0
     try:
         for chunk in _chunks_of_pairs(sources, references, window):

@@ -112,13 +112,15 @@ def orthogonal(matrices: Tensor) -> Tensor:
     """
     tall = matrices.shape[1] > matrices.shape[2]
     # GPUs multiply bfloat16 much faster, and its precision is enough (Jordan et al.).
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    matrix = matrices.bfloat16() if matrices.is_cuda else matrices
+    matrix = matrix.mT if tall else matrix
+    matrix = matrix / (matrix.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return (x.mT if tall else x).to(matrices.dtype)
+        gram = matrix @ matrix.mT
+        matrix = torch.baddbmm(
+            matrix, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), matrix, beta=_A
+        )
+    return (matrix.mT if tall else matrix).to(matrices.dtype)
 
 
 def matrices_of(model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ from torch.utils.data import SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from ..corpora.atomic_folder import replaced_files
+from .checkpoints import run_folder
 from .trainer import VaswaniTrainer
 
 
@@ -28,7 +29,7 @@ class RunTrainer(VaswaniTrainer):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         super()._save(output_dir, state_dict)
-        run = Path(self.args.output_dir or "trainer_output")
+        run = run_folder(self.args)
         if self.target_tokenizer is None or not self.args.should_save:
             return
         # A push during training takes this folder from the run's own folder.

@@ -21,6 +21,7 @@ from .checkpoints import (
     is_being_saved,
     last_complete_checkpoint,
     limit_checkpoints,
+    run_folder,
 )
 from .circumstances import circumstances, weights_sha256
 from .processes import whole_weights
@@ -94,7 +95,7 @@ class SafeSaving(Seq2SeqTrainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        folder = Path(output_dir or self.args.output_dir or "trainer_output")
+        folder = Path(output_dir or run_folder(self.args))
         if not self.args.should_save or is_being_saved(folder):
             with self._limit_as_given():
                 super()._save(output_dir, state_dict)
@@ -165,7 +166,7 @@ class SafeSaving(Seq2SeqTrainer):
         A card that was edited is kept. An adapter or a model of another class gets transformers'
         card, which alone has `model_name`, `tasks` and `dataset_args`.
         """
-        output = Path(self.args.output_dir or "trainer_output")
+        output = run_folder(self.args)
         if not self._has_whole_model(output):
             super().create_model_card(
                 language,

@@ -88,9 +88,9 @@ class ScheduledSampling(Objective):
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
         """Compute the share of a batch in the mean loss of its update."""
-        reference, own = inputs.get("decoder_input_ids"), self.unwrap(model)
+        reference, unwrapped = inputs.get("decoder_input_ids"), self.unwrap(model)
         if reference is None:
-            reference = decoder_inputs(own, inputs["labels"], inputs)
+            reference = decoder_inputs(unwrapped, inputs["labels"], inputs)
         epsilon = self.probability_of_reference_tokens(update.number, update.updates)
         mixed = reference
         if epsilon < 1:

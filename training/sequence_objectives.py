@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..corpora.packed_collator import packed
 from ..corpora.token_batches import is_whole
 from ..corpora.token_counts import counts_fast, first_empty, token_counts
-from ..generation.limits_vaswani import length_limits, length_rule
+from ..generation.limits_vaswani import length_limits, length_rule, real_tokens
 from ..generation.settings_vaswani import VaswaniGenerationConfig
 from .objective import Objective, ObjectiveError, Update, mean_of
 from .rewards import Reward, checked_rewards, reward_of
@@ -121,10 +121,12 @@ class SequenceObjective(Objective):
             raise ObjectiveError(
                 "Rewards compare texts: pass the tokenizer to the trainer as processing_class."
             )
-        own = self.unwrap(trainer.model)
-        if own.config.eos_token_id is None:
+        unwrapped = self.unwrap(trainer.model)
+        if unwrapped.config.eos_token_id is None:
             raise ObjectiveError("Samples need an end token: set model.config.eos_token_id.")
-        self.tokenizer = self.target_tokenizer or own.target_tokenizer(trainer.processing_class)
+        self.tokenizer = self.target_tokenizer or unwrapped.target_tokenizer(
+            trainer.processing_class
+        )
         first: dict[str, Any] = next(iter(trainer.train_dataset), {})
         labels = first.get("labels")
         if labels is None or not len(labels):
@@ -173,10 +175,12 @@ class SequenceObjective(Objective):
         self, model: nn.Module, sources: list[torch.Tensor], references: list[torch.Tensor]
     ) -> Candidates:
         """Sample translations, and compute their log-probabilities and rewards."""
-        own = self.unwrap(model)
+        unwrapped = self.unwrap(model)
         rows = [
             [reference, *self._counted(reference, samples)]
-            for reference, samples in zip(references, self._samples(own, sources), strict=True)
+            for reference, samples in zip(
+                references, self._samples(unwrapped, sources), strict=True
+            )
         ]
         sentence = torch.tensor([row for row, found in enumerate(rows) for _ in found])
         column = torch.tensor([column for found in rows for column in range(len(found))])
@@ -188,7 +192,7 @@ class SequenceObjective(Objective):
         )
         log_probs, likelihood = _log_probs(
             model,
-            own,
+            unwrapped,
             [sources[row] for row in sentence],
             targets,
             is_reference=column == 0 if self.likelihood else None,
@@ -210,7 +214,7 @@ class SequenceObjective(Objective):
         found.pop(tuple(reference.tolist()), None)
         return list(found.values())
 
-    def _samples(self, own: Any, sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def _samples(self, unwrapped: Any, sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sample k translations of each source from P(y|x). They end as labels do.
 
         The samples have no dropout. Only the length limits of the model's generation settings
@@ -219,26 +223,24 @@ class SequenceObjective(Objective):
         ids = nn.utils.rnn.pad_sequence(sources, batch_first=True)
         lengths = torch.tensor([len(source) for source in sources])
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        settings = self._sampling(own)
-        with own.evaluating(), _generation_settings(own, settings):
-            sequences = own.generate(
-                input_ids=ids.to(own.device), attention_mask=mask.long().to(own.device)
+        settings = self._sampling(unwrapped)
+        with unwrapped.evaluating(), _generation_settings(unwrapped, settings):
+            sequences = unwrapped.generate(
+                input_ids=ids.to(unwrapped.device), attention_mask=mask.long().to(unwrapped.device)
             )
         sequences = sequences[:, 1:].cpu()  # the code below reads single tokens
-        ends = torch.isin(sequences, torch.tensor(own.config.eos_token_id))
-        # Keep the end token. Padding follows it, or the limit of a sample without an end token.
-        real = ends.cumsum(dim=1) - ends.long() == 0
         rule = length_rule(settings.max_length_factor, settings.max_length_offset)
+        limits = None
         if rule is not None:
             limits = length_limits(lengths, *rule).repeat_interleave(self.candidates)
-            real &= torch.arange(sequences.shape[1]) < limits[:, None]
+        real = real_tokens(sequences, unwrapped.config.eos_token_id, limits)
         samples = [row[kept] for row, kept in zip(sequences, real, strict=True)]
         return [
             samples[first : first + self.candidates]
             for first in range(0, len(samples), self.candidates)
         ]
 
-    def _sampling(self, own: Any) -> VaswaniGenerationConfig:
+    def _sampling(self, unwrapped: Any) -> VaswaniGenerationConfig:
         """Return the settings that sample k translations from P(y|x)."""
         limits = ("max_length", "max_new_tokens", "max_length_factor", "max_length_offset")
         tokens = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
@@ -246,8 +248,8 @@ class SequenceObjective(Objective):
             do_sample=True,
             top_k=0,
             num_return_sequences=self.candidates,
-            **{name: getattr(own.generation_config, name, None) for name in limits},
-            **{name: getattr(own.config, name) for name in tokens},
+            **{name: getattr(unwrapped.generation_config, name, None) for name in limits},
+            **{name: getattr(unwrapped.config, name) for name in tokens},
         )
 
     def _texts(self, rows: list[list[int]]) -> list[str]:
@@ -326,13 +328,13 @@ class Reinforce(SequenceObjective):
 
 
 @contextlib.contextmanager
-def _generation_settings(own: Any, settings: VaswaniGenerationConfig) -> Iterator[None]:
+def _generation_settings(unwrapped: Any, settings: VaswaniGenerationConfig) -> Iterator[None]:
     """Replace the generation config of a model, and of the wrappers of an adapter.
 
     `generate` fills settings that a call leaves at None from the model's config, so an argument
     cannot switch them off.
     """
-    holders = [module for module in own.modules() if "generation_config" in vars(module)]
+    holders = [module for module in unwrapped.modules() if "generation_config" in vars(module)]
     kept = [module.generation_config for module in holders]
     try:
         for module in holders:
@@ -372,7 +374,7 @@ def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.T
 
 def _log_probs(
     model: nn.Module,
-    own: Any,
+    unwrapped: Any,
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
     is_reference: torch.Tensor | None,
@@ -388,11 +390,11 @@ def _log_probs(
             "input_ids": source.clamp(min=0),
             "attention_mask": (source != -100).long(),
             "labels": (labels := pad(targets, batch_first=True, padding_value=-100)),
-            "decoder_input_ids": own.prepare_decoder_input_ids_from_labels(labels),
+            "decoder_input_ids": unwrapped.prepare_decoder_input_ids_from_labels(labels),
         }
     )
     batch = {
-        name: value.to(own.device) if torch.is_tensor(value) else value
+        name: value.to(unwrapped.device) if torch.is_tensor(value) else value
         for name, value in batch.items()
     }
     gold = batch.pop("labels")[0]
@@ -409,7 +411,7 @@ def _log_probs(
         logits[of_references],
         gold[of_references],
         reduction="sum",
-        label_smoothing=own.config.label_smoothing,
+        label_smoothing=unwrapped.config.label_smoothing,
     )
     return log_probs, likelihood
 
