@@ -48,7 +48,7 @@ from batchings import BATCHINGS, BatchingContender
 from passes import LOSSES, NETWORKS, LossContender, NetworkContender, Pairs, lengths_of
 from training_processes import TrainingProcess, write_commit
 from training_run import Job
-from vaswani.commands.parser import settings
+from vaswani.commands.recipes import settings
 from vaswani.training.circumstances import circumstances
 from vaswani.training.presets import PRESETS
 from worker import Worker, timed

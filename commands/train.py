@@ -30,7 +30,8 @@ from typing import Any
 from ..configuration.errors import InputError
 from .data_options import FORMS, add_data_options
 from .output_options import add_output_options
-from .parser import CommandError, CommandParser, settings
+from .parser import CommandError, CommandParser
+from .recipes import settings
 from .train_parser import TrainParser
 from .training_options import add_model_options, add_training_options
 from .vocabulary_options import add_vocabulary_options

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..training.presets import PRESETS
-from .parser import CommandParser, settings
+from .parser import CommandParser
+from .recipes import settings
 from .train_warnings import all_warm_up, swapped_sides, untrained, without_effect
 
 _DEFAULT_STEPS = 100_000  # of a run without a given length

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import DataCollatorForSeq2Seq
-from vaswani.commands.parser import settings
+from vaswani.commands.recipes import settings
 from vaswani.configuration.extras import needs
 from vaswani.corpora.reading import read_pairs
 from vaswani.corpora.token_batches import TokenBatchSampler

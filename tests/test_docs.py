@@ -40,7 +40,7 @@ from vaswani.commands.train import make_parser
 from vaswani.conversion import SUMMARIES, fairseq, opennmt_options
 from vaswani.generation import generation_vaswani
 from vaswani.training.presets import PRESETS
-from vaswani.training.run import training_arguments
+from vaswani.training.run_arguments import training_arguments
 
 from vaswani import VaswaniConfig
 

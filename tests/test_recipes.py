@@ -24,7 +24,8 @@ from vaswani.commands.train import make_parser
 from vaswani.corpora.reading import DataError, read_pairs
 from vaswani.training import checkpoints, run, run_data
 from vaswani.training.checkpoints import last_complete_checkpoint
-from vaswani.training.run import TrainingRun, training_arguments
+from vaswani.training.run import TrainingRun
+from vaswani.training.run_arguments import training_arguments
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniConfig, VaswaniTokenizer, VaswaniTranslationPipeline

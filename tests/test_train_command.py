@@ -23,10 +23,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 from vaswani.commands.main import main
-from vaswani.commands.parser import settings
+from vaswani.commands.recipes import settings
 from vaswani.commands.train import make_parser, recipe_of
 from vaswani.corpora import atomic_folder
-from vaswani.training.run import RunError, TrainingRun, training_arguments
+from vaswani.training.run import RunError, TrainingRun
+from vaswani.training.run_arguments import training_arguments
 from vaswani.training.run_data import RunData
 
 from vaswani import VaswaniTokenizer, VaswaniTranslationPipeline

@@ -27,13 +27,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
-    Seq2SeqTrainingArguments,
     TrainerCallback,
     set_seed,
 )
 
 from ..configuration.configuration_vaswani import VaswaniConfig
-from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
 from ..corpora.reading import DataError, Pair
@@ -42,7 +40,7 @@ from ..corpora.tokenising import tokenised
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..modeling.quantization_vaswani import refuse_int8
-from .averaging import average_checkpoints, checkpoints_to_keep
+from .averaging import average_checkpoints
 from .checkpoints import checkpoints_to_average, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
 from .objective import Objective
@@ -50,7 +48,6 @@ from .objectives import make_objective
 from .presets import PRESETS
 from .processes import (
     describe_processes,
-    device_settings,
     forget_sharding,
     join_processes,
     of_main_process,
@@ -59,6 +56,7 @@ from .processes import (
 )
 from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgress, in_terminal
 from .rewards import bleu_of
+from .run_arguments import RunError, training_arguments
 from .run_data import RunData, TrainingPairs, local_places
 from .run_trainer import RunTrainer
 
@@ -76,10 +74,6 @@ _SIZES = (
     *("d_model", "d_k", "d_v", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
     *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),
 )
-
-
-class RunError(InputError):
-    """A run is impossible with these options or data."""
 
 
 class TrainingRun:
@@ -508,85 +502,6 @@ def _usable_tokenizer(option: str, place: str | Path) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def training_arguments(options: argparse.Namespace, d_model: int) -> Seq2SeqTrainingArguments:
-    """Return transformers' arguments for the paper's optimizer and schedule (5.3).
-
-    Raises:
-        RunError: transformers refuses the value of an option, or the run keeps too few checkpoints
-            for --average.
-    """
-    length: dict[str, Any] = {"max_steps": options.steps}
-    if options.epochs:
-        length = {"num_train_epochs": options.epochs}
-    fields = {
-        **length,
-        "output_dir": options.output,
-        "per_device_train_batch_size": options.batch_size,
-        "per_device_eval_batch_size": options.batch_size,
-        "gradient_accumulation_steps": options.accumulate,
-        "train_sampling_strategy": "group_by_length",
-        "learning_rate": options.learning_rate or (d_model * options.warmup) ** -0.5,
-        # VaswaniTrainer makes the schedule "noam" itself. "inverse_sqrt" is the nearest name.
-        "lr_scheduler_type": "inverse_sqrt" if options.scheduler == "noam" else options.scheduler,
-        "warmup_steps": options.warmup,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.98,
-        "adam_epsilon": 1e-9,
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "bf16": options.bf16,
-        **device_settings(),
-        "ddp_find_unused_parameters": False,  # every update uses all parameters
-        "seed": options.seed,
-        "logging_steps": 100,
-        "eval_strategy": "steps" if options.valid else "no",
-        "eval_steps": options.eval_steps,
-        "save_steps": options.save_steps or options.eval_steps,
-        "metric_for_best_model": options.score if options.patience else None,
-        "predict_with_generate": True,
-        "generation_num_beams": 1,
-        "report_to": "tensorboard",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": torch.cuda.is_available(),
-    }
-    try:
-        arguments = Seq2SeqTrainingArguments(**{**fields, **options.trainer})
-    except (TypeError, ValueError) as error:
-        raise RunError(str(error)) from error
-    try:
-        _check_values(arguments)
-    except (TypeError, ValueError) as error:
-        given = " ".join(f"{name}={value}" for name, value in options.trainer.items())
-        raise RunError(f"--trainer {given}: {error}") from error
-    if options.patience and arguments.eval_strategy == "no":
-        raise RunError("--patience needs evaluations: leave out --trainer eval_strategy=no.")
-    if "save_total_limit" not in options.trainer:
-        arguments.save_total_limit = checkpoints_to_keep(arguments, max(options.average, 5))
-    needed = checkpoints_to_keep(arguments, options.average)
-    kept = arguments.save_total_limit or 0
-    if options.average > 1 and (arguments.save_strategy == "no" or 0 < kept < needed):
-        raise RunError(
-            f"--average {options.average} needs as many checkpoints, but the run keeps fewer: "
-            "leave out save_strategy and save_total_limit of --trainer, or pass --average 1."
-        )
-    return arguments
-
-
-def _check_values(arguments: Seq2SeqTrainingArguments) -> None:
-    """Make a small optimizer and loader, because transformers does not check these values.
-
-    Raises:
-        TypeError, ValueError: torch refuses a value.
-    """
-    torch.optim.AdamW(
-        [torch.zeros(1, requires_grad=True)],
-        betas=(arguments.adam_beta1, arguments.adam_beta2),
-        eps=arguments.adam_epsilon,
-        weight_decay=arguments.weight_decay,
-    )
-    DataLoader(cast(Any, [0]), num_workers=arguments.dataloader_num_workers)
-
-
 def write(path: Path, text: str) -> None:
     """Write a file completely, or leave it unchanged if writing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -594,4 +509,4 @@ def write(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-__all__ = ["RunError", "TrainingRun", "training_arguments", "write"]
+__all__ = ["RunError", "TrainingRun", "write"]

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,24 +108,19 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         stream_buffer: int = BUFFER,
         **kwargs: Any,
     ) -> None:
-        for name, number in (("r_drop", r_drop), ("muon", muon)):
-            if not 0 <= number < math.inf:
-                raise InputError(f"{name} must be 0 or more, got {number}.")
+        _check_numbers(r_drop=r_drop, muon=muon)
         if r_drop and objective is not None:
             raise InputError("r_drop is an objective too: give only one of r_drop and objective.")
         if batching not in ("sorted", "packed"):
             raise InputError(f"batching must be 'sorted' or 'packed', got {batching!r}.")
-        for name, given in (
-            ("max_target_tokens", max_target_tokens is not None),
-            ("batching='packed'", batching == "packed"),
-            ("drop_oversize", drop_oversize),
-            ("mixture", mixture is not None),
-        ):
-            if given and max_source_tokens is None:
-                raise InputError(
-                    f"{name} needs max_source_tokens, the number of source tokens per batch: give "
-                    f"both, or leave {name} out."
-                )
+        if max_source_tokens is None:
+            needing = {
+                "max_target_tokens": max_target_tokens is not None,
+                "batching='packed'": batching == "packed",
+                "drop_oversize": drop_oversize,
+                "mixture": mixture is not None,
+            }
+            _refuse_without_budget(name for name, given in needing.items() if given)
         if noam_factor != 1 and noam_warmup_steps is None:
             raise InputError(
                 f"noam_factor={noam_factor} needs noam_warmup_steps: give both, or set "
@@ -135,26 +130,6 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         self.training_objective: Loss | None = RDrop(r_drop) if r_drop else objective_of(objective)
         refuse_int8(kwargs.get("model", args[0] if args else None), "Training")
         super().__init__(*args, **kwargs)
-        if noam_warmup_steps is not None and self.lr_scheduler is not None:
-            raise InputError(
-                "noam_warmup_steps is a schedule too: leave out `noam_warmup_steps`, or the "
-                "scheduler in `optimizers`."
-            )
-        if self.training_objective is not None:
-            setting = "r_drop" if r_drop else "objective"
-            self._require_own_loss(setting, getattr(self.training_objective, "translates", False))
-            if isinstance(self.training_objective, SequenceObjective):
-                self._refuse_virtual_tokens(setting)
-        if batching == "packed":
-            self._require_own_loss("batching='packed'", translates=True)
-            self._refuse_virtual_tokens("batching='packed'")
-        if muon:
-            self._require_whole_matrices()
-        if max_source_tokens is not None and self.args.auto_find_batch_size:
-            raise InputError(
-                "auto_find_batch_size would try the same batches again, because max_source_tokens "
-                "sets their size: leave one of them out."
-            )
         self.max_source_tokens = _python_number(max_source_tokens)
         self.max_target_tokens = _python_number(max_target_tokens)
         self.lengths = lengths
@@ -173,6 +148,33 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         self._had_batch = False  # whether there was a batch
         self._own_special_tokens = _special_tokens(self.model)
         self._refuse_options_of_other_data()
+        self._refuse_options_of_other_models("r_drop" if r_drop else "objective")
+
+    def _refuse_options_of_other_models(self, setting: str) -> None:
+        """Refuse what does not fit the model or transformers' arguments.
+
+        Args:
+            setting: the argument that set the objective.
+        """
+        if self.noam_warmup_steps is not None and self.lr_scheduler is not None:
+            raise InputError(
+                "noam_warmup_steps is a schedule too: leave out `noam_warmup_steps`, or the "
+                "scheduler in `optimizers`."
+            )
+        if self.training_objective is not None:
+            self._require_own_loss(setting, getattr(self.training_objective, "translates", False))
+            if isinstance(self.training_objective, SequenceObjective):
+                self._refuse_virtual_tokens(setting)
+        if self.batching == "packed":
+            self._require_own_loss("batching='packed'", translates=True)
+            self._refuse_virtual_tokens("batching='packed'")
+        if self.muon:
+            self._require_whole_matrices()
+        if self.max_source_tokens is not None and self.args.auto_find_batch_size:
+            raise InputError(
+                "auto_find_batch_size would try the same batches again, because max_source_tokens "
+                "sets their size: leave one of them out."
+            )
 
     def _require_own_loss(self, setting: str, translates: bool) -> None:
         """Refuse a setting that needs a model of this package, or one that translates."""
@@ -565,6 +567,22 @@ def _settings_of(objective: Loss | None) -> dict[str, Any]:
         name: value if isinstance(value, str | int | float | None) else name_of(value)
         for name, value in values.items()
     }
+
+
+def _check_numbers(**numbers: float) -> None:
+    """Refuse numbers that are negative or not finite."""
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise InputError(f"{name} must be 0 or more, got {number}.")
+
+
+def _refuse_without_budget(settings: Iterable[str]) -> None:
+    """Refuse settings that have no effect without a budget of tokens."""
+    for name in settings:
+        raise InputError(
+            f"{name} needs max_source_tokens, the number of source tokens per batch: give both, or "
+            f"leave {name} out."
+        )
 
 
 def _python_number(value: Any) -> Any:
