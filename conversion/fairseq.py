@@ -40,7 +40,9 @@ The tokenizers:
   but subword-nmt and fastBPE read some of it as letters.
   A symbol that the dictionary lacks becomes <unk>. `subword-nmt apply-bpe --vocabulary` would split
   the symbol again.
-* With --sentencepiece-model they take plain text.
+* With --sentencepiece-model they take plain text. After a character that SentencePiece's table
+  replaces, they may lose a combining accent. A long run of one mark, such as "!!!!", may be split
+  differently by a unigram model, if splits are equally probable.
 * Tokens that the dictionary lacks become <unk>. So do "<s>", "<pad>" and "</s>" in a text. Decoding
   with skip_special_tokens leaves out <unk>, which fairseq prints, and joins nothing across it.
 * If source and target differ in their dictionaries or in how text is split, the target's tokenizer

@@ -90,7 +90,8 @@ _name adaptive_softmax_dropout adaptive_softmax_factor arch base_shuffle base_su
 checkpoint_activations decoder_embed_path decoder_input_dim decoder_layerdrop decoder_learned_pos
 decoder_output_dim encoder_embed_path encoder_layerdrop encoder_learned_pos export
 min_params_to_wrap no_decoder_final_norm no_scale_embedding offload_activations
-quant_noise_pq_block_size relu_dropout share_all_embeddings share_decoder_input_output_embed
+quant_noise_pq_block_size relative_step relu_dropout scale_parameter share_all_embeddings
+share_decoder_input_output_embed
 """
 _KNOWN = {*_T2T, *_REFUSED.split(), *_WITHOUT_EFFECT.split()}
 # Options of the search that are carried over, with their defaults.

@@ -151,7 +151,7 @@ def _piece_backend(ids: dict[str, int], model: SentencePiece) -> Tokenizer:
     vocabulary = dict(ids)
     for piece in sorted(set(model.pieces)):
         vocabulary.setdefault(piece, len(vocabulary))
-    backend = piece_backend(model, vocabulary, _SPECIAL)
+    backend = piece_backend(model, vocabulary, _SPECIAL, breaks=SPACES)
     # fairseq splits the joined pieces at white space once more.
     steps = [pre_tokenizers.Split(Regex(f"[{SPACES}]+"), "removed"), backend.pre_tokenizer]
     backend.pre_tokenizer = pre_tokenizers.Sequence([step for step in steps if step])

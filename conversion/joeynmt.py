@@ -23,7 +23,9 @@ Differences between JoeyNMT and this package:
   is in target_tokenizer/. Decoding with skip_special_tokens leaves out <unk>, which is a special
   token here.
 * Combining accents. The tokenizers library applies SentencePiece's character table. After a
-  character that the table replaces by several, such as a ligature, it loses a combining accent.
+  character that the table replaces, such as a ligature, it loses a combining accent.
+* Ties. A long run of one mark, such as "!!!!", may be split differently by a unigram model, if
+  splits are equally probable.
 * Moses, subword-nmt and other tools. With --pretokenized, the tokenizers take tokens between
   spaces. Run those tools before and after. JoeyNMT lets subword-nmt split tokens again if the
   vocabulary lacks them. Do the same.

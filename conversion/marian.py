@@ -20,16 +20,19 @@ exactly:
   alternates them as in the paper, by one permutation of d_model in all weights. A folder of Marian
   needs --as-transformers as well.
 
-The tokenizers split text with SentencePiece. Special tokens in a text stay text. ">>xx<<" is one
-token anywhere. target_tokenizer/ splits target text with target.spm. Either tokenizer decodes.
+The tokenizers split text with SentencePiece. Special tokens in a text stay text. target_tokenizer/
+splits target text with target.spm. Either tokenizer decodes.
 
 Differences from MarianTokenizer:
 
+* ">>xx<<" is one token anywhere. MarianTokenizer finds it only at the start of a text.
 * With byte fallback in source.spm, characters that vocab.json has are not turned into bytes.
 * If vocab.json lacks pieces of the .spm file, a warning names them. Other pieces replace them, not
   "<unk>".
 * A ">>xx<<" that vocab.json lacks is text.
-* Separate accents in an unusual order, and half-width Hangul, may be normalised differently.
+* Combining accents in an unusual order, or after a character that SentencePiece's table replaces,
+  and half-width Hangul may be normalised differently.
+* A long run of one mark, such as "!!!!", may be split differently if splits are equally probable.
 * The scripts around OPUS-MT models that rewrite punctuation are not run.
 
 The generation config searches as Marian does, with length_penalty_type="hf" and Marian's exponent

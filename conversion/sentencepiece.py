@@ -157,7 +157,7 @@ class SentencePiece:
 
 
 def piece_backend(
-    model: SentencePiece, vocabulary: dict[str, int], special: Sequence[str]
+    model: SentencePiece, vocabulary: dict[str, int], special: Sequence[str], breaks: str = ""
 ) -> Tokenizer:
     """Split text as a model does, and look up its pieces in a vocabulary.
 
@@ -165,6 +165,7 @@ def piece_backend(
         model: the model.
         vocabulary: ids 0, 1, 2, ... of its entries. It may hold more than the pieces.
         special: entries that count as plain text if they occur in a text, such as "<unk>".
+        breaks: characters at which the caller splits text, for a character class.
 
     Raises:
         ConversionError: the tokenizers library lacks features that the model uses.
@@ -184,7 +185,7 @@ def piece_backend(
     backend = Tokenizer(model.model(vocabulary, "<unk>", _UNREACHABLE))
     steps = model.normalizers()
     if not model.bpe:  # merges form pieces only
-        further, split = _unknown_runs(model, vocabulary.keys() - set(special))
+        further, split = _unknown_runs(model, vocabulary.keys() - set(special), breaks)
         steps += further
         parts = [model.split_inside(token) or _first_part(token, 1) for token in special]
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -205,7 +206,7 @@ def piece_backend(
 
 
 def _unknown_runs(
-    model: SentencePiece, entries: Iterable[str]
+    model: SentencePiece, entries: Iterable[str], breaks: str
 ) -> tuple[list[normalizers.Normalizer], pre_tokenizers.PreTokenizer]:
     """Make the steps that look up a run of characters outside all pieces as one token.
 
@@ -215,12 +216,13 @@ def _unknown_runs(
 
     Args:
         entries: entries of the vocabulary that a text may contain.
+        breaks: characters that belong to no run, for a character class.
 
     Returns:
         steps after `normalizers`, and the split that keeps runs apart.
     """
     known = {piece for piece in model.scores if len(piece) == 1}
-    outside = f"[^{''.join(map(re.escape, sorted(known)))}]"
+    outside = f"[^{''.join(map(re.escape, sorted(known)))}{breaks}]"
     # User-defined symbols may contain characters that are outside all other pieces.
     symbols = [piece for piece in model.scores if not known.issuperset(piece)]
     if symbols:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from ..corpora.bpe_dropout import SEAL
 from .errors import ConversionError, refuse
 from .reading import read_text
 
@@ -19,8 +20,8 @@ from .reading import read_text
 SPACES = r"\s\x1c-\x1f"
 _UNKNOWN = "<unk>"
 # In subword-nmt's oldest codes, the end of a word is a symbol of its own. _END stands for that
-# symbol, and _SEAL closes the word. _NEITHER replaces either character in a text.
-_END, _SEAL, _NEITHER = "\ue000", "\ue001", "\ue002"
+# symbol, and SEAL closes the word. _NEITHER replaces either character in a text.
+_END, _NEITHER = "\ue000", "\ue002"
 
 
 @dataclass
@@ -100,14 +101,14 @@ def pair_backend(ids: dict[str, int], special: Collection[str], codes: Codes) ->
     """
     pairs, end = codes.pairs, "</w>"
     if codes.separate_end:
-        pairs, end = _sealed(pairs, ids), _END + _SEAL
+        pairs, end = _sealed(pairs, ids), _END + SEAL
     vocabulary = _symbol_ids(ids, special, pairs, end)
     suffix = {} if codes.separate_end else {"end_of_word_suffix": end}
     backend = Tokenizer(models.BPE(vocabulary, pairs, unk_token=_UNKNOWN, **suffix))
     if codes.separate_end:
         backend.normalizer = normalizers.Sequence(
             [
-                normalizers.Replace(Regex(f"[{_END}{_SEAL}]"), _NEITHER),
+                normalizers.Replace(Regex(f"[{_END}{SEAL}]"), _NEITHER),
                 normalizers.Replace(Regex(rf"(?<=[^{SPACES}])(?=[{SPACES}]|\z)"), end),
             ]
         )
@@ -161,7 +162,7 @@ def _symbol_ids(
 
 
 def _sealed(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Write _END for "</w>", and add pairs that close every word with _END and _SEAL.
+    """Write _END for "</w>", and add pairs that close every word with _END and SEAL.
 
     subword-nmt drops a "</w>" that was not merged, so that the symbol before it becomes the last of
     the word. The added pairs come last: they give all last symbols the same form.
@@ -176,9 +177,9 @@ def _sealed(pairs: list[tuple[str, str]], ids: dict[str, int]) -> list[tuple[str
     # Characters outside all pairs, and the unknown token.
     symbols |= dict.fromkeys(c for entry in ids if len(c := entry.removesuffix("@@")) == 1)
     symbols[_UNKNOWN] = None
-    seals = [(_END, _SEAL)]
+    seals = [(_END, SEAL)]
     for symbol in symbols:
-        seals.append((symbol, _SEAL) if symbol.endswith(_END) else (symbol, _END + _SEAL))
+        seals.append((symbol, SEAL) if symbol.endswith(_END) else (symbol, _END + SEAL))
     return ended + seals
 
 

@@ -17,6 +17,7 @@ Draw = Callable[[], float]
 _SPLITS_PER_WORD = 64
 _CACHED_SPLITS = 500_000
 _LONGEST_CACHED = 64  # characters
+SEAL = "\ue001"  # ends the last symbol of a word in tokenizers from subword-nmt's oldest codes
 _SPACES = r"[^\S\x1c-\x1f]*"  # the tokenizers library does not strip these control characters
 
 
@@ -58,6 +59,11 @@ class BpeDropout:
                 raise ValueError(
                     f"BPE-dropout does not support a tokenizer with {name}={model[name]!r}."
                 )
+        if any(right.endswith(SEAL) for _, right in model["merges"]):
+            raise ValueError(
+                "BPE-dropout does not support the codes of subword-nmt, because it would skip the "
+                "merges that end words: leave it out, or train with a new tokenizer."
+            )
         self._dropout = dropout
         self._seed = seed
         self._draw = random.Random(seed).random

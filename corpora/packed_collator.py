@@ -15,7 +15,8 @@ class DataCollatorForPackedSeq2Seq(DataCollatorForSeq2Seq):
     The arguments are those of DataCollatorForSeq2Seq, and `packed` describes the result. With
     `pad_to_multiple_of`, spare sentences without loss fill up N, and outputs have rows for them.
     Translation models of this package take packed and padded batches alike, with the same loss and
-    gradients.
+    gradients. For a streaming data set in transformers' Trainer, also pass
+    `accelerator_config={"dispatch_batches": False}`, because Accelerate would cut the tensors.
     """
 
     def __call__(self, features: Any, return_tensors: str | None = None) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def packed(batch: Mapping[str, Any], pad_to_multiple_of: int | None = None) -> d
     """
     if "cu_seq_lens_q" in batch:
         return dict(batch)
-    if "labels" not in batch:
+    if batch.get("labels") is None:  # transformers' collator returns None for rows without labels
         raise ValueError(
             "The batch has no labels. Packing needs labels, because they mark where target "
             "sentences end."

@@ -53,9 +53,10 @@ class SavedModel:
         held = (fields.get("architectures") or [fields.get("model_type")])[0]
         translates = held == "VaswaniForConditionalGeneration"
         if fields.get("model_type") != "vaswani" or not (generates or translates):
+            kind = "a model without a type" if held is None else f"a {held}"
             raise ValueError(
-                f"{self.folder} holds a {held}: cards are for VaswaniForConditionalGeneration, "
-                "which translates."
+                f"{self.folder} holds {kind}: cards are for VaswaniForConditionalGeneration, which "
+                "translates."
             )
         if not generates:
             raise FileNotFoundError(

@@ -24,7 +24,7 @@ from ..generation.coverage_vaswani import remember
 from .attention_vaswani import VaswaniAttention
 from .language_head_vaswani import LanguageHead
 from .modeling_vaswani import VaswaniDecoder, VaswaniDecoderLayer, VaswaniPreTrainedModel
-from .packing_vaswani import pop_packing, refuse_beside_boundaries
+from .packing_vaswani import refuse_beside_boundaries, split_packing
 
 
 def _is_plain(attention_mask: Any) -> TypeGuard[torch.Tensor]:
@@ -118,9 +118,8 @@ class VaswaniDecoderModel(VaswaniDecoderPreTrainedModel):
         if boundaries is not None and inputs is not None:
             given = {"attention_mask": attention_mask, "past_key_values": past_key_values}
             refuse_beside_boundaries(given)
-            others = {**kwargs, "position_ids": position_ids}
-            attention_mask, position_ids = pop_packing(others), None
-            kwargs, use_cache = others, False
+            attention_mask, others = split_packing({**kwargs, "position_ids": position_ids})
+            position_ids, kwargs, use_cache = None, others, False  # type: ignore[assignment]
         # The mask tells the sentences of a packed batch apart by their positions, but only without
         # a cache.
         if (

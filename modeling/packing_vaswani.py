@@ -255,15 +255,18 @@ def position_encodings(
     return encode(start, length, device)
 
 
-def pop_packing(kwargs: dict[str, Any], prefix: str = "") -> Any:
-    """Remove the boundaries of one side from a call's arguments, and return them as a `Packing`.
+def split_packing(kwargs: dict[str, Any], prefix: str = "") -> tuple[Any, dict[str, Any]]:
+    """Divide a call's arguments into the boundaries of one side, as a `Packing`, and the others.
 
-    Returns None for a padded side.
+    A padded side has no boundaries, so the first result is None. The arguments are not changed,
+    because torch.compile would confuse changes of two calls.
     """
     if kwargs.get(f"{prefix}cu_seq_lens_q") is None:
-        return None
-    given = {name: kwargs.pop(prefix + name, None) for name in _KEYS}
-    return Packing(given["cu_seq_lens_q"], given["max_length_q"], given["position_ids"], prefix)
+        return None, kwargs
+    names = [prefix + name for name in _KEYS]
+    given = {name: kwargs.get(prefix + name) for name in _KEYS}
+    packing = Packing(given["cu_seq_lens_q"], given["max_length_q"], given["position_ids"], prefix)
+    return packing, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def takes_packed_batches(forward: Callable) -> Callable:
@@ -278,7 +281,8 @@ def takes_packed_batches(forward: Callable) -> Callable:
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, pad_outputs: bool = True, **kwargs: Any) -> Any:
-        source, target = pop_packing(kwargs), pop_packing(kwargs, "decoder_")
+        source, kwargs = split_packing(kwargs)
+        target, kwargs = split_packing(kwargs, "decoder_")
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if decodes:
             _refuse_prefix(arguments)
@@ -449,8 +453,8 @@ __all__ = [
     "both_in_prefix",
     "causal_mask",
     "decoder_inputs",
-    "pop_packing",
     "position_encodings",
     "refuse_beside_boundaries",
+    "split_packing",
     "takes_packed_batches",
 ]

@@ -287,7 +287,9 @@ def test_all_reasons_are_given_at_once(tmp_path):
 def test_an_option_of_the_model_that_nobody_knows_is_refused_and_unset_ones_are_not(tmp_path):
     network = Fairseq(OPTIONS)
     unset = {"encoder_novelty": None, "decoder_novelty": False, "moe_novelty": 0}
-    fairseq.load(checkpoint(tmp_path / "a.pt", network, Namespace(**OPTIONS | unset)))
+    of_adafactor = {"optimizer": "adafactor", "scale_parameter": True, "relative_step": True}
+    options = Namespace(**OPTIONS | unset | of_adafactor)
+    fairseq.load(checkpoint(tmp_path / "a.pt", network, options))
     path = checkpoint(tmp_path / "b.pt", network, cfg=config(grouped(OPTIONS) | {"novelty": 3}))
     with pytest.raises(ConversionError, match="--novelty 3"):
         fairseq.load(path)

@@ -26,6 +26,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 from vaswani.conversion import fairseq, fairseq_text, subword_nmt
 from vaswani.conversion.errors import ConversionError
+from vaswani.corpora.bpe_dropout import BpeDropout
 
 WORDS = ["the", "hou@@", "se", "is", "@-@", ",", "w\u00e4", "@@", "<pad>x", "\u200b"]
 
@@ -281,6 +282,24 @@ def test_words_are_cut_as_by_subword_nmt_and_only_known_ids_come_out(tmp_path, l
     assert unknown > 100
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_tokens_that_are_added_later_are_words_of_their_own(tmp_path, old):
+    corpus = words_over("abc", 100, seed=2)
+    codes = learned_codes([" ".join(corpus)], 20)
+    tokenizer, *_ = pair_tokenizer(tmp_path, old_codes(codes) if old else codes, corpus=corpus)
+    tokenizer.add_tokens(["<num>"])
+    text = f"{corpus[0]} <num> {corpus[1]}"
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_the_oldest_codes_have_no_dropout(tmp_path):
+    corpus = words_over("abc", 100, seed=2)
+    codes = old_codes(learned_codes([" ".join(corpus)], 20))
+    tokenizer, *_ = pair_tokenizer(tmp_path, codes, corpus=corpus)
+    with pytest.raises(ValueError, match="does not support the codes of subword-nmt"):
+        BpeDropout(tokenizer, 0.1)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_any_learned_codes_cut_any_text_as_subword_nmt_does(tmp_path_factory, data):
@@ -434,6 +453,7 @@ def test_entries_that_are_not_pieces_leave_the_text_as_sentencepiece_cuts_it(tmp
     )
     tokenizer = vocabulary.tokenizer()
     texts = ["aXb XYZ a", "XYZX", "aXYZb", "Y aZ", "ZX X", "a<ab>c", "ab\u00a0cd\tef", "  ab  c"]
+    texts += ["a\t\tb", "ab\u00a0\u00a0c", "\u6f22\u3000\u5b57 a", "XY\tZ b"]
     for text in texts:
         expected = looked_up(" ".join(cutter.encode(text, out_type=str)), words)
         assert tokenizer(text)["input_ids"] == expected, text
@@ -443,9 +463,9 @@ def test_entries_that_are_not_pieces_leave_the_text_as_sentencepiece_cuts_it(tmp
 
 
 def test_tokens_beyond_the_dictionary_have_the_id_of_the_unknown_word(tmp_path):
-    codes = learned_codes(["low lower lowest newer wider"] * 9, 12)
-    tokenizer = pair_tokenizer(tmp_path, codes, keep=lambda entry: len(entry) < 5)
     text = "lower lowest newer wider"
+    codes = learned_codes([text] * 9, 12)
+    tokenizer, *_ = pair_tokenizer(tmp_path, codes, lambda entry: len(entry) < 5, [text])
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == ids
     assert tokenizer.unk_token_id in ids

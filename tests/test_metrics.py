@@ -36,6 +36,8 @@ from vaswani.training.metrics import (
 from vaswani.training.perplexity import perplexity_of
 from vaswani.training.scores import translate_and_score
 
+from vaswani import VaswaniDecoderConfig, VaswaniForCausalLM
+
 FROZEN = Path(__file__).parent / "frozen" / "0.1"
 WORDS = ["the", "a", "rich-text", "format", "1990-2000", "Haus-Tür-Schlüssel", "x-y-z", "is"]
 WORDS += ["here", ",", ".", "!", "(well-known)"]
@@ -589,6 +591,22 @@ def test_batches_without_target_tokens_weigh_nothing_and_alone_are_refused(tiny_
             evaluate_perplexity(model, batches)
     with pytest.raises(ValueError, match="no labels, only attention_mask, input_ids"):
         evaluate_perplexity(model, [{k: v for k, v in empty.items() if k != "labels"}])
+
+
+def test_a_language_model_counts_the_tokens_that_it_predicts():
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+    config = VaswaniDecoderConfig(vocab_size=19, decoder_ffn_dim=16, **sizes)
+    torch.manual_seed(0)
+    model = VaswaniForCausalLM(config).eval()
+    ids = torch.tensor([[3, 4, 5, 2], [6, 7, 2, 0]])
+    labels = ids.masked_fill(ids == 0, -100)
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+    with pytest.raises(ValueError, match="add shift_labels to the batches"):
+        evaluate_perplexity(model, [batch])
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    result = evaluate_perplexity(model, [batch | {"shift_labels": shifted}])
+    assert result["target_tokens"] == 5
+    assert result["loss"] == pytest.approx(model(**batch).loss.item())
 
 
 def test_a_loss_beyond_floating_point_gives_infinite_perplexity():

@@ -678,9 +678,10 @@ def test_an_empty_row_ends_the_run_before_the_first_update(tmp_path, column, cha
         ({"name": "risk", "candidates": math.inf}, "candidates must be .* got inf"),
         ({"name": "risk", "reward_processes": "two"}, "reward_processes must be .* got 'two'"),
         ({"name": "reinforce", "candidates": 1}, "at least 2, got 1"),
-        ({"name": "risk", "likelihood": 1.5}, "likelihood must be from 0 to 1, got 1.5"),
+        ({"name": "risk", "likelihood": 1.5}, "likelihood must be a number from 0 to 1, got 1.5"),
+        ({"name": "risk", "likelihood": "1"}, "likelihood must be a number from 0 to 1, got '1'"),
         ({"name": "risk", "sharpness": 0}, "sharpness must be a positive number, got 0"),
-        ({"name": "risk", "sharpness": "high"}, "cannot take"),
+        ({"name": "risk", "sharpness": "high"}, "sharpness must be a positive number, got 'high'"),
         ({"name": "scheduled_sampling", "schedule": "cosine"}, "got 'cosine'"),
         ({"name": "scheduled_sampling", "k": 0.5}, "k of the inverse_sigmoid schedule"),
         ({"name": "scheduled_sampling", "c": 0.1}, "c and floor belong to the linear schedule"),
@@ -690,6 +691,40 @@ def test_an_empty_row_ends_the_run_before_the_first_update(tmp_path, column, cha
 def test_wrong_settings_are_refused_by_name_and_value(settings, message):
     with pytest.raises(ObjectiveError, match=message):
         make_objective(**settings)
+
+
+@pytest.mark.parametrize(
+    "objective", [RDrop(1.0), ScheduledSampling(), MinimumRisk(first_letters, 2)]
+)
+def test_a_model_that_returns_tuples_has_the_same_loss(tiny_model, objective):
+    losses = []
+    for as_dict in (True, False):
+        model = tiny_model(dropout=0.0).train()
+        model.config.return_dict = as_dict
+        torch.manual_seed(0)
+        losses.append(prepared(objective)(model, collator(ROWS), UPDATE))
+    assert torch.equal(*losses)
+
+
+def test_a_generator_of_rows_keeps_its_first_row(tmp_path):
+    seen = []
+
+    def collate(rows):
+        seen.extend(row["input_ids"] for row in rows)
+        return collator(rows)
+
+    rows = training_data(8).to_list()
+    trainer = make_trainer(
+        tmp_path,
+        data=iter(rows),
+        collate=collate,
+        processing_class=Letters(),
+        objective=MinimumRisk(first_letters, 2),
+        max_source_tokens=1000,
+        max_steps=1,
+    )
+    trainer.train()
+    assert sorted(seen) == sorted(row["input_ids"] for row in rows)
 
 
 def test_r_drop_and_another_objective_are_refused(tmp_path):

@@ -224,6 +224,23 @@ def test_compiled_training_has_the_same_loss_and_gradients(tiny_model, batches, 
         torch.testing.assert_close(weight.grad, gradients[name], msg=name)
 
 
+def test_compiled_calls_may_have_labels_or_not(tiny_model, batches):
+    model = tiny_model(dropout=0.0)
+    compiled = torch.compile(model, backend="eager")
+    _, flat = batches()
+    assert compiled(**flat).loss.isfinite()
+    unlabelled = {name: value for name, value in flat.items() if name != "labels"}
+    unlabelled["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(flat["labels"])
+    torch.testing.assert_close(compiled(**unlabelled).logits, model(**unlabelled).logits)
+
+
+def test_rows_without_labels_cannot_be_packed():
+    rows = {"input_ids": torch.tensor([[5, 2]]), "attention_mask": torch.ones(1, 2)}
+    for batch in (rows, rows | {"labels": None}):
+        with pytest.raises(ValueError, match="The batch has no labels"):
+            packed(batch)
+
+
 def test_one_side_alone_cannot_be_packed(tiny_model, batches):
     padded, flat = batches()
     model = tiny_model()

@@ -132,8 +132,9 @@ class VaswaniTokenizer(TokenizersBackend):
     Train a tokenizer with `train_from_iterator` or `train_from_files`, or load one with
     `from_pretrained`. "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens in a text are text.
     The kinds bpe, wordpiece and unigram find the token of `add_tokens(["<num>"])` only where a word
-    may start, or end with `space_after`. `AddedToken("<num>", normalized=False)` is found
-    everywhere.
+    may start, or end with `space_after`. `AddedToken("<num>", rstrip=True, normalized=False)` is
+    found everywhere. Decoding restores its spaces between words without `space_after`, but not
+    beside punctuation.
 
     Imported tokenizers may have other special tokens, and three more settings:
 
@@ -277,10 +278,14 @@ class VaswaniTokenizer(TokenizersBackend):
         if not (skip_special_tokens and self.init_kwargs.get("unknown_ends_word")):
             return decode(ids, skip_special_tokens=skip_special_tokens)
         # Decode the parts between unknown tokens one by one, or "r@@ <unk> r" would become "rr".
+        # Added tokens are parts too, because they carry no mark of the end of a word.
+        first_added = self.backend_tokenizer.get_vocab_size(with_added_tokens=False)
         parts: list[list[int]] = [[]]
         for token in ids:
             if token == self.unk_token_id:
                 parts.append([])
+            elif token >= first_added:
+                parts += [token], []
             else:
                 parts[-1].append(token)
         texts = [decode(part, skip_special_tokens=True) for part in parts]

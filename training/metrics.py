@@ -396,22 +396,29 @@ def evaluate_perplexity(
 
     Args:
         model: a model whose loss is the mean over the real target tokens of a batch.
-        batches: model inputs with `labels`, which are -100 at padding.
+        batches: model inputs with `labels`, which are -100 at padding. For a language model, they
+            also have `shift_labels`, in which each label stands at the token before it.
 
     Returns:
         `loss` in nats per token, `perplexity`, and the number of `target_tokens`. To combine
         several processes, average their losses weighted by target_tokens.
 
     Raises:
-        ValueError: there is no target token, or a batch has no labels.
+        ValueError: there is no target token, or a batch has no labels that can be counted.
     """
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
+    is_language_model = type(model).__name__.endswith("ForCausalLM")
     with evaluation_mode(model):
         for batch in batches:
             if "labels" not in batch:
                 raise ValueError(f"A batch has no labels, only {', '.join(sorted(batch))}.")
-            count = int((batch["labels"] != -100).sum())
+            if is_language_model and "shift_labels" not in batch:
+                raise ValueError(
+                    f"{type(model).__name__} shifts labels by itself, so its predictions cannot be "
+                    "counted: add shift_labels to the batches."
+                )
+            count = int((batch.get("shift_labels", batch["labels"]) != -100).sum())
             if count:
                 inputs = {
                     name: value.to(device) if isinstance(value, torch.Tensor) else value

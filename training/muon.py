@@ -26,7 +26,7 @@ class Muon(Optimizer):
     large as those of Adam (Liu et al., 2025, arXiv:2502.16982, equation 4).
 
     Args:
-        matrices: the parameters for Muon. `matrices_of` finds them in a model.
+        matrices: the parameters for Muon. `matrices_of` names those of a model.
         others: the parameters for AdamW, or their groups.
         lr: learning rate.
         factor: factor of the learning rate for the matrices.

@@ -38,6 +38,7 @@ class RDrop(Objective):
             r_drop=self.alpha,
             num_items_in_batch=2 * update.tokens,
             use_cache=False,
+            return_dict=True,
         )
         return outputs.loss
 

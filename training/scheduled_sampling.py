@@ -98,7 +98,7 @@ class ScheduledSampling(Objective):
             kept = torch.rand(reference.shape, device=reference.device) < epsilon
             mixed = torch.where(kept | _starts(inputs, reference), reference, predicted)
         inputs = {**inputs, "decoder_input_ids": mixed, "num_items_in_batch": update.tokens}
-        return model(**inputs)["loss"]
+        return model(**inputs, return_dict=True)["loss"]
 
     def _predictions(
         self, model: nn.Module, inputs: dict[str, Any], reference: torch.Tensor
@@ -108,7 +108,8 @@ class ScheduledSampling(Objective):
         if "cu_seq_lens_q" in batch:
             batch["pad_outputs"] = False
         with torch.no_grad():
-            outputs = model(**{**batch, "decoder_input_ids": reference}, use_cache=False)
+            batch |= {"decoder_input_ids": reference, "use_cache": False, "return_dict": True}
+            outputs = model(**batch)
         # The first position of a row has no prediction, so `_starts` keeps its reference token.
         return outputs["logits"].argmax(dim=-1).roll(1, dims=1)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,8 @@ class SequenceObjective(Objective):
                 f"candidates must be an integer of at least {self.min_candidates}, got "
                 f"{candidates!r}."
             )
-        if not 0 <= likelihood <= 1:
-            raise ObjectiveError(f"likelihood must be from 0 to 1, got {likelihood}.")
+        if not isinstance(likelihood, Real) or not 0 <= likelihood <= 1:
+            raise ObjectiveError(f"likelihood must be a number from 0 to 1, got {likelihood!r}.")
         self.candidates, self.likelihood = int(candidates), likelihood
         self.reward_processes = reward_processes
         if target_tokenizer is not None and not hasattr(target_tokenizer, "batch_decode"):
@@ -127,15 +128,9 @@ class SequenceObjective(Objective):
         self.tokenizer = self.target_tokenizer or unwrapped.target_tokenizer(
             trainer.processing_class
         )
-        first: dict[str, Any] = next(iter(trainer.train_dataset), {})
-        labels = first.get("labels")
-        if labels is None or not len(labels):
-            raise ObjectiveError(
-                "Rewards compare translations with references, but the first row of the training "
-                "data has no labels."
-            )
-        reference = self._texts([[token for token in labels if token >= 0]])[0]
-        checked_rewards(self.reward, [reference, ""], [reference, reference])
+        rows = iter(trainer.train_dataset)
+        if rows is not trainer.train_dataset:  # a generator would lose its first row
+            self._test_reward(next(rows, {}))
         if trainer.max_source_tokens is None:
             # Otherwise the sampler of token batches checks the lengths, which it counts anyway.
             known = trainer.lengths
@@ -143,6 +138,17 @@ class SequenceObjective(Objective):
                 known = token_counts(trainer.train_dataset)
             if known is not None:
                 self.check_lengths(known)
+
+    def _test_reward(self, row: dict[str, Any]) -> None:
+        """Reward the reference of a row, and an empty text."""
+        labels = row.get("labels")
+        if labels is None or not len(labels):
+            raise ObjectiveError(
+                "Rewards compare translations with references, but the first row of the training "
+                "data has no labels."
+            )
+        reference = self._texts([[token for token in labels if token >= 0]])[0]
+        checked_rewards(self.reward, [reference, ""], [reference, reference])
 
     def check_lengths(self, lengths: np.ndarray) -> None:
         """Refuse data with an empty source or reference.
@@ -285,8 +291,8 @@ class MinimumRisk(SequenceObjective):
         target_tokenizer: Any = None,
     ) -> None:
         super().__init__(reward, candidates, likelihood, reward_processes, target_tokenizer)
-        if not 0 < sharpness < math.inf:
-            raise ObjectiveError(f"sharpness must be a positive number, got {sharpness}.")
+        if not isinstance(sharpness, Real) or not 0 < sharpness < math.inf:
+            raise ObjectiveError(f"sharpness must be a positive number, got {sharpness!r}.")
         self.sharpness = sharpness
 
     def prepare(self, trainer: Any) -> None:
@@ -398,7 +404,8 @@ def _log_probs(
         for name, value in batch.items()
     }
     gold = batch.pop("labels")[0]
-    logits = model(**batch, use_cache=False, pad_outputs=False).logits[0]  # (N, V)
+    call = {"use_cache": False, "pad_outputs": False, "return_dict": True}
+    logits = model(**batch, **call).logits[0]  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     at_target = logits.gather(1, gold[:, None]).squeeze(1) - logits.logsumexp(dim=1)
     lengths = torch.tensor([len(target) for target in targets], device=gold.device)

@@ -41,15 +41,16 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
     """Seq2SeqTrainer with token batches (5.1), the paper's schedule (5.3), and safe saves.
 
     With `max_source_tokens=None`, the batches are those of Seq2SeqTrainer. Otherwise training
-    ignores `per_device_train_batch_size` and `train_sampling_strategy`. The budgets apply to each
-    batch of each process. An update consists of `gradient_accumulation_steps` batches of every
-    process.
+    ignores `per_device_train_batch_size`, `train_sampling_strategy` and `dataloader_drop_last`. The
+    budgets apply to each batch of each process. An update consists of
+    `gradient_accumulation_steps` batches of every process.
 
     A run may be killed at any time, even during a save. `train(resume_from_checkpoint=True)`
     continues from the last complete checkpoint, and names incomplete checkpoints in a warning. The
     rest of the epoch has the same batches. The final weights are therefore those of a run that was
-    never killed, bit for bit. This holds for one and for several processes. A stream continues at
-    its saved position even with `ignore_data_skip`, because that costs no time.
+    never killed, bit for bit. This holds for one and for several processes, but not with
+    `dataloader_persistent_workers=True`. A stream continues at its saved position even with
+    `ignore_data_skip`, because that costs no time.
 
     `save_total_limit` removes a checkpoint only after a newer one is complete. A loss or gradient
     that is not finite ends training before it changes the weights. DeepSpeed and some optimizers
@@ -59,8 +60,8 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         *args, **kwargs: arguments of Seq2SeqTrainer. `data_seed`, or `seed`, shuffles the batches.
         max_source_tokens, max_target_tokens, drop_oversize: as for TokenBatchSampler.
         batching: "sorted" makes padded batches of similar lengths. "packed" makes batches of random
-            sentences without padding, with budgets of real tokens (PackedBatchSampler). The data
-            collator makes padded batches in both cases. Evaluation uses padded batches.
+            sentences without padding, with budgets of real tokens (PackedBatchSampler). Pass a data
+            collator for padded batches in both cases, because evaluation uses padded batches.
         lengths: (source, target) tokens of every training pair, of shape (N, 2). None counts them
             in the columns `input_ids` and `labels`. For a collator that pads to a multiple, round
             these lengths up to the multiple. Otherwise batches may exceed the budgets.
@@ -170,6 +171,11 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
             self._refuse_virtual_tokens("batching='packed'")
         if self.muon:
             self._require_whole_matrices()
+        if self.args.dataloader_persistent_workers:
+            logger.warning(
+                "dataloader_persistent_workers=True draws random numbers at other times after a "
+                "resume, so a resumed run will not have the same weights."
+            )
         if self.max_source_tokens is not None and self.args.auto_find_batch_size:
             raise InputError(
                 "auto_find_batch_size would try the same batches again, because max_source_tokens "
