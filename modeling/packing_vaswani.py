@@ -264,7 +264,7 @@ def split_packing(kwargs: dict[str, Any], prefix: str = "") -> tuple[Any, dict[s
     if kwargs.get(f"{prefix}cu_seq_lens_q") is None:
         return None, kwargs
     names = [prefix + name for name in _KEYS]
-    given = {name: kwargs.get(prefix + name) for name in _KEYS}
+    given: dict[str, Any] = {name: kwargs.get(prefix + name) for name in _KEYS}
     packing = Packing(given["cu_seq_lens_q"], given["max_length_q"], given["position_ids"], prefix)
     return packing, {name: value for name, value in kwargs.items() if name not in names}
 

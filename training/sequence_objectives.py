@@ -91,7 +91,7 @@ class SequenceObjective(Objective):
                 f"candidates must be an integer of at least {self.min_candidates}, got "
                 f"{candidates!r}."
             )
-        if not isinstance(likelihood, Real) or not 0 <= likelihood <= 1:
+        if not _is_number(likelihood) or not 0 <= likelihood <= 1:
             raise ObjectiveError(f"likelihood must be a number from 0 to 1, got {likelihood!r}.")
         self.candidates, self.likelihood = int(candidates), likelihood
         self.reward_processes = reward_processes
@@ -291,7 +291,7 @@ class MinimumRisk(SequenceObjective):
         target_tokenizer: Any = None,
     ) -> None:
         super().__init__(reward, candidates, likelihood, reward_processes, target_tokenizer)
-        if not isinstance(sharpness, Real) or not 0 < sharpness < math.inf:
+        if not _is_number(sharpness) or not 0 < sharpness < math.inf:
             raise ObjectiveError(f"sharpness must be a positive number, got {sharpness!r}.")
         self.sharpness = sharpness
 
@@ -331,6 +331,10 @@ class Reinforce(SequenceObjective):
         rewards, log_probs = candidates.rewards[:, 1:], candidates.log_probs[:, 1:]
         baselines = (rewards.sum(dim=1, keepdim=True) - rewards) / (self.candidates - 1)
         return -((rewards - baselines) * log_probs).mean(dim=1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
 
 
 @contextlib.contextmanager
