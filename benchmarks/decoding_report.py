@@ -426,7 +426,7 @@ def page_faults(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield host, threads and results of each file in a folder. The files of a host are by date."""
+    """Yield host, threads and results of each file. A host's files come in order of their dates."""
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
         # CPUs with one name may differ in their L3 caches.

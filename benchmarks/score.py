@@ -9,8 +9,9 @@ continues from another recipe's model, that recipe runs first, with the same see
 seed is that of the final model. The test set chooses nothing.
 
 Seeds can be trained on several machines, or on several days. If FILE exists, its other seeds stay
-in the report. With `--keep-scores`, only the first seed and seeds that FILE lacks are trained. The
-bootstrap needs the translations of the first seed.
+in the report. With `--keep-scores`, the recipe is trained for seeds that FILE lacks only. The first
+seed is trained again if the bootstrap of an ingredient needs its translations. Runs with or without
+an ingredient are trained for all `--seeds`.
 
 A small model does not keep several cores busy. `--at-once 2` trains two models side by side, each
 on half of the cores, and finishes both sooner.
@@ -110,7 +111,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='also measure these ingredients, such as "BPE-dropout"; without names, all of them',
     )
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
-    add("--keep-scores", action="store_true", help="take scores of later seeds from FILE")
+    add("--keep-scores", action="store_true", help="take scores of the recipe from FILE")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     args = parser.parse_args(argv)
     if len(set(args.seeds)) < len(args.seeds):
@@ -301,7 +302,7 @@ class Ingredients:
         return {
             **scores,
             "runs": list(map(reported_fields, seeds, runs)),
-            "translations": tested(next(iter(recipes))),
+            "translations": tested(first) if (first := next(iter(recipes))).exists() else [],
         }
 
     def decoded(self, last_checkpoint: bool = False, **settings: Any) -> dict[str, Any]:
@@ -374,6 +375,12 @@ class Ingredients:
             self.add(name, *((other, whole) if side == "with" else (whole, other)))
             self.rows[name]["runs"] = merged(before, other["runs"])
         return list(self.rows.values())
+
+
+def lacks_bootstrap(rows: list[dict[str, Any]], names: list[str], seeds: list[int]) -> bool:
+    """Tell whether the bootstrap of an ingredient needs translations of the first seed."""
+    known = {row["ingredient"]: row.get("bootstrap_seed") for row in rows}
+    return any(known.get(name) in (None, *seeds) for name in names)
 
 
 def reported_fields(seed: int, run: dict[str, Any]) -> dict[str, Any]:
@@ -481,19 +488,23 @@ def main(argv: list[str] | None = None) -> None:
             )
     report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score}
     report["settings"] = recipe
+    rows = earlier.get("ingredients", [])
+    runs: list[dict[str, Any]] = earlier.get("runs", [])
+    kept = {run["seed"] for run in runs if args.keep_scores}
+    names = [] if args.ingredients is None else args.ingredients or known
+    if lacks_bootstrap(rows, names, args.seeds):
+        kept -= {args.seeds[0]}
     if "model" in recipe:
         first = Path(recipe["model"]).name
-        for run in train_all(runs_of(first, args.seeds, args.runs), args.at_once):
+        seeds = [seed for seed in args.seeds if seed not in kept or args.ingredients is not None]
+        for run in train_all(runs_of(first, seeds, args.runs), args.at_once):
             print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
     recipes = runs_of(args.recipe, args.seeds, args.runs)
-    rows = earlier.get("ingredients", [])
     ingredients = None
     if args.ingredients is not None:
         ingredients = Ingredients(recipes, args.at_once, rows)
-    runs: list[dict[str, Any]] = earlier.get("runs", [])
     if "log" in earlier:
         report["log"] = earlier["log"]
-    kept = {run["seed"] for run in runs if args.keep_scores} - {args.seeds[0]}
     to_train = {run: recipe for run, recipe in recipes.items() if recipe["seed"] not in kept}
     seeds = [recipe["seed"] for recipe in to_train.values()]
     for seed, run in zip(seeds, train_all(to_train, args.at_once), strict=True):

@@ -82,7 +82,7 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
         "--scripts",
         nargs=2,
         metavar=("SOURCE", "TARGET"),
-        help="drop pairs with letters of other Unicode scripts: --scripts Latin Cyrillic",
+        help="drop pairs with letters of other scripts, one per side: --scripts Latin Cyrillic",
     )
     add(
         "--filter",

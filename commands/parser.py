@@ -66,6 +66,12 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"give --recipe only once, got {' and '.join(recipes)}")
         return [*self._read(*recipes), *words] if recipes else words
 
+    def refuse_repeated(self, words: Sequence[str], *options: str) -> None:
+        """Refuse options that are given twice, because the second one would replace the first."""
+        for option in options:
+            if sum(word.partition("=")[0] == option for word in words) > 1:
+                self.error(f"give {option} only once, with all data after it")
+
     def _read(self, recipe: str) -> list[str]:
         try:
             found = recipe_arguments(recipe)

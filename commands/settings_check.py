@@ -73,7 +73,15 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _check_model_settings(args: argparse.Namespace) -> None:
-    """Refuse values of --set and --generation that no model could have."""
+    """Refuse values of --set and --generation that no model could have, or that have no effect."""
+    for name in ("vocab_size", "decoder_vocab_size"):
+        if name in args.set:
+            raise SettingsError(f"--set {name}: the tokenizer has this size. Pass --vocab-size")
+    if "max_length" in args.generation and args.generation.get("max_length_offset") != 0:
+        raise SettingsError(
+            "--generation max_length has no effect, because the length of the source limits a "
+            "translation: pass max_new_tokens, or max_length_offset=0 beside it"
+        )
     try:
         VaswaniConfig.preset("base" if args.preset in PRESETS else args.preset, **args.set)
         generation = VaswaniGenerationConfig(**args.generation)

@@ -110,7 +110,11 @@ def _print_summary(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Print the scores, the folder, and the next two commands."""
     from ..hub_cards.results import MIN_EXACT_MATCH_PERCENT
 
-    for name, scores in (("Validation", results.get("valid")), ("Test", results.get("test"))):
+    test: dict[str, Any] = results.get("test") or {}
+    sets = [("Validation", results.get("valid")), ("Test", test)]
+    if corpora := test.get("corpora"):
+        sets[1:] = [(f"Test {corpus['data']}", corpus) for corpus in corpora]
+    for name, scores in sets:
         if scores:
             line = f"{name}: BLEU {scores['bleu']}, chrF {scores['chrf']}"
             if args.score == "exact_match" or scores["exact_match"] >= MIN_EXACT_MATCH_PERCENT:

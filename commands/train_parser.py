@@ -28,6 +28,7 @@ class TrainParser(CommandParser):
         self.set_defaults(**{name: value for name, value in preset.items() if name != "epochs"})
         parsed = super().parse_args(words, namespace)
         given = sys.argv[1:] if args is None else args
+        self.refuse_repeated(given, "--train", "--valid", "--test")
         self._override_recipe(parsed, given)
         open_end = parsed.steps is None and parsed.epochs is None and "epochs" not in preset
         if parsed.steps is None and parsed.epochs is None:

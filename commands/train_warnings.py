@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..corpora.names import without_compression, without_weight
+from ..corpora.names import form_of, without_compression, without_weight
 
 _VOCABULARY = (
     *("--vocab-size", "--vocabulary-lines", "--tokenizer-kind", "--pattern"),
@@ -42,12 +42,22 @@ def without_effect(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
             f"--preset leaves {', '.join(args.set)} as they are, because the recipe sets them: "
             "pass --set too, or change the recipe"
         )
+    named = [
+        without_weight(word) for word in (*args.train, *(args.valid or ()), *(args.test or ()))
+    ]
+    if "--columns" in given and not any(map(_may_have_columns, named)):
+        warnings.append("--columns has no effect, because text and TSV files have no columns")
     if "--batch-size" in given and args.max_source_tokens:
         warnings.append(
             "--batch-size sets the batches of evaluations only: --max-source-tokens "
             f"{args.max_source_tokens} sets those of training"
         )
     return warnings
+
+
+def _may_have_columns(name: str) -> bool:
+    """Tell whether data may be records: JSONL, Parquet, or a data set of the Hub or a folder."""
+    return form_of(name) in ("jsonl", "parquet") or not Path(name).is_file()
 
 
 def all_warm_up(args: argparse.Namespace) -> list[str]:

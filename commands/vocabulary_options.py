@@ -35,7 +35,7 @@ def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=37000,
         metavar="N",
-        help="largest size of the vocabulary (default: 37000, section 5.1)",
+        help="largest size of the vocabulary, without the tokens of --tag (default: 37000, 5.1)",
     )
     add(
         "--vocabulary-lines",

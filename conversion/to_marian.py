@@ -196,7 +196,8 @@ def _generation_config(given: GenerationConfig) -> GenerationConfig:
     if values.get("early_stopping") is False:
         del values["early_stopping"]
     names = ("max_length_offset", "max_length_factor")
-    if limits := [f"{name} {value}" for name in names if (value := values.pop(name, 0))]:
+    limits = [f"{name} {value}" for name in names if (value := values.pop(name, 0))]
+    if limits and "max_new_tokens" not in values:  # which replaces the other limits
         lost.append(f"{' and '.join(limits)} (max_length {MAX_LENGTH} instead)")
         values["max_length"] = MAX_LENGTH
     if values.get("num_beams", 1) == 1:

@@ -61,8 +61,8 @@ class BpeDropout:
                 )
         if any(right.endswith(SEAL) for _, right in model["merges"]):
             raise ValueError(
-                "BPE-dropout does not support the codes of subword-nmt, because it would skip the "
-                "merges that end words: leave it out, or train with a new tokenizer."
+                "BPE-dropout does not support the oldest codes of subword-nmt, because it would "
+                "skip the merges that end words: leave it out, or train with a new tokenizer."
             )
         self._dropout = dropout
         self._seed = seed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..configuration.extras import needs
 from .names import data_set_name, form_of, split_weight
-from .reading import DataError, Pair, iterate_pairs, load_rows, refuse_other_compression
+from .reading import DataError, Pair, iterate_pairs, load_rows, refuse_csv, refuse_other_compression
 
 with needs("vaswani[train]"):
     import xxhash
@@ -101,6 +101,8 @@ def parse_corpora(
     """
     found: list[tuple[tuple[tuple[str, ...], ...], float | None]] = []
     rest = [_weighted(word) for word in words]
+    for name, _ in rest:
+        refuse_csv(name)
     texts_only = len(rest) == 2 and not any(form_of(name) for name, _ in rest)
     while rest:
         name, weight = rest.pop(0)

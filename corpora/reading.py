@@ -14,7 +14,7 @@ from ..configuration.errors import InputError
 from ..configuration.extras import needs
 from ..configuration.places_vaswani import check_path
 from ..tokenization.kinds_vaswani import lone_surrogate
-from .names import data_set_name, form_of
+from .names import data_set_name, form_of, without_compression
 
 Pair = tuple[str, str]
 
@@ -75,6 +75,8 @@ def iterate_pairs(
         DataError: the data cannot be opened, or cannot be read to the end.
     """
     name = data[0]
+    for path in data:
+        refuse_csv(path)
     if len(data) == 2:
         return _parallel_pairs(*data)
     if len(data) > 2:
@@ -195,6 +197,19 @@ def refuse_other_compression(path: str) -> None:
         )
 
 
+def refuse_csv(path: str) -> None:
+    """Refuse a CSV file, because only `datasets` reads such files.
+
+    Raises:
+        DataError: names the file and the way out.
+    """
+    if without_compression(path).endswith(".csv"):
+        raise DataError(
+            f"{path}: CSV files are read from a folder. Put the file into a folder of its own, and "
+            "name the folder and its --columns."
+        )
+
+
 def load_rows(name: str, default_split: str, **options: Any) -> Any:
     """Load the data set ID[@CONFIG][:SPLIT], from the Hub or a local folder.
 
@@ -258,7 +273,11 @@ def _json_pair(line: str | DataError, columns: Sequence[str], place: str) -> Pai
             f"{place}: not JSON ({error}); each line must be an object with two columns"
         )
     if not isinstance(row, dict):
-        return DataError(f"{place}: {line.strip()} is not a JSON object with two columns.")
+        start = line.strip()[:80]
+        return DataError(
+            f"{place}: {start!r} is not a JSON object with two columns. Each line must be an "
+            "object of its own, not an array."
+        )
     return row_pair(row, columns, place)
 
 
@@ -278,7 +297,7 @@ def row_pair(row: dict[str, Any], columns: Sequence[str], place: str) -> Pair | 
         )
     for column in columns:
         if not isinstance(row[column], str):
-            return DataError(f"{place}: {column!r} is {row[column]!r}, not text.")
+            return DataError(f"{place}: {column!r} is {row[column]!r:.80}, not text.")
         if flaw := lone_surrogate(row[column]):  # JSON alone can contain half a character
             return DataError(f"{place}: {column!r} {flaw}.")
     return row[columns[0]], row[columns[1]]
@@ -292,6 +311,7 @@ __all__ = [
     "read_lines",
     "read_pairs",
     "read_parallel",
+    "refuse_csv",
     "refuse_other_compression",
     "row_pair",
     "strictly",

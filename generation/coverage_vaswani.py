@@ -183,8 +183,8 @@ def check_sources(sources: int, prompts: int, num_beams: int = 1) -> None:
     if sources == 1 == num_beams:
         raise NotCovered("one source of several prompts")
     raise ValueError(
-        f"generate has {sources} source{'s' if sources > 1 else ''}, but {prompts} prompts "
-        "(decoder_input_ids): pass one for each source"
+        f"generate has {sources} source{'s' * (sources > 1)}, but {prompts} "
+        f"prompt{'s' * (prompts > 1)} (decoder_input_ids): pass one for each source"
         f"{', or several prompts of one source with num_beams=1' if sources == 1 else ''}."
     )
 

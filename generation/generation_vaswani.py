@@ -124,7 +124,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             kwargs["attention_mask"] = mask
         lengths = self._source_lengths(inputs, kwargs)
         prompts = kwargs.get("decoder_input_ids")
-        if prompts is not None and len(lengths) not in (1, len(prompts)):
+        if prompts is not None and len(lengths) > 1:
             check_sources(len(lengths), len(prompts))
         rule = self._length_rule_of_call(generation_config, kwargs)
         if rule is not None:
@@ -211,14 +211,16 @@ class VaswaniGenerationMixin(GenerationMixin):
     ) -> tuple[float, int] | None:
         """Return the factor and offset that limit a sentence by its source; None without a limit.
 
-        `max_length` or `max_new_tokens` of the call replace this limit, and so does a
-        `max_new_tokens` in the model's generation config. A `max_length` there does not, because
-        Seq2SeqTrainer writes one.
+        `max_length` or `max_new_tokens` of the call replace this limit. A `max_new_tokens` in the
+        model's generation config does so too, unless the call has settings of this limit. A
+        `max_length` there does not, because Seq2SeqTrainer writes one.
         """
         for name in ("max_length", "max_new_tokens"):
             if first_setting(name, kwargs, given) is not None:
                 return None
-        if "max_new_tokens" not in kwargs and self.generation_config.max_new_tokens is not None:
+        names = ("max_length_factor", "max_length_offset")
+        decided = "max_new_tokens" in kwargs or any(first_setting(n, kwargs, given) for n in names)
+        if not decided and self.generation_config.max_new_tokens is not None:
             return None
         return length_rule(
             self._setting_of_call("max_length_factor", given, kwargs),
@@ -282,9 +284,10 @@ class VaswaniGenerationMixin(GenerationMixin):
             return prepared, model_kwargs
         if misplaced := self.config._get_generation_parameters():
             names = ", ".join(misplaced)
+            instead = " Set max_new_tokens there for max_length." * ("max_length" in misplaced)
             raise ValueError(
                 f"model.config has settings of the search ({names}), which `generate` does not "
-                "read: set them in model.generation_config."
+                f"read: set them in model.generation_config.{instead}"
             )
         settings = VaswaniGenerationConfig.read_settings(self.generation_config.to_dict())
         model_kwargs = settings.update(**kwargs)

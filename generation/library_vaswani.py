@@ -231,7 +231,7 @@ def _forbidden_instructions() -> list[str]:
 
 
 def cpu_description() -> str:
-    """Describe the model and the instructions of this CPU.
+    """Describe the maker, the model and the instructions of this CPU.
 
     The text is empty in a sandbox that does not tell.
     """
@@ -239,7 +239,7 @@ def cpu_description() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return ""
-    wanted = ("model name", "flags")
+    wanted = ("vendor_id", "model name", "flags")
     return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in wanted)
 
 

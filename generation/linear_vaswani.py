@@ -409,7 +409,7 @@ def _few_rows(dtype: torch.dtype) -> int:
     """Return the number of rows up to which a product without packing is as fast."""
     if dtype != torch.float32 or not torch.backends.mkl.is_available():
         return 0
-    return _FEW_ROWS if "Intel" in (cpu_description() or platform.processor()) else 0
+    return _FEW_ROWS if "GenuineIntel" in (cpu_description() or platform.processor()) else 0
 
 
 @functools.cache

@@ -159,9 +159,13 @@ class VaswaniTranslationPipeline(Pipeline):
         replaced = {
             name for name in self._forward_params if getattr(config, name, None) is not None
         }
+        defaults = dict(self._forward_params)
         if any(first_setting(name, generating, config) is not None for name in limits):
             replaced.update(limits)
-        return {name: own for name, own in self._forward_params.items() if name not in replaced}
+            if (own := defaults.get("generation_config")) is not None:
+                defaults["generation_config"] = copy.deepcopy(own)
+                defaults["generation_config"].update(**dict.fromkeys(limits))
+        return {name: value for name, value in defaults.items() if name not in replaced}
 
     def _translated(
         self,
@@ -395,7 +399,8 @@ def _with_settings(generating: dict[str, Any], outputs: dict[str, Any]) -> dict[
         return {**generating, **outputs}
     config = copy.deepcopy(given)
     config.update(**outputs)
-    return {**generating, "generation_config": config}
+    others = {name: value for name, value in generating.items() if name not in outputs}
+    return {**others, "generation_config": config}
 
 
 __all__ = ["VaswaniTranslationPipeline"]

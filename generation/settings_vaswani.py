@@ -218,7 +218,8 @@ class VaswaniGenerationConfig(GenerationConfig):
             |Y|^length_penalty.
         max_length_offset: a translation may have `max_length_factor` times as many tokens as its
             source, plus this number. 0 without a `max_length_factor` switches this limit off.
-            `max_length` or `max_new_tokens` in a call of `generate` replace the limit.
+            `max_length` or `max_new_tokens` in a call of `generate` replace the limit, and so does
+            a saved `max_new_tokens`.
         max_length_factor: None, the default, means 1. 0 makes `max_length_offset` the limit.
     """
 
@@ -231,6 +232,8 @@ class VaswaniGenerationConfig(GenerationConfig):
     @classmethod
     def of(cls, settings: GenerationConfig) -> "VaswaniGenerationConfig":
         """Copy a plain GenerationConfig, whose settings of None stay unset."""
+        if isinstance(settings, cls):
+            return settings
         copied = cls()
         vars(copied).update(vars(settings))
         return copied

@@ -96,8 +96,13 @@ class Results:
         stated = self.settings.get("languages")
         if stated:
             return list(stated)
-        files = [Path(_bare_path(path)).suffix[1:] for path in self.settings.get("train") or ()]
-        for pair in (list(self.settings.get("columns") or ()), files):
+        train = self.settings.get("train") or ()
+        files = [Path(_bare_path(path)).suffix[1:] for path in train]
+        # Text and TSV files have no columns.
+        forms = {form_of(without_weight(path)) for path in train}
+        have_columns = forms & {"jsonl", "parquet"} or (len(train) == 1 and forms == {None})
+        columns = list(self.settings.get("columns") or ()) if have_columns else []
+        for pair in (columns, files):
             if len(pair) == 2 and pair[0] != pair[1] and all(map(_TWO_LETTERS.fullmatch, pair)):
                 return pair
         return []
@@ -137,19 +142,29 @@ class Results:
         return None
 
     def scores(self) -> list[Score]:
-        """Return the scores of the test set, then those of the validation set."""
-        return [score for split in ("test", "valid") for score in self._scores_of(split)]
+        """Return the scores of the test sets, then those of the validation set."""
+        return [
+            score
+            for split in ("test", "valid")
+            for data, figures in self._sets_of(split)
+            for score in self._scores_of(split, data, figures)
+        ]
+
+    def _sets_of(self, split: str) -> list[tuple[str, dict[str, Any]]]:
+        """Return the name and the figures of each set of a split."""
+        figures = self._object(split)
+        if corpora := [found for found in figures.get("corpora") or () if isinstance(found, dict)]:
+            return [(_name_of_corpus(corpus), corpus) for corpus in corpora]
+        recipe = self.content.get("recipe")
+        unnamed = {"test": "test set", "valid": "validation set"}[split]
+        return [(self.data_of(split) or (f"{unnamed} of {recipe}" if recipe else unnamed), figures)]
 
     def _object(self, key: str) -> dict[str, Any]:
         """Return an object inside the file; empty if there is none."""
         value = self.content.get(key)
         return value if isinstance(value, dict) else {}
 
-    def _scores_of(self, split: str) -> Iterator[Score]:
-        figures = self._object(split)
-        recipe = self.content.get("recipe")
-        unnamed = {"test": "test set", "valid": "validation set"}[split]
-        data = self.data_of(split) or (f"{unnamed} of {recipe}" if recipe else unnamed)
+    def _scores_of(self, split: str, data: str, figures: dict[str, Any]) -> Iterator[Score]:
         if "mean" in figures:
             yield self._mean_score(data, split, figures)
             return
@@ -344,6 +359,13 @@ def _data_names(data: Sequence[str] | None) -> str | None:
     paths = [Path(_bare_path(path)) for path in data]
     names = [Path(path.parent.name, path.stem).as_posix() for path in paths]
     return ", ".join(dict.fromkeys(names))
+
+
+def _name_of_corpus(corpus: dict[str, Any]) -> str:
+    """Name one of several test sets, with the tag of its language if there is one."""
+    files, *more = str(corpus.get("data") or "test set").partition(" and ")
+    name = (_data_names(files.split()) or "") + "".join(more)
+    return f"{name} ({corpus['tag']})" if corpus.get("tag") else name
 
 
 def _on_the_hub(data: Sequence[str]) -> list[DataSetName]:

@@ -187,7 +187,9 @@ class SavedModel:
         return f"length^{alpha}"
 
     def limit(self) -> str:
-        """Describe the longest translation of a source; empty if the source sets no limit."""
+        """Describe the longest translation of a source; empty if nothing saved limits it."""
+        if tokens := self.generation.get("max_new_tokens"):
+            return f"{tokens} tokens"
         offset = self.generation.get("max_length_offset") or 0
         factor = self.generation.get("max_length_factor")
         if factor is None or factor == 1:

@@ -139,8 +139,8 @@ class VaswaniClassifier(VaswaniEncoderPreTrainedModel):
             ValueError: a label is neither -100 nor the number of a class.
         """
         if not labels.is_floating_point():
-            advice = "classes: set num_labels to the number of classes when the model is made or "
-            check_labels(labels, _number_of_classes(self.config), f"{advice}loaded.")
+            advice = "classes: set num_labels to their number when the model is made or loaded."
+            check_labels(labels, _number_of_classes(self.config), advice)
 
 
 class VaswaniForSequenceClassification(VaswaniClassifier):

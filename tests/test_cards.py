@@ -26,6 +26,7 @@ from vaswani.hub_cards import card as cards
 from vaswani.hub_cards import metadata as card_metadata
 from vaswani.hub_cards import saved_model, sibling_card
 from vaswani.hub_cards.card import may_be_written, write_model_card
+from vaswani.hub_cards.results import read_results
 from vaswani.hub_cards.saved_model import SavedModel
 from vaswani.training.circumstances import weights_sha256
 
@@ -80,6 +81,29 @@ SEVERAL_SEEDS = {
     ],
     "test": {"mean": 36.85, "standard_deviation": 0.07, "seeds": [36.8, 36.9]},
 }
+
+
+def test_each_of_several_test_sets_has_its_own_scores(run):
+    corpora = [
+        {"data": "data/a.cs data/a.fr", "tag": "fr", **SCORES},
+        {"data": "data/b.tsv and 3 more", "tag": None, **SCORES, "bleu": 12.5},
+    ]
+    write_json(run / "results.json", {**RUN, "test": {**SCORES, "corpora": corpora}})
+    text = write_model_card(run).read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "| BLEU |" in line]
+    assert [row.split(" | ")[:3] for row in rows[:2]] == [
+        ["| data/a (fr)", "BLEU", "36.82"],
+        ["| data/b and 3 more", "BLEU", "12.50"],
+    ]
+
+
+def test_text_files_have_no_columns_to_name_languages(run):
+    settings = {**RUN["settings"], "columns": ["fr", "cs"]}
+    write_json(run / "results.json", {**RUN, "settings": settings})
+    assert read_results(run / "results.json").languages() == ["en", "de"]
+    records = {**settings, "train": ["data/train.jsonl"]}
+    write_json(run / "results.json", {**RUN, "settings": records})
+    assert read_results(run / "results.json").languages() == ["fr", "cs"]
 
 
 def write_json(path, content):

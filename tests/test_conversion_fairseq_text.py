@@ -296,7 +296,7 @@ def test_the_oldest_codes_have_no_dropout(tmp_path):
     corpus = words_over("abc", 100, seed=2)
     codes = old_codes(learned_codes([" ".join(corpus)], 20))
     tokenizer, *_ = pair_tokenizer(tmp_path, codes, corpus=corpus)
-    with pytest.raises(ValueError, match="does not support the codes of subword-nmt"):
+    with pytest.raises(ValueError, match="does not support the oldest codes of subword-nmt"):
         BpeDropout(tokenizer, 0.1)
 
 

@@ -481,7 +481,7 @@ def test_prepared_data_are_what_training_with_the_same_options_uses(write, tmp_p
     assert results["data"] == {"read": 120, "kept": 120, "dropped": {}}
 
 
-def test_a_tagged_model_translates_into_the_language_of_the_tag(write, tmp_path):
+def test_a_tagged_model_translates_into_the_language_of_the_tag(write, tmp_path, capsys):
     there, back = write("en-de.tsv"), write("de-en.tsv", [pair[::-1] for pair in PAIRS])
     main(
         ["train", "--train", f"{there}=1", f"{back}=2", "--tag", "de", "en", "--test", there, back,
@@ -494,6 +494,8 @@ def test_a_tagged_model_translates_into_the_language_of_the_tag(write, tmp_path)
         assert rest == tokenizer("one")["input_ids"]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [part["tag"] for part in results["test"]["corpora"]] == ["de", "en"]
+    said = capsys.readouterr().out
+    assert all(f"Test {place}: BLEU" in said for place in (there, back))
     assert [part["samples"][0]["source"] for part in results["test"]["corpora"]] == [
         ">>de<< zero", ">>en<< null",
     ]  # fmt: skip

@@ -362,7 +362,7 @@ def test_prompts_of_one_source_are_continued_as_each_alone(tiny_model, searches)
 )
 def test_another_number_of_prompts_than_sources_is_refused(tiny_model, sources, prompts, beams):
     ids, prompt = torch.full((sources, 4), 5), torch.full((prompts, 1), 2)
-    with pytest.raises(ValueError, match=f"has {sources} sources?, but {prompts} prompts"):
+    with pytest.raises(ValueError, match=f"has {sources} sources?, but {prompts} prompts?"):
         tiny_model(dtype=torch.float32).generate(ids, decoder_input_ids=prompt, num_beams=beams)
 
 

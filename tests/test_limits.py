@@ -104,6 +104,7 @@ def test_new_tokens_saved_in_the_models_config_replace_the_rule(endless_model, s
     assert model.generate(source, generation_config=config).shape[1] == 1 + 6
     assert model.generate(source, max_new_tokens=4, **search).shape[1] == 1 + 4
     assert model.generate(source, max_new_tokens=None, **search).shape[1] == 1 + 3 + 50
+    assert model.generate(source, max_length_offset=8, **search).shape[1] == 1 + 3 + 8
 
 
 def test_max_length_offset_can_be_changed_and_switched_off(endless_model):
@@ -198,6 +199,7 @@ def test_a_plain_generation_config_in_the_call_inherits_the_papers_settings(live
 
 
 def test_a_plain_generation_config_without_beams_is_no_reason_to_warn(lively_model):
+    logging.get_logger("transformers").warning_once.cache_clear()
     with CaptureLogger(logging.get_logger("transformers")) as log:
         lively_model().generate(
             torch.tensor([[3, 4, 2]]), generation_config=GenerationConfig(max_new_tokens=2)

@@ -229,6 +229,16 @@ def test_samples_keep_the_models_limit_of_length(tiny_model):
     assert max(map(len, samples[0])) == 4
 
 
+def test_samples_keep_a_saved_limit_of_new_tokens(tiny_model):
+    model = tiny_model(dropout=0.0)
+    model.generation_config.update(max_new_tokens=3, max_length_offset=50)
+    samples = prepared(Reinforce(first_letters, 20))._samples(model, [torch.arange(3, 9)])
+    assert max(map(len, samples[0])) == 3
+    model.generation_config.update(max_new_tokens=12, max_length_factor=0.0, max_length_offset=4)
+    samples = prepared(Reinforce(first_letters, 20))._samples(model, [torch.arange(3, 9)])
+    assert max(map(len, samples[0])) > 4
+
+
 @pytest.mark.parametrize("pad_token_id", [0, 2])
 def test_samples_have_no_padding_after_their_own_limit(tiny_model, pad_token_id):
     model = tiny_model(pad_token_id=pad_token_id)
@@ -694,7 +704,9 @@ def test_wrong_settings_are_refused_by_name_and_value(settings, message):
 
 
 @pytest.mark.parametrize(
-    "objective", [RDrop(1.0), ScheduledSampling(), MinimumRisk(first_letters, 2)]
+    "objective",
+    [RDrop(1.0), ScheduledSampling(), MinimumRisk(first_letters, 2)],
+    ids=["r_drop", "scheduled_sampling", "risk"],
 )
 def test_a_model_that_returns_tuples_has_the_same_loss(tiny_model, objective):
     losses = []

@@ -70,6 +70,16 @@ def test_a_generation_config_of_a_call_overrides_the_pipeline(parts):
     assert cut != "dreihundert"
 
 
+def test_a_limit_of_a_call_replaces_that_of_the_pipelines_config(parts):
+    config = GenerationConfig(num_beams=2, max_new_tokens=2)
+    short = VaswaniTranslationPipeline(*parts, device="cpu", generation_config=config)
+    for call in ({"max_length": 30}, {"generation_config": GenerationConfig(max_new_tokens=20)}):
+        assert texts(short("three hundred", return_dict_in_generate=True, **call)) == [
+            "dreihundert"
+        ]
+    assert config.max_new_tokens == 2
+
+
 def test_scores_come_with_a_generation_config_too(translator):
     settings = {"num_beams": 2, "no_repeat_ngram_size": 9}
     expected = translator(ENGLISH[:2], return_scores=True, **settings)

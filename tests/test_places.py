@@ -340,10 +340,13 @@ def test_a_name_on_the_hub_passes_where_a_folder_has_the_name_of_its_user(folder
 
 
 def test_a_file_that_is_there_is_not_said_to_be_missing(folder, looked_up):
-    for name in ("pairs.txt", "pairs.csv"):
+    for name, fault in (
+        ("pairs.txt", " is one file, but neither .tsv"),
+        ("pairs.csv", ": CSV fil"),
+    ):
         Path(name).write_text("a,b\n")
         said = ends_with("train", "--train", name, "--output", "new")
-        assert said.startswith(f"vaswani train: {name} is one file, but neither .tsv, .jsonl nor")
+        assert said.startswith(f"vaswani train: {name}{fault}")
     Path("corpus").mkdir()
     said = ends_with("train", "--train", "corpus", "--output", "new")
     assert said.startswith(
@@ -384,6 +387,25 @@ def test_vocabulary_settings_beside_a_model_are_warned_of(folder, capsys, given)
         assert f"{name} has no effect, because --{owner} runs/old has its own vocabulary" in said
     train.parse_args([*others, "--model", "runs/old", "--preset=big"])
     assert "--model runs/old has its own sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [["pairs.tsv"], ["a.en", "a.de"]])
+def test_columns_without_effect_are_warned_of(folder, capsys, data):
+    for name in data:
+        Path(name).write_text("a\tb\n")
+    given = ["--output", "new", "--columns", "fr", "cs"]
+    make_parser().parse_args(["--train", *data, *given])
+    assert "--columns has no effect, because text and TSV files" in capsys.readouterr().err
+    make_parser().parse_args(["--train", *data, "--valid", "v.jsonl", *given])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--train", "--valid", "--test"])
+def test_data_that_would_replace_other_data_are_refused(folder, capsys, option):
+    given = ["--train", "a.tsv", "--output", "new", "--valid", "b.tsv", "--test", "c.tsv"]
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([*given, option, "d.tsv"])
+    assert f"give {option} only once, with all data after it" in capsys.readouterr().err
 
 
 def test_a_preset_beside_the_sizes_of_a_recipe_is_warned_of(folder, capsys):

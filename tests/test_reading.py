@@ -9,7 +9,7 @@ import datasets
 import pytest
 from num2words import num2words
 from vaswani.corpora import reading
-from vaswani.corpora.corpus import Corpus
+from vaswani.corpora.corpus import Corpus, parse_corpora
 from vaswani.corpora.reading import DataError, read_lines, read_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,6 +78,22 @@ def test_other_compressions_are_refused_by_the_name(tmp_path, ending):
     names = [str(tmp_path / f"a.{language}.{ending}") for language in ("en", "de")]
     with pytest.raises(DataError, match=rf"a\.en\.{ending}: this compression is not read"):
         read_pairs(names, ("source", "target"), "train")
+
+
+@pytest.mark.parametrize("names", [["a.csv"], ["a.csv.gz"], ["a.csv", "b.csv"]])
+def test_csv_files_are_refused_with_the_way_out(names):
+    for read in (lambda: read_pairs(names, ("en", "de"), "train"), lambda: parse_corpora(names)):
+        with pytest.raises(DataError, match=r"a\.csv.* are read from a folder"):
+            read()
+
+
+def test_a_long_record_is_cut_in_its_error(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    for line in (json.dumps([{"en": "one"}] * 10_000), json.dumps({"en": ["one"] * 10_000})):
+        path.write_text(f"{line}\n")
+        with pytest.raises(DataError, match=r"not an array|not text") as error:
+            read_pairs([str(path)], ("en", "en"), "train")
+        assert len(str(error.value)) < 400
 
 
 def test_parallel_files_of_unequal_length_are_refused_with_both_lengths(tmp_path):

@@ -494,6 +494,21 @@ def test_added_tokens_of_an_imported_tokenizer_are_known(tmp_path):
         assert known(f">>de<< {last} <mask>")["input_ids"] == [tag, UNK, known.mask_token_id, EOS]
 
 
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram"])
+def test_an_added_token_takes_the_space_after_it(kind):
+    lines = ["costs ( 5 ) euros, (five) euro.", "a b c d e one two"] * 5
+    tokenizer = VaswaniTokenizer.train_from_iterator(lines, kind, 350, show_progress=False)
+    tokenizer.add_tokens([AddedToken("<num>", rstrip=True, normalized=False)])
+    for text, decoded in {
+        "costs <num> euros": "costs <num> euros",
+        "one<num>two": "one<num> two",
+        "one <num> <num> two": "one <num><num> two",
+    }.items():
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.convert_tokens_to_ids("<num>") in ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == decoded
+
+
 @pytest.mark.parametrize("space_after", [False, True])
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram"])
 def test_added_tokens_are_found_where_the_class_says(kind, space_after):

@@ -392,6 +392,20 @@ def test_a_tokenizer_that_cannot_end_sentences_is_refused_before_the_data_are_pr
         )  # fmt: skip
 
 
+def test_lines_beyond_the_learned_positions_are_named_before_training(
+    command, parallel_files, tmp_path
+):
+    learned = ["position_encoding=learned", "max_position_embeddings=12"]
+    call = ["train", "--train", *parallel_files, *TINY, *learned, "--steps", 1, "--warmup", 1]
+    with pytest.raises(SystemExit, match=r"--max-length 256 is more than the 12 learned positions"):
+        command(*call, "--output", tmp_path / "a")
+    for split in ("valid", "test"):
+        (tmp_path / "long.tsv").write_text("one\teins\n" + "one " * 20 + "\teins\n")
+        data = [f"--{split}", tmp_path / "long.tsv", "--max-length", 12]
+        with pytest.raises(SystemExit, match=r"Source 2 of the \w+ set has .* 12 learned"):
+            command(*call, *data, "--output", tmp_path / split)
+
+
 def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_path):
     command(
         "train", "--train", *parallel_files, *TINY, "--steps", 100_000, "--minutes", 0.02,
@@ -406,6 +420,8 @@ def test_training_stops_when_its_minutes_are_over(command, parallel_files, tmp_p
         (["--preset", "huge"], "'huge' is unknown: .* The presets are tiny, small, base, "),
         (["--set", "dropout=1.5"], r"dropout must be in \[0, 1\)"),
         (["--set", "dropout"], "expected NAME=VALUE"),
+        (["--set", "vocab_size=300"], "--set vocab_size: .* Pass --vocab-size"),
+        (["--generation", "max_length=20"], "max_length has no effect, .*: pass max_new_tokens"),
         (["--set", "d_modle=32"], "'d_modle' is unknown: did you mean 'd_model'"),
         (["--set", "num_heads=4", "ffn_dim=128"], "'num_heads'.*'decoder_attention_heads'.*'ffn_"),
         (["--set", "my_note=32"], "'my_note' is unknown"),

@@ -133,8 +133,8 @@ class VaswaniTokenizer(TokenizersBackend):
     `from_pretrained`. "<pad>", "<unk>", "</s>" are 0, 1, 2. Special tokens in a text are text.
     The kinds bpe, wordpiece and unigram find the token of `add_tokens(["<num>"])` only where a word
     may start, or end with `space_after`. `AddedToken("<num>", rstrip=True, normalized=False)` is
-    found everywhere. Decoding restores its spaces between words without `space_after`, but not
-    beside punctuation.
+    found everywhere. Without `space_after`, decoding puts a space after it, except before another
+    added token.
 
     Imported tokenizers may have other special tokens, and three more settings:
 

@@ -408,17 +408,19 @@ def evaluate_perplexity(
     """
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
-    is_language_model = type(model).__name__.endswith("ForCausalLM")
+    own = getattr(model, "_orig_mod", model)  # torch.compile wraps a model
+    is_language_model = type(own).__name__.endswith("ForCausalLM")
     with evaluation_mode(model):
         for batch in batches:
             if "labels" not in batch:
                 raise ValueError(f"A batch has no labels, only {', '.join(sorted(batch))}.")
-            if is_language_model and "shift_labels" not in batch:
+            shifted = batch.get("shift_labels")
+            if is_language_model and shifted is None:
                 raise ValueError(
                     f"{type(model).__name__} shifts labels by itself, so its predictions cannot be "
                     "counted: add shift_labels to the batches."
                 )
-            count = int((batch.get("shift_labels", batch["labels"]) != -100).sum())
+            count = int(((batch["labels"] if shifted is None else shifted) != -100).sum())
             if count:
                 inputs = {
                     name: value.to(device) if isinstance(value, torch.Tensor) else value

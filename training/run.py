@@ -37,6 +37,7 @@ from ..corpora.atomic_folder import replaced_file, replaced_files
 from ..corpora.reading import DataError, Pair
 from ..corpora.text_stream import TextStream
 from ..corpora.tokenising import tokenised
+from ..generation.limits_vaswani import check_position_limit
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
 from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
 from ..modeling.quantization_vaswani import refuse_int8
@@ -96,7 +97,7 @@ class TrainingRun:
         self.checkpoint = of_main_process(self._checkpoint_to_resume())
         try:
             self.metric = TranslationMetric(options.bleu_tokenize)
-        except (ImportError, RuntimeError, ValueError) as error:
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
             raise RunError(f"--bleu-tokenize {options.bleu_tokenize}: {error}") from error
         if not uses_deepspeed():  # DeepSpeed's arguments would shard models made later
             training_arguments(options, d_model=512)  # refuses wrong values before data are read
@@ -113,6 +114,7 @@ class TrainingRun:
         wait_for_all = patient_barrier()
         self.model, self.tokenizer = self._build()
         self.beams = self._set_generation()
+        self._check_positions()
         # A model with a separate target vocabulary has a second tokenizer. A fresh model has one.
         self.target_tokenizer = self.tokenizer
         if options.model:
@@ -202,6 +204,24 @@ class TrainingRun:
             return VaswaniForConditionalGeneration(config), tokenizer
         except (ValueError, StrictDataclassError) as error:
             raise RunError(str(error)) from error
+
+    def _check_positions(self) -> None:
+        """Refuse lines that are longer than the learned positions, before they end the run."""
+        limit = self.model.config.position_limit
+        if limit is None:
+            return
+        if self.options.max_length > limit:
+            raise RunError(
+                f"--max-length {self.options.max_length} is more than the {limit} learned "
+                f"positions: pass --max-length {limit}, or more max_position_embeddings."
+            )
+        for name, pairs in (("validation", self.valid_pairs), ("test", self.test_pairs)):
+            sources = self.tokenizer([source for source, _ in pairs])["input_ids"] if pairs else ()
+            for number, ids in enumerate(sources, start=1):
+                try:
+                    check_position_limit(f"Source {number} of the {name} set", len(ids), limit)
+                except ValueError as error:
+                    raise RunError(str(error)) from error
 
     def _set_generation(self) -> int:
         """Save the search settings of the command line in the model, and return its beam size."""
@@ -388,6 +408,8 @@ class TrainingRun:
             model.save_pretrained(folder)
         if len(checkpoints) > 1:
             self.say(f"The model is the mean of the last {len(checkpoints)} checkpoints.")
+        elif self.options.average > 1:
+            self.say("The model is no mean, because the run has only one checkpoint.")
         return [path.name for path in checkpoints]
 
     def _scores_of_validation(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:

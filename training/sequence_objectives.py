@@ -237,7 +237,7 @@ class SequenceObjective(Objective):
         sequences = sequences[:, 1:].cpu()  # the code below reads single tokens
         rule = length_rule(settings.max_length_factor, settings.max_length_offset)
         limits = None
-        if rule is not None:
+        if rule is not None and settings.max_new_tokens is None:
             limits = length_limits(lengths, *rule).repeat_interleave(self.candidates)
         real = real_tokens(sequences, unwrapped.config.eos_token_id, limits)
         samples = [row[kept] for row, kept in zip(sequences, real, strict=True)]

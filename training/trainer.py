@@ -149,10 +149,10 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         self._had_batch = False  # whether there was a batch
         self._own_special_tokens = _special_tokens(self.model)
         self._refuse_options_of_other_data()
-        self._refuse_options_of_other_models("r_drop" if r_drop else "objective")
+        self._check_options("r_drop" if r_drop else "objective")
 
-    def _refuse_options_of_other_models(self, setting: str) -> None:
-        """Refuse what does not fit the model or transformers' arguments.
+    def _check_options(self, setting: str) -> None:
+        """Refuse what does not fit the model or transformers' arguments, or warn of it.
 
         Args:
             setting: the argument that set the objective.

@@ -117,8 +117,8 @@ INLINE float exponential(float x)
     return power * scale;
 }
 
-#define LOWEST (-3e38f) // nearly the lowest float
-#define NEGLIGIBLE (-60.f)   // values further below the highest do not count: e^-60 is 1e-26
+#define LOWEST (-3e38f)    // nearly the lowest float
+#define NEGLIGIBLE (-60.f) // values further below the highest do not count: e^-60 is 1e-26
 
 // The largest value, and at least LOWEST. NaN is overlooked.
 INLINE float maximum(const float *values, int64_t count)
