@@ -226,8 +226,9 @@ def ensemble(recipe: dict[str, Any], folders: list[Path]) -> dict[str, Any]:
 
 
 def tested(run: Path) -> list[str]:
-    """Read a finished run's translations of the test set."""
-    return (run / "test.txt").read_text(encoding="utf-8").splitlines()
+    """Read a run's translations of the test set. A run of another machine has none here."""
+    file = run / "test.txt"
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def most_common(outputs: Sequence[str]) -> str:
@@ -302,7 +303,7 @@ class Ingredients:
         return {
             **scores,
             "runs": list(map(reported_fields, seeds, runs)),
-            "translations": tested(first) if (first := next(iter(recipes))).exists() else [],
+            "translations": tested(next(iter(recipes))),
         }
 
     def decoded(self, last_checkpoint: bool = False, **settings: Any) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def _check_model_settings(args: argparse.Namespace) -> None:
     for name in ("vocab_size", "decoder_vocab_size"):
         if name in args.set:
             raise SettingsError(f"--set {name}: the tokenizer has this size. Pass --vocab-size")
-    if "max_length" in args.generation and args.generation.get("max_length_offset") != 0:
+    no_rule = args.model or args.generation.get("max_length_offset") == 0
+    if "max_length" in args.generation and not no_rule:
         raise SettingsError(
             "--generation max_length has no effect, because the length of the source limits a "
             "translation: pass max_new_tokens, or max_length_offset=0 beside it"

@@ -87,6 +87,8 @@ class OnnxTranslator(OnnxModel):
             "max_new_tokens": max_new_tokens,
         }
         settings = self.overridden(given)
+        if max_length_offset is max_length_factor is None:
+            max_new_tokens = settings.get("max_new_tokens")  # of the call, or else saved
         limits = self._limits(sources, settings, max_new_tokens)
         decoder = self.encode(sources)
         start = settings.get("decoder_start_token_id", settings.get("bos_token_id"))
@@ -108,12 +110,12 @@ class OnnxTranslator(OnnxModel):
         for index, length in enumerate(lengths.tolist()):
             check_position_limit(f"Source {index}", length, self.position_limit)
         rule = length_rule(settings.get("max_length_factor"), settings.get("max_length_offset"))
-        limit = settings.get("max_new_tokens") if max_new_tokens is None else max_new_tokens
-        if limit is None and rule is not None:
+        if max_new_tokens is None and rule is not None:
             limits = length_limits(lengths, *rule)
             if self.position_limit is not None:  # the start token takes a position too
                 limits = limits.clamp(max=self.position_limit - 1)
             return limits
+        limit = settings.get("max_new_tokens")
         if limit is None and "max_length" in settings:
             limit = settings["max_length"] - 1  # max_length counts the start token
         if limit is None:

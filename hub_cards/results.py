@@ -100,7 +100,11 @@ class Results:
         files = [Path(_bare_path(path)).suffix[1:] for path in train]
         # Text and TSV files have no columns.
         forms = {form_of(without_weight(path)) for path in train}
-        have_columns = forms & {"jsonl", "parquet"} or (len(train) == 1 and forms == {None})
+        have_columns = (
+            forms & {"jsonl", "parquet"}
+            or (len(train) == 1 and forms == {None})
+            or self._hub_data("train")
+        )
         columns = list(self.settings.get("columns") or ()) if have_columns else []
         for pair in (columns, files):
             if len(pair) == 2 and pair[0] != pair[1] and all(map(_TWO_LETTERS.fullmatch, pair)):

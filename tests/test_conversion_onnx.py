@@ -189,7 +189,10 @@ def test_settings_and_limits_come_from_the_generation_config(tiny_model, transla
     )
     model.generation_config.update(max_length_offset=0, max_length_factor=None)
     model.generation_config.update(max_new_tokens=5, num_beams=1)
-    assert translator_of(model).generate(sources) == generated(model, sources, max_new_tokens=5)
+    translator = translator_of(model)
+    assert translator.generate(sources) == generated(model, sources, max_new_tokens=5)
+    limit = {"max_length_offset": 7}
+    assert translator.generate(sources, **limit) == generated(model, sources, **limit)
     model.generation_config.max_new_tokens = None
     with pytest.raises(ValueError, match="Nothing limits the translations"):
         translator_of(model).generate(sources)

@@ -408,8 +408,8 @@ def evaluate_perplexity(
     """
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
-    own = getattr(model, "_orig_mod", model)  # torch.compile wraps a model
-    is_language_model = type(own).__name__.endswith("ForCausalLM")
+    unwrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps a model
+    is_language_model = type(unwrapped).__name__.endswith("ForCausalLM")
     with evaluation_mode(model):
         for batch in batches:
             if "labels" not in batch:

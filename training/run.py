@@ -114,11 +114,11 @@ class TrainingRun:
         wait_for_all = patient_barrier()
         self.model, self.tokenizer = self._build()
         self.beams = self._set_generation()
-        self._check_positions()
         # A model with a separate target vocabulary has a second tokenizer. A fresh model has one.
         self.target_tokenizer = self.tokenizer
         if options.model:
             self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
+        self._check_positions()
         self.train_pairs: TrainingPairs | TextStream
         if options.stream:
             self.train_pairs = self.data.stream(self.tokenizer, self.target_tokenizer)
@@ -216,12 +216,18 @@ class TrainingRun:
                 f"positions: pass --max-length {limit}, or more max_position_embeddings."
             )
         for name, pairs in (("validation", self.valid_pairs), ("test", self.test_pairs)):
-            sources = self.tokenizer([source for source, _ in pairs])["input_ids"] if pairs else ()
-            for number, ids in enumerate(sources, start=1):
-                try:
-                    check_position_limit(f"Source {number} of the {name} set", len(ids), limit)
-                except ValueError as error:
-                    raise RunError(str(error)) from error
+            if not pairs:
+                continue
+            sources, targets = map(list, zip(*pairs, strict=True))
+            sides = {"Source": self.tokenizer(sources)["input_ids"]}
+            if name == "validation":  # the targets of the test set are not read by the model
+                sides["Target"] = self.target_tokenizer(text_target=targets)["input_ids"]
+            for side, lines in sides.items():
+                for number, ids in enumerate(lines, start=1):
+                    try:
+                        check_position_limit(f"{side} {number} of the {name} set", len(ids), limit)
+                    except ValueError as error:
+                        raise RunError(str(error)) from error
 
     def _set_generation(self) -> int:
         """Save the search settings of the command line in the model, and return its beam size."""
@@ -409,7 +415,7 @@ class TrainingRun:
         if len(checkpoints) > 1:
             self.say(f"The model is the mean of the last {len(checkpoints)} checkpoints.")
         elif self.options.average > 1:
-            self.say("The model is no mean, because the run has only one checkpoint.")
+            self.say("The model is not averaged, because the run has only one checkpoint.")
         return [path.name for path in checkpoints]
 
     def _scores_of_validation(self, translator: VaswaniTranslationPipeline) -> dict[str, Any]:
