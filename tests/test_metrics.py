@@ -601,8 +601,9 @@ def test_a_language_model_counts_the_tokens_that_it_predicts():
     ids = torch.tensor([[3, 4, 5, 2], [6, 7, 2, 0]])
     labels = ids.masked_fill(ids == 0, -100)
     batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-    with pytest.raises(ValueError, match="add shift_labels to the batches"):
-        evaluate_perplexity(model, [batch])
+    for network in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match="add shift_labels to the batches"):
+            evaluate_perplexity(network, [batch])
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     result = evaluate_perplexity(model, [batch | {"shift_labels": shifted}])
     assert result["target_tokens"] == 5

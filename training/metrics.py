@@ -384,6 +384,12 @@ def nbest_accuracy(candidates: Iterable[Sequence[str]], references: Iterable[str
 
 
 @torch.no_grad()
+def _is_language_model(model: Any) -> bool:
+    """Tell whether a model generates text without an encoder."""
+    translates = getattr(getattr(model, "config", None), "is_encoder_decoder", True)
+    return not translates and model.can_generate()
+
+
 def evaluate_perplexity(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[str, float]:
@@ -408,8 +414,7 @@ def evaluate_perplexity(
     """
     device = next(model.parameters()).device
     total, tokens = 0.0, 0
-    unwrapped = getattr(model, "_orig_mod", model)  # torch.compile wraps a model
-    is_language_model = type(unwrapped).__name__.endswith("ForCausalLM")
+    is_language_model = _is_language_model(model)
     with evaluation_mode(model):
         for batch in batches:
             if "labels" not in batch:
