@@ -477,32 +477,31 @@ def main(argv: list[str] | None = None) -> None:
     score = recipe.get("score", "bleu")
     earlier = earlier_report(args.json, args.recipe, recipe)
     known = [averaging(recipe), *PENALTIES, *variants(recipe)]
-    for name in args.ingredients or []:
+    names = [] if args.ingredients is None else args.ingredients or known
+    for name in names:
         if name not in known:
             sys.exit(f"--ingredients: {name!r} is none of {', '.join(map(repr, known))}")
-    if args.keep_scores and args.ingredients is not None:
-        decoded = [name for name in args.ingredients or known if name not in variants(recipe)]
-        if decoded:
-            sys.exit(
-                f"--keep-scores: {decoded[0]!r} needs the models of all seeds. Leave out "
-                "--keep-scores, or name other --ingredients."
-            )
+    decoded = [name for name in names if name not in variants(recipe)]
+    if args.keep_scores and decoded:
+        sys.exit(
+            f"--keep-scores: {decoded[0]!r} needs the models of all seeds. Leave out "
+            "--keep-scores, or name other --ingredients."
+        )
     report: dict[str, Any] = {**circumstances(), "recipe": args.recipe, "score": score}
     report["settings"] = recipe
     rows = earlier.get("ingredients", [])
     runs: list[dict[str, Any]] = earlier.get("runs", [])
     kept = {run["seed"] for run in runs if args.keep_scores}
-    names = [] if args.ingredients is None else args.ingredients or known
     if lacks_bootstrap(rows, names, args.seeds):
         kept -= {args.seeds[0]}
     if "model" in recipe:
         first = Path(recipe["model"]).name
-        seeds = [seed for seed in args.seeds if seed not in kept or args.ingredients is not None]
+        seeds = [seed for seed in args.seeds if seed not in kept or names]
         for run in train_all(runs_of(first, seeds, args.runs), args.at_once):
             print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
     recipes = runs_of(args.recipe, args.seeds, args.runs)
     ingredients = None
-    if args.ingredients is not None:
+    if names:
         ingredients = Ingredients(recipes, args.at_once, rows)
     if "log" in earlier:
         report["log"] = earlier["log"]
@@ -534,7 +533,7 @@ def main(argv: list[str] | None = None) -> None:
         report["ensemble"] = ensemble(recipe, list(recipes))
         print(f"ensemble: {score} {report['ensemble']['test']}")
     if ingredients:
-        rows = ingredients.measure(args.ingredients or known, runs)
+        rows = ingredients.measure(names, runs)
     if rows:
         report["ingredients"] = rows
     if args.json:

@@ -66,19 +66,6 @@ _CUSTOM_GENERATE_INDEX = 6  # of `custom_generate` in `*args` of `generate`
 _FAST_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH)
 
 
-def _search_settings(config: Any) -> SearchSettings:
-    """Return the settings of the fast search from the prepared generation config of a call."""
-    ends = config._eos_token_tensor
-    return SearchSettings(
-        num_beams=config.num_beams,
-        num_return_sequences=config.num_return_sequences,
-        length_penalty=float(config.length_penalty or 0),  # None only without beams
-        length_penalty_type=getattr(config, "length_penalty_type", None),
-        early_stopping=config.early_stopping,
-        eos_token_ids=() if ends is None else tuple(ends.tolist()),
-    )
-
-
 class VaswaniGenerationMixin(GenerationMixin):
     """`generate` with the paper's defaults (6.1), and with all arguments of transformers."""
 
@@ -218,9 +205,12 @@ class VaswaniGenerationMixin(GenerationMixin):
         for name in ("max_length", "max_new_tokens"):
             if first_setting(name, kwargs, given) is not None:
                 return None
-        names = ("max_length_factor", "max_length_offset")
-        decided = "max_new_tokens" in kwargs or any(first_setting(n, kwargs, given) for n in names)
-        if not decided and self.generation_config.max_new_tokens is not None:
+        settings = [
+            first_setting(name, kwargs, given)
+            for name in ("max_length_factor", "max_length_offset")
+        ]
+        is_decided = "max_new_tokens" in kwargs or settings != [None, None]
+        if not is_decided and self.generation_config.max_new_tokens is not None:
             return None
         return length_rule(
             self._setting_of_call("max_length_factor", given, kwargs),
@@ -501,7 +491,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         decoder = self._incremental_decoder(model_kwargs, config.num_beams)
         tokens, beams, scores = beam_search(
-            decoder, prompt, limits, _search_settings(config), rules
+            decoder, prompt, limits, SearchSettings.of_call(config), rules
         )
         padding = config._pad_token_tensor
         if padding is None and config._eos_token_tensor is not None:
@@ -556,7 +546,7 @@ class VaswaniGenerationMixin(GenerationMixin):
             )
         decoder = self._incremental_decoder(model_kwargs, 1)
         tokens = greedy_search(
-            decoder, input_ids, limits, _search_settings(config), rules, config.do_sample
+            decoder, input_ids, limits, SearchSettings.of_call(config), rules, config.do_sample
         )
         tokens = tokens.masked_fill(tokens == FILL, int(config._pad_token_tensor))
         sequences = cast(torch.LongTensor, torch.cat((input_ids, tokens), dim=1))

@@ -43,6 +43,19 @@ class SearchSettings:
         if self.num_beams < 1:
             raise ValueError(f"num_beams must be at least 1, got {self.num_beams!r}.")
 
+    @classmethod
+    def of_call(cls, config: Any) -> "SearchSettings":
+        """Return the settings in the prepared generation config of a call of `generate`."""
+        ends = config._eos_token_tensor
+        return cls(
+            num_beams=config.num_beams,
+            num_return_sequences=config.num_return_sequences,
+            length_penalty=float(config.length_penalty or 0),  # None only without beams
+            length_penalty_type=getattr(config, "length_penalty_type", None),
+            early_stopping=config.early_stopping,
+            eos_token_ids=() if ends is None else tuple(ends.tolist()),
+        )
+
     @property
     def exact(self) -> bool:
         """Whether the search ends only when no open hypothesis can win."""

@@ -258,8 +258,8 @@ def position_encodings(
 def split_packing(kwargs: dict[str, Any], prefix: str = "") -> tuple[Any, dict[str, Any]]:
     """Divide a call's arguments into the boundaries of one side, as a `Packing`, and the others.
 
-    A padded side has no boundaries, so the first result is None. The arguments are not changed,
-    because torch.compile would confuse changes of two calls.
+    A padded side has no boundaries, so the first result is None. The arguments are not changed in
+    place, because torch.compile would repeat the change for calls with other arguments.
     """
     if kwargs.get(f"{prefix}cu_seq_lens_q") is None:
         return None, kwargs

@@ -105,6 +105,8 @@ def test_new_tokens_saved_in_the_models_config_replace_the_rule(endless_model, s
     assert model.generate(source, max_new_tokens=4, **search).shape[1] == 1 + 4
     assert model.generate(source, max_new_tokens=None, **search).shape[1] == 1 + 3 + 50
     assert model.generate(source, max_length_offset=8, **search).shape[1] == 1 + 3 + 8
+    model.generation_config.max_length_offset = 9
+    assert model.generate(source, max_length_factor=0, **search).shape[1] == 1 + 9
 
 
 def test_max_length_offset_can_be_changed_and_switched_off(endless_model):
