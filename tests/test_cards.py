@@ -5,191 +5,59 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from card_runs import (
+    ROOT,
+    RUN,
+    SAMPLE,
+    SCORES,
+    SEVERAL_SEEDS,
+    SIGNATURE,
+    add_run,
+    assert_every_score_stands_in_its_file,
+    bare_model,
+    caught_warnings,
+    metadata,
+    python_blocks,
+    text_of,
+    write_json,
+)
+from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
-from loopback_hub import LoopbackHub, Reply
 from safetensors.torch import load_file, save_file
-from test_batching import make_trainer
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, Seq2SeqTrainer
-from transformers.testing_utils import CaptureLogger
-from vaswani.commands.main import main
-from vaswani.commands.train import make_parser
-from vaswani.corpora import atomic_folder
+from transformers import AutoModelForSeq2SeqLM
 from vaswani.hub_cards import card as cards
-from vaswani.hub_cards import metadata as card_metadata
-from vaswani.hub_cards import saved_model, sibling_card
+from vaswani.hub_cards import sibling_card
 from vaswani.hub_cards.card import may_be_written, write_model_card
 from vaswani.hub_cards.results import read_results
 from vaswani.hub_cards.saved_model import SavedModel
 from vaswani.training.circumstances import weights_sha256
 
-from vaswani import VaswaniModel, VaswaniTokenizer
-
-ROOT = Path(__file__).resolve().parent.parent
-FROZEN = ROOT / "tests" / "frozen" / "0.1"
-SIGNATURE = "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0"
-CIRCUMSTANCES = {
-    "command": "python train.py --steps 6538",
-    "commit": "abc1234",
-    "hardware": {"cpu": "Some CPU", "cores": 2, "gpu": None},
-    "versions": {"python": "3.11.7", "torch": "2.13.0"},
-    "date": "2026-01-31",
-}
-SCORES = {
-    "bleu": 36.82,
-    "signature": SIGNATURE,
-    "chrf": 61.07,
-    "chrf_signature": "nrefs:1|case:mixed|nc:6|nw:0|version:2.6.0",
-    "compound_split_bleu": 37.4,
-    "exact_match": 12.3,
-    "beams": 4,
-    "nbest_accuracy": [12.3, 18.25],
-}
-SAMPLE = {"source": "three hundred and forty-two", "translation": "a | b", "reference": "<i>c</i>"}
-RUN = {
-    **CIRCUMSTANCES,
-    "training_minutes": 29.5,
-    "resumed": False,
-    "steps": 6538,
-    "pairs": {"train": 29_000, "valid": 1014, "test": 1000},
-    "settings": {
-        "train": ["data/train.tok.en.gz", "data/train.tok.de.gz"],
-        "valid": ["data/valid.tok.en.gz", "data/valid.tok.de.gz"],
-        "test": ["data/test.tok.en.gz", "data/test.tok.de.gz"],
-        "columns": ["source", "target"],
-        "license": None,
-        "model": None,
-    },
-    "arguments": {"learning_rate": 0.00417, "adam_beta2": 0.98},
-    "log": [{"step": 3000, "loss": 4.0}, {"step": 6538, "eval_loss": 1.9737, "eval_bleu": 35.36}],
-    "valid": {"loss": 1.97, "perplexity": 7.1973, "greedy_bleu": 35.36, "signature": SIGNATURE},
-    "test": {**SCORES, "samples": [SAMPLE]},
-}
-SEVERAL_SEEDS = {
-    **CIRCUMSTANCES,
-    "recipe": "numbers",
-    "score": "bleu",
-    "runs": [
-        {"seed": seed, "test": {**SCORES, "bleu": bleu}} for seed, bleu in ((1, 36.8), (2, 36.9))
-    ],
-    "test": {"mean": 36.85, "standard_deviation": 0.07, "seeds": [36.8, 36.9]},
-}
-
-
-def test_each_of_several_test_sets_has_its_own_scores(run):
-    corpora = [
-        {"data": "data/a.cs data/a.fr", "tag": "fr", **SCORES},
-        {"data": "data/b.tsv and 3 more", "tag": None, **SCORES, "bleu": 12.5},
-    ]
-    write_json(run / "results.json", {**RUN, "test": {**SCORES, "corpora": corpora}})
-    text = write_model_card(run).read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "| BLEU |" in line]
-    assert [row.split(" | ")[:3] for row in rows[:2]] == [
-        ["| data/a (fr)", "BLEU", "36.82"],
-        ["| data/b and 3 more", "BLEU", "12.50"],
-    ]
-
-
-def test_text_files_have_no_columns_to_name_languages(run):
-    settings = {**RUN["settings"], "columns": ["fr", "cs"]}
-    write_json(run / "results.json", {**RUN, "settings": settings})
-    assert read_results(run / "results.json").languages() == ["en", "de"]
-    records = {**settings, "train": ["data/train.jsonl"]}
-    write_json(run / "results.json", {**RUN, "settings": records})
-    assert read_results(run / "results.json").languages() == ["fr", "cs"]
-
-
-def write_json(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
+from vaswani import VaswaniTokenizer
 
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
     """runs/numbers in the working folder: a saved translation model without results."""
     monkeypatch.chdir(tmp_path)
-    unwanted = shutil.ignore_patterns("expected.*")
-    return shutil.copytree(FROZEN, Path("runs/numbers"), ignore=unwanted)
+    return bare_model(Path())
 
 
 @pytest.fixture
 def run(bare):
     """The same model with the files of a training run."""
-    write_json(bare / "results.json", {**RUN, "weights_sha256": weights_sha256(bare)})
-    (bare / "recipe.yaml").write_text("steps: 6538\nwarmup: 800\n")
-    (bare / "test.txt").write_text("zwei\n")
-    (bare / "learning_curve.png").write_bytes(b"drawn")
-    return bare
+    return add_run(bare)
 
 
 @pytest.fixture
 def warnings():
     """The warnings of hub_cards."""
-
-    @contextlib.contextmanager
-    def caught():
-        with contextlib.ExitStack() as stack:
-            loggers = (cards.logger, card_metadata.logger, saved_model.logger)
-            logs = [stack.enter_context(CaptureLogger(logger)) for logger in loggers]
-            yield lambda: "".join(log.io.getvalue() for log in logs)
-
-    with caught() as text:
+    with caught_warnings() as text:
         yield text
-
-
-def text_of(folder, **options):
-    return write_model_card(folder, **options).read_text(encoding="utf-8")
-
-
-def metadata(text):
-    """Return the YAML block, parsed without huggingface_hub."""
-    block = re.match(r"---\n(.*?)\n---\n", text, re.S)
-    return yaml.safe_load(block[1]) if block else {}
-
-
-def score_rows(text):
-    """Return the cells of the results table."""
-    table = text[text.index("## Results") : text.index("## Use")]
-    rows = re.findall(r"^\| (.*) \|$", table, re.M)
-    cells = [re.split(r" ?(?<!\\)\| ?", row) for row in rows]
-    return [row for row in cells if len(row) == 6 and row[0] != "data" and "---" not in row[0]]
-
-
-def leaves(content):
-    """Return all strings of a results file, and all numbers as formatted in a card."""
-    if isinstance(content, dict):
-        content = list(content.values())
-    if isinstance(content, list):
-        return set().union(*map(leaves, content))
-    return {f"{content:.2f}"} if isinstance(content, int | float) else {content}
-
-
-def assert_every_score_stands_in_its_file(card):
-    text = card.read_text(encoding="utf-8")
-    rows = score_rows(text)
-    for _, _, value, _, signature, link in rows:
-        name = re.fullmatch(r"\[(.+)\]\(\1\)", link)[1]
-        known = leaves(json.loads((card.parent / name).read_text(encoding="utf-8")))
-        numbers = re.findall(r"\d+\.\d+", value)
-        assert numbers
-        assert set(numbers) <= known, name
-        assert signature.strip("`").replace("\\|", "|") in {"", *known}
-    files = [path for pattern in ("*.json", "results/*.json") for path in card.parent.glob(pattern)]
-    known = set().union(*(leaves(json.loads(path.read_text("utf-8"))) for path in files))
-    for entry in ModelCard.load(card).data.eval_results or []:
-        assert f"{entry.metric_value:.2f}" in known
-        assert (entry.metric_args or {}).get("signature", SIGNATURE) in {SIGNATURE, *known}
-    for link in re.findall(r"\]\(([^):]+)\)", text):
-        assert (card.parent / link).is_file(), link
-    return rows
 
 
 # Numbers
@@ -346,6 +214,20 @@ def test_few_exact_matches_are_shown_only_to_a_run_that_asked_for_them(run, perc
     results["settings"]["score"] = "exact_match"
     write_json(run / "results.json", results)
     assert "exactly right, %" in text_of(run)
+
+
+def test_each_of_several_test_sets_has_its_own_scores(run):
+    corpora = [
+        {"data": "data/a.cs data/a.fr", "tag": "fr", **SCORES},
+        {"data": "data/b.tsv and 3 more", "tag": None, **SCORES, "bleu": 12.5},
+    ]
+    write_json(run / "results.json", {**RUN, "test": {**SCORES, "corpora": corpora}})
+    text = write_model_card(run).read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "| BLEU |" in line]
+    assert [row.split(" | ")[:3] for row in rows[:2]] == [
+        ["| data/a (fr)", "BLEU", "36.82"],
+        ["| data/b and 3 more", "BLEU", "12.50"],
+    ]
 
 
 # Metadata
@@ -565,16 +447,21 @@ def test_the_vocabulary_is_described_by_the_saved_tokenizer(bare, kind, words):
     assert ("not seen in training are read as unknown" in text) == (kind != "bpe")
 
 
+def test_text_files_have_no_columns_to_name_languages(run):
+    settings = {**RUN["settings"], "columns": ["fr", "cs"]}
+    write_json(run / "results.json", {**RUN, "settings": settings})
+    assert read_results(run / "results.json").languages() == ["en", "de"]
+    records = {**settings, "train": ["data/train.jsonl"]}
+    write_json(run / "results.json", {**RUN, "settings": records})
+    assert read_results(run / "results.json").languages() == ["fr", "cs"]
+
+
 # The card itself
 
 
 def test_the_template_leaves_nothing_unfilled(run, bare):
     for text in (text_of(run), text_of(run, repo_id="user/numbers")):
         assert not re.search(r"\{\{ | \}\}|\{%|%\}|\bNone\b|undefined|\n\n\n", text, re.M), text
-
-
-def python_blocks(text):
-    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
 
 def test_the_code_with_the_package_runs_as_printed(run):
@@ -630,424 +517,6 @@ def test_the_templates_are_part_of_the_package():
     }
     assert templates == {cards._TEMPLATE, sibling_card._TEMPLATE}
     assert "vaswani.hub_cards" in tools["packages"]
-
-
-# Edited cards
-
-
-def test_a_card_is_written_again_as_long_as_nobody_changed_it(run, warnings):
-    first = text_of(run, license="mit", language=["en", "de"], tags="numbers")
-    write_json(run / "results.json", {**RUN, "test": {**SCORES, "bleu": 40.01}, "settings": {}})
-    second = text_of(run)
-    assert ("36.82" in first, "40.01" in first) == (True, False)
-    assert ("36.82" in second, "40.01" in second) == (False, True)
-    # The earlier card has facts that no file has.
-    assert metadata(second)["license"] == "mit"
-    assert metadata(second)["language"] == ["en", "de"]
-    assert "numbers" in metadata(second)["tags"]
-    assert warnings() == ""
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("translates each line without", "translates each line with"),
-        ("license: mit", "license: cc-by-4.0"),
-        ("## Licence", "## Thanks\n\nTo all.\n\n## Licence"),
-        ("-->\n", "-->\nOne more line.\n"),
-        ("<!-- Written by", "<!-- By"),
-    ],
-)
-def test_a_card_that_was_changed_stays_until_told_otherwise(run, warnings, before, after):
-    card = write_model_card(run, license="mit")
-    changed = card.read_text("utf-8").replace(before, after)
-    card.write_text(changed, encoding="utf-8")
-    assert not may_be_written(card)
-    assert write_model_card(run) == card
-    assert card.read_text("utf-8") == changed
-    assert "was changed by hand and stays as it is; overwrite=True" in warnings()
-    write_model_card(run, overwrite=True)
-    assert may_be_written(card)
-    assert card.read_text("utf-8") != changed
-
-
-def test_a_card_that_is_not_utf8_stays(bare, warnings):
-    card = bare / "README.md"
-    card.write_bytes(b"na\xefve")
-    write_model_card(bare)
-    assert card.read_bytes() == b"na\xefve"
-    assert "was changed by hand" in warnings()
-
-
-@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
-def test_a_damaged_file_is_named_instead_of_described(bare, name):
-    path = bare / name
-    path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(ValueError, match=f"{name} is damaged"):
-        write_model_card(bare)
-    assert not (bare / "README.md").exists()
-
-
-@pytest.mark.parametrize("log", [None, [{"loss": 1.0}], ["loss"]])
-def test_a_log_of_another_program_is_left_out(bare, log):
-    write_json(bare / "trainer_state.json", {"log_history": log})
-    assert "learning_curve.png" not in text_of(bare)
-    assert not (bare / "learning_curve.png").exists()
-
-
-def test_loading_and_saving_by_huggingface_hub_changes_nothing(run):
-    card = write_model_card(run, license="mit")
-    before = card.read_bytes()
-    loaded = ModelCard.load(card)
-    loaded.save(card)
-    assert card.read_bytes() == before
-    loaded.data.tags.append("mine")
-    loaded.save(card)
-    assert not may_be_written(card)
-
-
-def test_an_empty_draft_is_nobodys_card_but_a_filled_one_is(bare):
-    card = bare / "README.md"
-    draft = ModelCard.from_template(
-        ModelCardData(tags=["mine"], library_name="transformers"), model_description="Pushed."
-    )
-    draft.save(card)
-    assert may_be_written(card)
-    draft.text = draft.text.replace("[More Information Needed]", "Me", 1)
-    draft.save(card)
-    assert not may_be_written(card)
-
-
-# Folders
-
-
-def test_another_folder_gets_the_card_with_every_file_it_links_to(run):
-    report = write_json(Path("elsewhere/three-seeds.json"), SEVERAL_SEEDS)
-    kept = {path.name for path in run.iterdir()}
-    card = write_model_card(run, report, output="cards/numbers", repo_id="user/numbers")
-    assert card == Path("cards/numbers/README.md")
-    assert_every_score_stands_in_its_file(card)
-    names = {path.relative_to(card.parent).as_posix() for path in card.parent.rglob("*.*")}
-    companions = {"results.json", "results/three-seeds.json", "recipe.yaml", "test.txt"}
-    assert names == {"README.md", "learning_curve.png", *companions}
-    assert (card.parent / "LICENSE-CODE").exists()
-    assert 'from_pretrained("user/numbers")' in card.read_text("utf-8")
-    assert {path.name for path in run.iterdir()} == kept
-
-
-def test_a_results_file_with_spaces_in_a_deep_folder_is_linked_and_copied(run):
-    report = write_json(run / "eval" / "more seeds" / "three (of 5).json", SEVERAL_SEEDS)
-    card = write_model_card(run, report, output="cards/numbers")
-    assert "(eval/more%20seeds/three%20%28of%205%29.json)" in card.read_text("utf-8")
-    copy = card.parent / report.relative_to(run)
-    assert copy.read_bytes() == report.read_bytes()
-    other = Path("other")
-    other.mkdir()
-    cards._copy_linked(card.read_text("utf-8"), card.parent, other)
-    assert (other / report.relative_to(run)).exists()
-
-
-def test_the_command_writes_the_same_card(run, capsys):
-    write_json(Path("elsewhere/three-seeds.json"), SEVERAL_SEEDS)
-    arguments = ["--results", "elsewhere/three-seeds.json", "--license", "mit", "--tags", "a", "b"]
-    main(["card", str(run), *arguments])
-    assert capsys.readouterr().out == "runs/numbers/README.md\n"
-    written = (run / "README.md").read_text("utf-8")
-    again = text_of(run, results="elsewhere/three-seeds.json", license="mit", tags=["a", "b"])
-    assert written == again
-    with pytest.raises(SystemExit, match=r"absent holds no config\.json"):
-        main(["card", "absent"])
-    with pytest.raises(SystemExit, match="not valid///"):
-        main(["card", str(run), "--repo-id", "not valid///"])
-    for content, complaint in (("[]", "holds no JSON object"), ("{", "is damaged")):
-        (run / "config.json").write_text(content)
-        with pytest.raises(SystemExit, match=rf"numbers/config\.json {complaint}"):
-            main(["card", str(run)])
-
-
-def test_a_full_disk_leaves_the_card_that_was_there(run, monkeypatch):
-    card = write_model_card(run)
-    before = card.read_bytes()
-
-    def no_space_left(path):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(atomic_folder, "flush", no_space_left)
-    with pytest.raises(SystemExit, match=r"could not be saved: No space left on device \(\d+ MiB"):
-        main(["card", str(run), "--license", "mit"])
-    assert card.read_bytes() == before
-
-
-def test_folders_without_a_translator_are_refused(bare, tiny_config):
-    VaswaniModel(tiny_config()).save_pretrained("runs/stacks")
-    with pytest.raises(ValueError, match="runs/stacks holds a VaswaniModel"):
-        write_model_card("runs/stacks")
-    settings = (bare / "generation_config.json").read_bytes()
-    (bare / "generation_config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no generation_config\.json"):
-        write_model_card(bare)
-    (bare / "generation_config.json").write_bytes(settings)
-    (bare / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"numbers holds no model\.safetensors"):
-        write_model_card(bare)
-    assert not (bare / "README.md").exists()
-
-
-# Trainers and examples
-
-
-def test_a_trainer_writes_the_card_of_the_model_it_saved(tmp_path, warnings):
-    trainer = make_trainer(tmp_path, max_steps=2, logging_strategy="steps", logging_steps=1)
-    trainer.train()
-    trainer.save_model()
-    trainer.create_model_card(["en", "de"], "mit", "mine", "A name", dataset="user/pairs")
-    card = tmp_path / "README.md"
-    data = ModelCard.load(card).data
-    assert (data.language, data.license) == (["en", "de"], "mit")
-    assert {"mine", "vaswani"} <= set(data.tags)
-    assert (data.datasets, data.base_model) == (["user/pairs"], None)
-    text = card.read_text("utf-8")
-    report = json.loads((tmp_path / "training.json").read_text())
-    assert report["arguments"]["learning_rate"] == 1e-3
-    assert report["arguments"]["max_source_tokens"] == trainer.max_source_tokens
-    assert [entry["loss"] for entry in report["log"] if "loss" in entry]
-    assert "| updates | 2 |" in text
-    assert f"| time | {report['training_minutes']} minutes |" in text
-    assert '"learning_rate": 0.001' in text
-    with pytest.raises(TypeError, match="title"):
-        trainer.create_model_card(title="en")
-    assert (tmp_path / "learning_curve.png").exists()
-    card.write_text(text + "Mine.\n", encoding="utf-8")
-    trainer.create_model_card()
-    assert card.read_text("utf-8") == text + "Mine.\n"
-    assert "was changed by hand" in warnings()
-
-
-def test_training_leaves_a_card_of_its_own_results_and_recipe(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for language, words in (("en", "one two three"), ("de", "eins zwei drei")):
-        Path(f"pairs.{language}").write_text("".join(f"{word}\n" for word in words.split() * 9))
-    pairs = ["pairs.en", "pairs.de"]
-    arguments = ["--train", *pairs, "--valid", *pairs, "--test", *pairs, "--steps", "2"]
-    arguments += ["--set", "d_model=16", "encoder_layers=1", "decoder_layers=1", "dropout=0.2"]
-    arguments += ["--vocab-size", "300", "--output", "run", "--license", "mit", "--no-bf16"]
-    main(["train", *arguments])
-    results = json.loads(Path("run/results.json").read_text())
-    rows = assert_every_score_stands_in_its_file(Path("run/README.md"))
-    assert ["pairs", "BLEU", f"{results['test']['bleu']:.2f}"] in [row[:3] for row in rows]
-    data = ModelCard.load(Path("run/README.md")).data
-    assert (data.language, data.license) == (["en", "de"], "mit")
-    text = Path("run/README.md").read_text("utf-8")
-    assert "| pairs | 27 |" in text
-    assert results["test"]["samples"][0]["source"] == "one"
-    # The recipe in the card is valid, and has the options of this run.
-    (recipe,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)
-    Path("again.yaml").write_text(recipe)
-    told, repeated = (
-        make_parser().parse_args(words) for words in (arguments, ["--recipe", "again.yaml"])
-    )
-    assert {**vars(repeated), "recipe": None} == {**vars(told), "columns": list(told.columns)}
-
-
-def test_a_fine_tuned_model_keeps_the_language_pair_of_its_card(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(FROZEN, "numbers")
-    write_model_card("numbers", language=["en", "de"], license="mit")
-    Path("more.tsv").write_text("one\teins\ntwo\tzwei\n" * 9)
-    main(["train", "--model", "numbers", "--train", "more.tsv", "--steps", "1", "--output", "run"])
-    data = ModelCard.load("run/README.md").data
-    assert data.language == ["en", "de"]
-    assert "en-de" in data.tags
-    assert data.license is None
-
-
-def test_a_checkpoint_that_a_trainer_pushes_has_a_card(tmp_path, monkeypatch):
-    pushed = []
-
-    def push(self, checkpoint):
-        pushed.append({path.name: path.read_bytes() for path in tmp_path.glob("*.*")})
-
-    monkeypatch.setattr(Seq2SeqTrainer, "_push_from_checkpoint", push)
-    changes = {"save_strategy": "steps", "logging_strategy": "steps", "logging_steps": 1}
-    trainer = make_trainer(tmp_path, max_steps=2, save_steps=1, **changes)
-    trainer.args.push_to_hub, trainer.push_in_progress = True, None
-    trainer.hub_model_id = "user/running"
-    trainer.train()
-    weights = [re.search(r"`(\w{64})`", files["README.md"].decode())[1] for files in pushed]
-    assert weights == [weights_sha256(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
-    assert b'from_pretrained("user/running")' in pushed[-1]["README.md"]
-    assert {"LICENSE-CODE", "learning_curve.png"} <= {path.name for path in tmp_path.iterdir()}
-
-
-def test_a_trainer_leaves_the_card_of_an_adapter_to_transformers(tmp_path, tiny_model):
-    peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
-    settings = peft.LoraConfig(target_modules=["fc1"], task_type="SEQ_2_SEQ_LM")
-    trainer = make_trainer(tmp_path, model=peft.get_peft_model(tiny_model(), settings), max_steps=1)
-    trainer.save_model()
-    trainer.create_model_card()
-    text = (tmp_path / "README.md").read_text("utf-8")
-    assert metadata(text)["library_name"] == "peft"
-    assert "vaswani.hub_cards" not in text
-
-
-# Pushes
-
-
-class CheckingHub(LoopbackHub):
-    """A Hub that refuses cards whose metadata violate the rules in the Hub's documentation."""
-
-    def _admit(self, request, name, repo_id):
-        if name != "validate_card":  # validation needs no token
-            super()._admit(request, name, repo_id)
-
-    def _validate_card(self, request):
-        errors = [{"message": complaint} for complaint in complaints(request.json["content"])]
-        return Reply({"errors": errors, "warnings": []}, 400 if errors else 200)
-
-
-def complaints(content):
-    """Return the errors in the metadata of a card."""
-    data = metadata(content)
-    languages = data.get("language", [])
-    right = {
-        "license": data.get("license", "mit") in ("apache-2.0", "mit", "cc-by-4.0"),
-        "language": all(re.fullmatch("[a-z]{2,3}", code) for code in languages),
-        "pipeline_tag": data.get("pipeline_tag", "translation") == "translation",
-        "library_name": data.get("library_name", "transformers") == "transformers",
-        "tags": all(isinstance(tag, str) for tag in data.get("tags", [])),
-        "datasets": all(
-            re.fullmatch(r"[\w.-]+/[\w.-]+", name) for name in data.get("datasets", [])
-        ),
-    }
-    for model in data.get("model-index", []):
-        for result in model["results"]:
-            named = [model["name"], result["task"]["type"], *result["dataset"].values()]
-            named += [metric["type"] for metric in result["metrics"]]
-            values = [metric["value"] for metric in result["metrics"]]
-            right["model-index"] = all(isinstance(name, str) for name in named) and all(
-                isinstance(value, int | float) for value in values
-            )
-    return [f'"{field}" is wrong' for field, fine in right.items() if not fine]
-
-
-PUBLISHER = """
-import torch
-from huggingface_hub import ModelCard, get_session, upload_file
-from huggingface_hub.constants import ENDPOINT
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-import vaswani
-
-def validate(text):
-    # Card.validate of huggingface_hub 1 asks huggingface.co, whatever the endpoint is.
-    body = {"repoType": "model", "content": text}
-    return get_session().post(f"{ENDPOINT}/api/validate-yaml", json=body)
-
-model = AutoModelForSeq2SeqLM.from_pretrained("runs/numbers")
-tokenizer = AutoTokenizer.from_pretrained("runs/numbers")
-tokenizer.push_to_hub("user/numbers")
-model.push_to_hub("user/numbers", tags=["mine"])
-card = ModelCard.load("user/numbers")
-assert validate(str(card)).status_code == 200
-print(validate(str(card).replace("license: mit", "license: none-such")).text)
-
-model.push_to_hub("user/changed")
-upload_file(path_or_fileobj=b"# By hand", path_in_repo="README.md", repo_id="user/changed")
-model.push_to_hub("user/changed")
-
-AutoModelForSeq2SeqLM.from_pretrained("runs/by-hand").push_to_hub("user/by-hand")
-
-with torch.no_grad():
-    model.model.encoder.layers[0].fc2.bias.add_(1.0)
-model.push_to_hub("user/numbers-later")
-model.push_to_hub("user/numbers")
-model.save_pretrained("runs/later", push_to_hub=True, repo_id="user/saved")
-"""
-WITHOUT_PACKAGE = "import sys\nsys.modules['vaswani'] = None\n"
-
-
-@pytest.fixture(scope="module")
-def pushed(tmp_path_factory):
-    """The files that a client pushed, and the output of a client without the package."""
-    work = tmp_path_factory.mktemp("pushed")
-    folder = work / "runs" / "numbers"
-    for auto_class in (AutoModelForSeq2SeqLM, AutoTokenizer):
-        auto_class.from_pretrained(FROZEN).save_pretrained(folder)  # with the code
-    write_json(folder / "results.json", {**RUN, "weights_sha256": weights_sha256(folder)})
-    by_hand = shutil.copytree(folder, work / "runs" / "by-hand")
-    (by_hand / "README.md").write_text("# By hand\n\n[all](results.json)\n")
-    with contextlib.chdir(work):
-        text = text_of(Path("runs/numbers"), license="mit")
-    _, without_package = python_blocks(text)
-    with CheckingHub() as hub:
-        environment = {**hub.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        clients = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                env=environment,
-                cwd=work,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for code in (PUBLISHER, WITHOUT_PACKAGE + without_package)
-        ]
-        finished = [client.communicate(timeout=300) for client in clients]
-        for client, (_, errors) in zip(clients, finished, strict=True):
-            assert client.returncode == 0, errors[-4000:]
-        assert hub.unknown_requests == []
-        names = ("numbers", "changed", "by-hand", "numbers-later", "saved")
-        repositories = {
-            name: [commit.files for commit in hub.commits(f"user/{name}")] for name in names
-        }
-    return repositories, [output for output, _ in finished], folder
-
-
-@pytest.mark.slow
-def test_a_push_brings_the_card_and_all_it_links_to(pushed):
-    repositories, _, folder = pushed
-    _, draft, first, _ = repositories["numbers"]
-    assert b"36.82" not in draft["README.md"]
-    text = first["README.md"].decode()
-    assert "36.82" in text
-    assert 'from_pretrained("user/numbers", trust_remote_code=True)' in text
-    assert {"mit"} == {metadata(text)["license"]}
-    assert "mine" in metadata(text)["tags"]
-    for link in re.findall(r"\]\(([^):]+)\)", text):
-        assert first[link] == (folder / link).read_bytes()
-    assert {"LICENSE-CODE", "results.json", "learning_curve.png"} <= set(first)
-
-
-@pytest.mark.slow
-def test_the_hub_finds_no_fault_with_the_card_and_would_have_found_one(pushed):
-    _, (printed, _), _ = pushed
-    assert [error["message"] for error in json.loads(printed)["errors"]] == ['"license" is wrong']
-
-
-@pytest.mark.slow
-def test_a_card_changed_on_the_hub_or_in_the_folder_is_pushed_as_it_is(pushed):
-    repositories, _, folder = pushed
-    *_, last = repositories["changed"]
-    assert last["README.md"].endswith(b"# By hand")
-    *_, last = repositories["by-hand"]
-    assert "# By hand\n\n[all](results.json)" in last["README.md"].decode()
-    assert last["results.json"] == (folder / "results.json").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["numbers", "numbers-later", "saved"])
-def test_weights_trained_further_take_no_old_number_with_them(pushed, name):
-    repositories, _, _ = pushed
-    *_, last = repositories[name]
-    text = last["README.md"].decode()
-    assert "36.82" not in text
-    assert "This model has no published score." in text
-    assert "LICENSE-CODE" in last
-
-
-@pytest.mark.slow
-def test_the_code_without_the_package_runs_as_printed(pushed):
-    _, (_, printed), _ = pushed
-    assert printed == "[{'translation_text': 'dreihundertzweiundvierzig'}]\n"
 
 
 @pytest.mark.parametrize(
