@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_weights_of_a_call import build as build_translator
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.testing import assert_close
@@ -12,6 +11,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
+from ways_to_change_weights import build as build_translator
 
 from vaswani import (
     VaswaniConfig,
