@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from huggingface_hub import upload_folder
-from huggingface_hub.errors import StrictDataclassError
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     EvalPrediction,
     PreTrainedModel,
@@ -31,22 +28,17 @@ from transformers import (
     set_seed,
 )
 
-from ..configuration.configuration_vaswani import VaswaniConfig
 from ..configuration.extras import needs
 from ..corpora.atomic_folder import replaced_file, replaced_files
-from ..corpora.reading import DataError, Pair
+from ..corpora.reading import Pair
 from ..corpora.text_stream import TextStream
 from ..corpora.tokenising import tokenised
-from ..generation.limits_vaswani import check_position_limit
 from ..generation.pipeline_vaswani import VaswaniTranslationPipeline
-from ..modeling.modeling_vaswani import VaswaniForConditionalGeneration
-from ..modeling.quantization_vaswani import refuse_int8
 from .averaging import average_checkpoints
 from .checkpoints import checkpoints_to_average, last_complete_checkpoint, run_checkpoints
 from .circumstances import circumstances, weights_sha256
 from .objective import Objective
 from .objectives import make_objective
-from .presets import PRESETS
 from .processes import (
     describe_processes,
     forget_sharding,
@@ -59,6 +51,7 @@ from .progress import EvaluateAtEnd, ProgressLine, StopAfter, StopWithoutProgres
 from .rewards import bleu_of
 from .run_arguments import RunError, training_arguments
 from .run_data import RunData, TrainingPairs, local_places
+from .run_model import check_positions, model_of, set_search
 from .run_trainer import RunTrainer
 
 with needs("vaswani[train]"):
@@ -71,10 +64,6 @@ with needs("vaswani[train]"):
 
 _ROWS_COUNTED = 1000  # of the validation set, for the share of unknown tokens
 _MANY_UNKNOWN = 0.05
-_SIZES = (
-    *("d_model", "d_k", "d_v", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
-    *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),
-)
 
 
 class TrainingRun:
@@ -112,13 +101,11 @@ class TrainingRun:
         self.test_parts = self.data.evaluation_pairs("test", "test")
         # One process prepares the data, and that may take longer than the usual timeout.
         wait_for_all = patient_barrier()
-        self.model, self.tokenizer = self._build()
-        self.beams = self._set_generation()
-        # A model with a separate target vocabulary has a second tokenizer. A fresh model has one.
-        self.target_tokenizer = self.tokenizer
-        if options.model:
-            self.target_tokenizer = self.model.target_tokenizer(self.tokenizer)
-        self._check_positions()
+        self.model, tokenizers = model_of(options, self.data, self.checkpoint)
+        self.beams = set_search(self.model, options)
+        limit = self.model.config.position_limit
+        check_positions(limit, options.max_length, self.valid_pairs, self.test_pairs, tokenizers)
+        self.tokenizer, self.target_tokenizer = tokenizers
         self.train_pairs: TrainingPairs | TextStream
         if options.stream:
             self.train_pairs = self.data.stream(self.tokenizer, self.target_tokenizer)
@@ -176,85 +163,6 @@ class TrainingRun:
         # Make the folder now, so that --resume finds it even after a kill in the first seconds.
         output.mkdir(parents=True, exist_ok=True)
         return None
-
-    def _build(self) -> tuple[VaswaniForConditionalGeneration, PreTrainedTokenizerBase]:
-        """Load the model to fine-tune, or train a vocabulary and make a fresh model."""
-        options = self.options
-        if options.model:
-            # Always train in float32, because updates are too small for 16 bits.
-            model = AutoModelForSeq2SeqLM.from_pretrained(options.model, dtype=torch.float32)
-            try:
-                refuse_int8(model, "Training")
-            except ValueError as error:
-                raise RunError(f"{options.model}: {error}") from error
-            return model, AutoTokenizer.from_pretrained(options.model)
-        tokenizer = self._build_tokenizer()
-        fields = {
-            "vocab_size": len(tokenizer),
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "decoder_start_token_id": tokenizer.eos_token_id,
-            **options.set,
-        }
-        row = "base" if options.preset in PRESETS else options.preset
-        try:
-            config = VaswaniConfig.preset(row, **fields)
-            if self.checkpoint:
-                _check_sizes(config, self.checkpoint)
-            return VaswaniForConditionalGeneration(config), tokenizer
-        except (ValueError, StrictDataclassError) as error:
-            raise RunError(str(error)) from error
-
-    def _check_positions(self) -> None:
-        """Refuse lines that are longer than the learned positions, before they end the run."""
-        limit = self.model.config.position_limit
-        if limit is None:
-            return
-        if self.options.max_length > limit:
-            raise RunError(
-                f"--max-length {self.options.max_length} is more than the {limit} learned "
-                f"positions: pass --max-length {limit}, or more max_position_embeddings."
-            )
-        for name, pairs in (("validation", self.valid_pairs), ("test", self.test_pairs)):
-            if not pairs:
-                continue
-            sources, targets = map(list, zip(*pairs, strict=True))
-            sides = {"Source": self.tokenizer(sources)["input_ids"]}
-            if name == "validation":  # the targets of the test set are not read by the model
-                sides["Target"] = self.target_tokenizer(text_target=targets)["input_ids"]
-            for side, lines in sides.items():
-                for number, ids in enumerate(lines, start=1):
-                    try:
-                        check_position_limit(f"{side} {number} of the {name} set", len(ids), limit)
-                    except ValueError as error:
-                        raise RunError(str(error)) from error
-
-    def _set_generation(self) -> int:
-        """Save the search settings of the command line in the model, and return its beam size."""
-        generation = self.model.generation_config
-        try:
-            generation.update(**self.options.generation)
-            generation.num_beams = generation.num_beams or 4
-            generation.validate(strict=True)
-        except ValueError as error:  # a setting contradicts those of --model
-            raise RunError(f"--generation: {error}") from error
-        if self.options.nbest > generation.num_beams:
-            needed = f"at least as many --beams, got {generation.num_beams}"
-            raise RunError(f"--nbest {self.options.nbest} needs {needed}")
-        return generation.num_beams
-
-    def _build_tokenizer(self) -> PreTrainedTokenizerBase:
-        options = self.options
-        if self.checkpoint or options.tokenizer:
-            # A resumed run keeps its vocabulary, because the data may have changed.
-            name = "--resume" if self.checkpoint else "--tokenizer"
-            return _usable_tokenizer(name, self.checkpoint or options.tokenizer)
-        try:
-            return self.data.learn_vocabulary()
-        except DataError:
-            raise
-        except ValueError as error:
-            raise RunError(str(error)) from error
 
     @cached_property
     def trainer(self) -> RunTrainer:
@@ -487,47 +395,6 @@ def _share_of_unknown(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]])
     if unknown in (None, tokenizer.eos_token_id):
         return 0.0
     return sum(row.count(unknown) for row in rows) / max(sum(map(len, rows)), 1)
-
-
-def _check_sizes(config: VaswaniConfig, checkpoint: Path) -> None:
-    """Refuse to resume a checkpoint of a model of another size.
-
-    Raises:
-        RunError: names the size and both values.
-    """
-    saved = VaswaniConfig.from_pretrained(checkpoint)
-    for name in _SIZES:
-        here, there = getattr(config, name), getattr(saved, name)
-        if here != there:
-            raise RunError(
-                f"{checkpoint} has {name} {there}, but this run has {here}: resume with the "
-                "settings of the checkpoint, or pass another --output."
-            )
-
-
-def _usable_tokenizer(option: str, place: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that pads, and that adds its end token to each target.
-
-    Raises:
-        RunError: the tokenizer lacks either, or cannot be loaded.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    except ValueError as error:
-        raise RunError(f"{option} {place}: {error}") from error
-    if tokenizer.pad_token_id is None:
-        raise RunError(
-            f"The tokenizer of {option} {place} has no padding token: set its pad_token."
-        )
-    if tokenizer.eos_token_id is None:
-        raise RunError(f"The tokenizer of {option} {place} has no end token: set its eos_token.")
-    if tokenizer.eos_token_id not in tokenizer(text_target="a")["input_ids"]:
-        raise RunError(
-            f"The tokenizer of {option} {place} does not end a sentence with "
-            f"{tokenizer.eos_token}, so the model would not learn to stop: use a tokenizer that "
-            "adds it."
-        )
-    return tokenizer
 
 
 def write(path: Path, text: str) -> None:
