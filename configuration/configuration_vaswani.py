@@ -487,8 +487,8 @@ def refuse_other_config(model_class: Any, config: Any) -> None:
         TypeError: names the configuration that the class needs.
     """
     needed = model_class.config_class
-    others = {"vaswani", "vaswani_encoder", "vaswani_decoder"} - {needed.model_type}
-    if config.model_type in others:
+    other_types = {"vaswani", "vaswani_encoder", "vaswani_decoder"} - {needed.model_type}
+    if config.model_type in other_types:
         raise TypeError(
             f"{model_class.__name__} needs a {needed.__name__}, got a {type(config).__name__}: "
             f"make a {needed.__name__} with the same sizes."

@@ -85,8 +85,8 @@ def check_path(
         if not path.parent.is_dir() or _may_be_on_hub(str(place), cache_dir, revision):
             return
         missing += ", and the Hub does not answer"
-    beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
-    similar = difflib.get_close_matches(path.name, beside, n=1)
+    neighbours = [entry.name for entry in path.parent.glob("*")] if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, neighbours, n=1)
     hint = f"; did you mean {path.parent / similar[0]}?" if similar else "."
     raise FileNotFoundError(missing + hint)
 

@@ -41,10 +41,10 @@ class Vocabulary:
         Raises:
             ConversionError: it could not always split text as fairseq's tools do.
         """
-        last = {symbol: index for index, symbol in enumerate(self.symbols)}
+        last_index = {symbol: index for index, symbol in enumerate(self.symbols)}
         # A later line may replace an entry. The earlier one then gets a name that no text contains.
         ids = {
-            symbol if last[symbol] == index else f"{symbol} {index}": index
+            symbol if last_index[symbol] == index else f"{symbol} {index}": index
             for index, symbol in enumerate(self.symbols)
         }
         if self.pieces is not None:

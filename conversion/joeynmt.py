@@ -61,9 +61,9 @@ def _check_positions(name: str, table: torch.Tensor) -> None:
     if table.dim() == 3 and len(table) == 1 and table.shape[-1] % 2 == 0:
         width = table.shape[-1]
         config = VaswaniConfig(d_model=width, encoder_attention_heads=1, decoder_attention_heads=1)
-        ours = SinusoidalPositions(config)(0, table.shape[1], torch.device("cpu"))
+        sinusoids = SinusoidalPositions(config)(0, table.shape[1], torch.device("cpu"))
         # float32 holds angles in the thousands to 1e-4.
-        if torch.allclose(table[0].float(), ours, rtol=0, atol=1e-3):
+        if torch.allclose(table[0].float(), sinusoids, rtol=0, atol=1e-3):
             return
     raise ConversionError(f"{name} is not the table of sines and cosines of section 3.5.")
 

@@ -160,20 +160,20 @@ def load(
 
 
 def _from_transformers(folder: Path, paper_positions: bool, with_tokenizer: bool) -> Converted:
-    theirs = _their_config(folder)
+    their_config = _their_config(folder)
     tensors = _read_weights(folder)
     bias = tensors.get("final_logits_bias")
     if bias is not None and not bias.any():
         del tensors["final_logits_bias"]
-    tensors = to_ours(transformers_rules(), _with_all_tables(tensors, theirs))
+    tensors = to_ours(transformers_rules(), _with_all_tables(tensors, their_config))
     source, target = _their_tokenizers(folder) if with_tokenizer else (None, None)
-    size = theirs.vocab_size
-    shared = theirs.share_encoder_decoder_embeddings
+    size = their_config.vocab_size
+    shared = their_config.share_encoder_decoder_embeddings
     with refusing("The options contradict each other"):
         config = VaswaniConfig(
             vocab_size=size,
-            decoder_vocab_size=size if shared else theirs.decoder_vocab_size,
-            **{name: getattr(theirs, name) for name in SAME_FIELDS.split()},
+            decoder_vocab_size=size if shared else their_config.decoder_vocab_size,
+            **{name: getattr(their_config, name) for name in SAME_FIELDS.split()},
             label_smoothing=0.0,
             position_encoding="sinusoidal_concat",
             attention_bias=True,

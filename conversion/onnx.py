@@ -241,11 +241,11 @@ def _compare_text(
     decoder = OnnxLanguageModel(folder, strict=False).decoder(mask)
     logits = [decoder.read(torch.from_numpy(ids))]
     logits += [decoder.step(target[:, number : number + 1]) for number in (0, 1)]
-    whole = torch.cat((torch.from_numpy(mask), torch.ones_like(target)), dim=1)
+    whole_mask = torch.cat((torch.from_numpy(mask), torch.ones_like(target)), dim=1)
     expected = model(
         torch.cat((torch.from_numpy(ids), target), dim=1),
-        attention_mask=whole,
-        position_ids=(whole.cumsum(dim=1) - 1).clamp(min=0),
+        attention_mask=whole_mask,
+        position_ids=(whole_mask.cumsum(dim=1) - 1).clamp(min=0),
         logits_to_keep=3,
     ).logits
     return torch.stack(logits, dim=1), expected

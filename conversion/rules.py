@@ -126,16 +126,16 @@ def to_theirs(rules: Iterable[Rule], ours: Tensors) -> Tensors:
 
 
 def _applied(takes: Sequence[Callable[[Tensors], Tensors]], tensors: Tensors) -> Tensors:
-    rest = dict(tensors)
+    remaining = dict(tensors)
     renamed: Tensors = {}
     for take in takes:
-        taken = take(rest)
+        taken = take(remaining)
         if twice := sorted(renamed.keys() & taken.keys()):
             raise ConversionError(f"Several tensors would become {', '.join(twice)}.")
         renamed |= taken
-    if rest:
-        names = ", ".join(sorted(map(str, rest)))
-        raise ConversionError(f"No rule knows {len(rest)} of {len(tensors)} tensors: {names}.")
+    if remaining:
+        names = ", ".join(sorted(map(str, remaining)))
+        raise ConversionError(f"No rule knows {len(remaining)} of {len(tensors)} tensors: {names}.")
     return renamed
 
 

@@ -226,8 +226,8 @@ def _unknown_runs(
     # User-defined symbols may contain characters that are outside all other pieces.
     symbols = [piece for piece in model.scores if not known.issuperset(piece)]
     if symbols:
-        whole = _any_of(symbols)
-        run = f"{whole}|(?:(?!{whole}){outside})+"
+        symbol = _any_of(symbols)
+        run = f"{symbol}|(?:(?!{symbol}){outside})+"
         return [], pre_tokenizers.Split(Regex(run), "isolated")
     split = pre_tokenizers.Split(Regex(f"{outside}+"), "isolated")
     if model.byte_fallback:

@@ -67,11 +67,11 @@ def save(model: str | Path | PreTrainedModel, output: str | Path) -> None:
         ConversionError: MarianMTModel cannot compute what the model computes.
         FileExistsError: `output` exists already.
     """
-    theirs = to_marian(open_model(model))
+    converted = to_marian(open_model(model))
     source, target = open_tokenizers(model)
     source, target = source and _without_package(source), target and _without_package(target)
     with new_folder(Path(output)) as folder:
-        theirs.save_pretrained(folder)
+        converted.save_pretrained(folder)
         save_tokenizers(folder, source, target)
 
 
@@ -87,9 +87,9 @@ def to_marian(model: VaswaniForConditionalGeneration) -> MarianMTModel:
     refuse(_problems(model.config), "The model")
     require_float_weights(model)
     weights = _weights(model)
-    theirs = MarianMTModel(_marian_config(model.config))
-    torch.nn.Module.to(theirs, weights[HEAD].dtype)
-    places = theirs.state_dict()
+    converted = MarianMTModel(_marian_config(model.config))
+    torch.nn.Module.to(converted, weights[HEAD].dtype)
+    places = converted.state_dict()
     tensors = to_theirs(transformers_rules(), weights)
     if model.config.share_encoder_decoder_embeddings:
         tensors["model.shared.weight"] = tensors[SOURCE_TABLE]
@@ -102,8 +102,8 @@ def to_marian(model: VaswaniForConditionalGeneration) -> MarianMTModel:
         )
     for name, tensor in tensors.items():
         places[name].copy_(tensor)
-    theirs.generation_config = _generation_config(model.generation_config)
-    return theirs.eval()
+    converted.generation_config = _generation_config(model.generation_config)
+    return converted.eval()
 
 
 def _weights(model: VaswaniForConditionalGeneration) -> Tensors:

@@ -325,15 +325,15 @@ def _split(about: Description, tensors: Tensors) -> tuple[Tensors, Tensors]:
     names = _outside_names(about)
     outside = {field_name: tensors[name] for field_name, name in names.items()}
     aside = {*names.values(), *about.ignore}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in aside}
-    unknown_names = sorted(name for name in rest if not name.startswith(about.prefix))
+    inside = {name: tensor for name, tensor in tensors.items() if name not in aside}
+    unknown_names = sorted(name for name in inside if not name.startswith(about.prefix))
     if unknown_names:
         raise ConversionError(
             f"No rule knows {len(unknown_names)} of {len(tensors)} tensors: "
             f"{', '.join(unknown_names)}. The description can name them, or list them under "
             "`ignore`."
         )
-    return outside, {name.removeprefix(about.prefix): tensor for name, tensor in rest.items()}
+    return outside, {name.removeprefix(about.prefix): tensor for name, tensor in inside.items()}
 
 
 def _config(about: Description, outside: Tensors, inside: Tensors) -> VaswaniConfig:

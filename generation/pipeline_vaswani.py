@@ -399,8 +399,8 @@ def _with_settings(generating: dict[str, Any], outputs: dict[str, Any]) -> dict[
         return {**generating, **outputs}
     config = copy.deepcopy(given)
     config.update(**outputs)
-    others = {name: value for name, value in generating.items() if name not in outputs}
-    return {**others, "generation_config": config}
+    unchanged = {name: value for name, value in generating.items() if name not in outputs}
+    return {**unchanged, "generation_config": config}
 
 
 __all__ = ["VaswaniTranslationPipeline"]

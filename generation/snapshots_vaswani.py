@@ -71,10 +71,10 @@ class _Attributes:
             [name for name in names if name not in plain]
             for names, plain in zip(public, self.plain_names, strict=True)
         ]
-        others = _values(owns, self.other_names)
+        other_values = _values(owns, self.other_names)
         # A tensor or a list can change without a trace here, so it counts as changed in every call.
-        self.are_comparable = all(map(_is_compared_by_identity, others))
-        self.others = _References(others if self.are_comparable else ())
+        self.are_comparable = all(map(_is_compared_by_identity, other_values))
+        self.other_values = _References(other_values if self.are_comparable else ())
         children = [own["_modules"] for own in owns]
         self.child_names, self.children = _keys(children), _References(_contents(children))
         weights = _registries_of_weights(owns)
@@ -92,7 +92,7 @@ class _Attributes:
             or list(map(list, owns)) != self.names
             or _is_hooked(owns) != self.hooked
             or not self._has_values(_values(owns, self.plain_names))
-            or not self.others.are(_values(owns, self.other_names))
+            or not self.other_values.are(_values(owns, self.other_names))
         ):
             return None
         children, registries = [own["_modules"] for own in owns], _registries_of_weights(owns)

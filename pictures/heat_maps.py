@@ -100,8 +100,8 @@ def draw_heat_maps(
         panel.grid(False)
         _label_rows(panel, labels[: len(rows)], sizes, style, shown=index % across == 0)
         _draw_cell_lines(panel)
-        last = index + across >= len(maps)
-        _label_columns(panel, labels[len(rows) :], sizes, style, shown=last)
+        is_lowest = index + across >= len(maps)
+        _label_columns(panel, labels[len(rows) :], sizes, style, shown=is_lowest)
         if len(maps) > 1:
             panel.set_title(name, fontsize=sizes.type, color=INK, pad=3)
         panels.append(panel)
@@ -215,14 +215,14 @@ def _arrange(
         (middle[0] - column_name[0] / 2, _GAP),
     ]
     right_end = bar_corner[0] + bar_size[0] + _overhang(bar)[2]
-    whole = _whole_pixels(
+    figure_size = _whole_pixels(
         [max(right_end, _GAP + max(title[0], subtitle[0])) + _GAP, places[0][1] + title[1] + _GAP]
     )
-    figure.set_size_inches(*whole)
+    figure.set_size_inches(*figure_size)
     for axes, corner in zip((*panels, bar), (*corners, bar_corner), strict=True):
-        axes.set_position((*corner / whole, *axes.get_position().size / whole))
+        axes.set_position((*corner / figure_size, *axes.get_position().size / figure_size))
     for text, place in zip(texts, places, strict=True):
-        text.set_position(place / whole)
+        text.set_position(place / figure_size)
 
 
 def _whole_pixels(inches: Sequence[float]) -> np.ndarray:

@@ -57,17 +57,17 @@ def _unmarked(token: str, metaspace: bool) -> str:
 def _byte_labels(run: bytes) -> list[str]:
     labels: list[str] = []
     while len(labels) < len(run):
-        rest = run[len(labels) :]
+        remaining = run[len(labels) :]
         for length in range(1, 5):
             try:
-                character = _readable(rest[:length].decode("utf-8"))
+                character = _readable(remaining[:length].decode("utf-8"))
             except UnicodeDecodeError:
                 continue
             numbers = [""] if length == 1 else [chr(ord("₁") + place) for place in range(length)]
             labels += [character + number for number in numbers]
             break
         else:
-            labels.append(f"0x{rest[0]:02X}")
+            labels.append(f"0x{remaining[0]:02X}")
     return labels
 
 

@@ -68,9 +68,11 @@ def draw_learning_curve(
         _plot(panels[1], scores, score, _VALIDATION)
         _style(panels[1], f"validation {_NAMES.get(score, score)}")
         panels[1].set_ylim(bottom=max(0, panels[1].get_ylim()[0]))  # scores are 0 or more
-    last = max((max(line.get_xdata()) for panel in panels for line in panel.lines), default=0)
+    last_update = max(
+        (max(line.get_xdata()) for panel in panels for line in panel.lines), default=0
+    )
     for panel in panels:
-        panel.set_xlim(0, 1.12 * max(last, 1))  # leaves room for the labels of the last values
+        panel.set_xlim(0, 1.12 * max(last_update, 1))  # leaves room for labels on the right
     write_figure(figure, Path(path))
 
 

@@ -96,8 +96,8 @@ def _deepspeed_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             master = deepspeed.utils.safe_get_full_fp32_param(parameter)
-            whole = parameter.detach() if master is None else master
-            masters[id(parameter)] = whole.to("cpu", torch.float32, copy=True)
+            gathered = parameter.detach() if master is None else master
+            masters[id(parameter)] = gathered.to("cpu", torch.float32, copy=True)
     names = model.state_dict(keep_vars=True)
     return {name: masters.get(id(tensor), tensor) for name, tensor in names.items()}
 

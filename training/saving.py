@@ -42,10 +42,10 @@ class SafeSaving(Seq2SeqTrainer):
     _limit_of_run: int | None = None
 
     def _last_saved(self) -> str:
-        last = last_complete_checkpoint(self._get_output_dir(trial=None))
-        if last is None:
+        checkpoint = last_complete_checkpoint(self._get_output_dir(trial=None))
+        if checkpoint is None:
             return "There is no complete checkpoint."
-        return f"The last complete checkpoint is {last}."
+        return f"The last complete checkpoint is {checkpoint}."
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = Path(self._get_output_dir(trial=trial))

@@ -258,13 +258,13 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         """Train as Seq2SeqTrainer does, but resume only from a complete checkpoint."""
         if resume_from_checkpoint is True:
             run = Path(self._get_output_dir(trial=None))
-            last = last_complete_checkpoint(run)
-            if last is None:
+            checkpoint = last_complete_checkpoint(run)
+            if checkpoint is None:
                 raise InputError(
                     f"There is no complete checkpoint in {run} to resume from: leave out "
                     "resume_from_checkpoint to train from the start."
                 )
-            resume_from_checkpoint = str(last)
+            resume_from_checkpoint = str(checkpoint)
         elif resume_from_checkpoint and not Path(resume_from_checkpoint).is_dir():
             raise InputError(
                 f"There is no folder {resume_from_checkpoint}: resume_from_checkpoint=True finds "
@@ -350,8 +350,8 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         model: Any = self.model
         tied = getattr(model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
-        others = type(load_result)(missing, load_result.unexpected_keys)
-        super()._issue_warnings_after_load(others)
+        untied = type(load_result)(missing, load_result.unexpected_keys)
+        super()._issue_warnings_after_load(untied)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         given = getattr(self.lr_scheduler, "base_lrs", None)

@@ -20,10 +20,10 @@ _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # of Python itsel
 
 def _is_own_command() -> bool:
     """Tell whether this process was started as `vaswani ...` or `python -m vaswani ...`."""
-    rest = sys.orig_argv[1:]
-    while rest and rest[0].startswith("-") and rest[0] != "-m":
-        rest = rest[2:] if rest[0] in _OPTIONS_WITH_VALUE else rest[1:]
-    return rest[:2] == ["-m", "vaswani"] or Path(*rest[:1]).stem == "vaswani"
+    words = sys.orig_argv[1:]
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words = words[2:] if words[0] in _OPTIONS_WITH_VALUE else words[1:]
+    return words[:2] == ["-m", "vaswani"] or Path(*words[:1]).stem == "vaswani"
 
 
 def __getattr__(name: str) -> Any:

@@ -42,8 +42,8 @@ def masked_batch(sentences: list[list[int]], mask_token: int, draw: random.Rando
         changed = list(sentence)
         for place, masked in enumerate(chosen):
             if masked and (chance := draw.random()) < 0.9:
-                other = draw.randrange(SPECIAL, mask_token)
-                changed[place] = mask_token if chance < 0.8 else other
+                replacement = draw.randrange(SPECIAL, mask_token)
+                changed[place] = mask_token if chance < 0.8 else replacement
         inputs.append(changed)
         labels.append(
             [token if masked else -100 for token, masked in zip(sentence, chosen, strict=True)]

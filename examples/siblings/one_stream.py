@@ -132,14 +132,14 @@ def number_words(pairs: int, updates: int) -> dict[str, Any]:
         texts["en"] + texts["de"], vocab_size=400, show_progress=False
     )
     ids = [tokenizer(texts[language])["input_ids"] for language in ("en", "de")]
-    both = list(zip(*ids, strict=True))
+    sentence_pairs = list(zip(*ids, strict=True))
 
     def score(found: list[str]) -> dict[str, float]:
         right = sum(map(str.__eq__, found, texts["de"][pairs:]))
         return {"exact": round(right / len(found), 4)}
 
     return compare(
-        both[:pairs],
+        sentence_pairs[:pairs],
         ids[0][pairs:],
         tokenizer,
         score,
@@ -155,7 +155,7 @@ def multi30k_bleu(pairs: int, updates: int) -> dict[str, Any]:
     tokenizer = VaswaniTokenizer.train_from_iterator(
         sides["en"] + sides["de"], vocab_size=4000, show_progress=False
     )
-    both = list(
+    sentence_pairs = list(
         zip(*(tokenizer(sides[language])["input_ids"] for language in ("en", "de")), strict=True)
     )
 
@@ -165,7 +165,7 @@ def multi30k_bleu(pairs: int, updates: int) -> dict[str, Any]:
 
     # Seven post-norm layers of the one stream learn nothing in so few updates: both have pre-norm.
     return compare(
-        both,
+        sentence_pairs,
         tokenizer(tests["en"])["input_ids"],
         tokenizer,
         score,
