@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] == "--version":
         print(__version__)
         return
-    name, *rest = argv
+    name, *arguments = argv
     if name not in COMMANDS:
         nearest = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f": did you mean {nearest[0]}?" if nearest else "."
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     command = COMMANDS[name][0]
     parser = command.make_parser()
-    args = parser.parse_args(rest)
+    args = parser.parse_args(arguments)
     if pipes_end_quietly:
         # Restore Python's default; otherwise a client that disconnects would end the demo.
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)

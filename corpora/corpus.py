@@ -100,22 +100,22 @@ def parse_corpora(
             not fit the number of corpora.
     """
     found: list[tuple[tuple[tuple[str, ...], ...], float | None]] = []
-    rest = [_weighted(word) for word in words]
-    for name, _ in rest:
+    remaining = [_weighted(word) for word in words]
+    for name, _ in remaining:
         refuse_csv(name)
-    texts_only = len(rest) == 2 and not any(form_of(name) for name, _ in rest)
-    while rest:
-        name, weight = rest.pop(0)
+    texts_only = len(remaining) == 2 and not any(form_of(name) for name, _ in remaining)
+    while remaining:
+        name, weight = remaining.pop(0)
         if not _is_text(name) and not (texts_only and _may_be_text(name)):
             found.append((tuple((file,) for file in _expanded(name)), weight))
             continue
         refuse_other_compression(name)
-        if not rest:
+        if not remaining:
             raise DataError(
                 f"{name} is one file, but neither .tsv, .jsonl nor .parquet: give two parallel "
                 "text files, the source's first, or rename the file."
             )
-        partner, partner_weight = rest.pop(0)
+        partner, partner_weight = remaining.pop(0)
         if form_of(partner) or Path(partner).is_dir():
             raise DataError(f"{name} needs a parallel text file after it, got {partner}.")
         if None not in (weight, partner_weight) and weight != partner_weight:

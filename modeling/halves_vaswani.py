@@ -170,24 +170,27 @@ def _config_of_both(
     source: nn.Module, target: nn.Module | None, decoder: Any, overrides: dict[str, Any]
 ) -> VaswaniConfig:
     """Combine the configurations of two stacks. A new decoder has the sizes of the encoder."""
-    ours: Any = source.config
-    fields = {name: value for name, value in ours.to_dict().items() if _is_field_of_whole(name)}
+    encoder_config: Any = source.config
+    fields = {
+        name: value for name, value in encoder_config.to_dict().items() if _is_field_of_whole(name)
+    }
     fields |= {"label_smoothing": VaswaniConfig.label_smoothing, "architectures": None}
     if target is None:
-        if (end := ours.eos_token_id) is not None:
+        if (end := encoder_config.eos_token_id) is not None:
             fields["decoder_start_token_id"] = end[0] if isinstance(end, list | tuple) else end
-        fields |= {f"decoder_{size}": getattr(ours, f"encoder_{size}") for size in _SIZES}
+        fields |= {f"decoder_{size}": getattr(encoder_config, f"encoder_{size}") for size in _SIZES}
         return VaswaniConfig(**{**fields, **overrides})
-    theirs: Any = target.config
+    decoder_config: Any = target.config
     for name in _SHARED_FIELDS:
-        if getattr(ours, name) != getattr(theirs, name):
+        values = getattr(encoder_config, name), getattr(decoder_config, name)
+        if values[0] != values[1]:
             raise ValueError(
-                f"The two halves differ in {name}: {getattr(ours, name)!r} in the encoder and "
-                f"{getattr(theirs, name)!r} in the decoder, but a translation model has one value "
-                "for both: choose halves that agree."
+                f"The two halves differ in {name}: {values[0]!r} in the encoder and {values[1]!r} "
+                "in the decoder, but a translation model has one value for both: choose halves "
+                "that agree."
             )
-    fields |= {f"decoder_{size}": getattr(theirs, f"decoder_{size}") for size in _SIZES}
-    fields["decoder_vocab_size"] = theirs.vocab_size
+    fields |= {f"decoder_{size}": getattr(decoder_config, f"decoder_{size}") for size in _SIZES}
+    fields["decoder_vocab_size"] = decoder_config.vocab_size
     tables: list[Any] = [source.embed_tokens, target.embed_tokens]
     shared = _equal(*(table.weight for table in tables))
     if overrides.get("share_encoder_decoder_embeddings") and not shared:
@@ -208,10 +211,10 @@ def _config_of_both(
             "embedding, but they differ: leave the field out, so that both are kept."
         )
     fields["lm_head_bias"] = head is not None and head.bias is not None
-    fields["tie_word_embeddings"] = theirs.tie_word_embeddings
+    fields["tie_word_embeddings"] = decoder_config.tie_word_embeddings
     for name in ("eos_token_id", "pad_token_id", "unk_token_id"):
-        fields[name] = getattr(theirs, name)
-    fields["decoder_start_token_id"] = theirs.bos_token_id
+        fields[name] = getattr(decoder_config, name)
+    fields["decoder_start_token_id"] = decoder_config.bos_token_id
     return VaswaniConfig(**{**fields, **overrides})
 
 
