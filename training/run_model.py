@@ -49,8 +49,8 @@ def model_of(
             refuse_int8(model, "Training")
         except ValueError as error:
             raise RunError(f"{options.model}: {error}") from error
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        return model, (tokenizer, model.target_tokenizer(tokenizer))
+        loaded = AutoTokenizer.from_pretrained(options.model)
+        return model, (loaded, model.target_tokenizer(loaded))
     tokenizer = _tokenizer_of(options, data, checkpoint)
     fields = {
         "vocab_size": len(tokenizer),
