@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..generation.scoring_vaswani import linked_units, links_of, words_of_tokens
+from ..generation.links_vaswani import linked_units, links_of, words_of_tokens
 from ..generation.translator import load_translator
 from ..pictures.hoverable import hoverable_attention
 from ..pictures.labels import token_labels

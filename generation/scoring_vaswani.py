@@ -12,7 +12,6 @@ import contextlib
 import copy
 import itertools
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from transformers.utils import cached_file
 
 from .batches_vaswani import batches_by_length
 from .limits_vaswani import check_position_limit
+from .links_vaswani import indices_among, linked_units, links_of, words_of_tokens
 from .rules_vaswani import length_penalty as length_penalty_of
 from .settings_vaswani import check_penalty, first_setting
 
@@ -113,9 +113,9 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 def sharing_copy(model: Any) -> Any:
     """Copy the modules of a model, but share all parameters and buffers.
 
-    Settings and hooks of the copy do not change the model, which other threads may use meanwhile.
-    A model whose weights are divided among processes cannot be copied. Then this is the model
-    itself.
+    Settings and hooks of the copy do not change the model, which other threads may use at the same
+    time. Wrappers of torch.compile are left out, because compiled code may ignore new hooks. A
+    model whose weights are divided among processes cannot be copied. Then this is the model itself.
     """
     # FSDP2 and tensor parallelism mark parameters by device_mesh, DeepSpeed ZeRO-3 by ds_id.
     if any(hasattr(part, "device_mesh") or hasattr(part, "ds_id") for part in model.parameters()):
@@ -123,7 +123,15 @@ def sharing_copy(model: Any) -> Any:
     # Hooks of Accelerate hold offloaded weights, so the copy shares them too.
     hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
     shared = list(itertools.chain(model.parameters(), model.buffers(), hooks))
-    return copy.deepcopy(model, {id(part): part for part in shared})
+    return _without_compilation(copy.deepcopy(model, {id(part): part for part in shared}))
+
+
+def _without_compilation(module: Any) -> Any:
+    """Replace the wrappers of torch.compile in a module by the modules in them."""
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = _without_compilation(child)
+    return getattr(module, "_orig_mod", module)
 
 
 class VaswaniScoringMixin:
@@ -540,61 +548,4 @@ def _tokens_and_words(
     return encoded["input_ids"], words
 
 
-def linked_units(weights: torch.Tensor, source_units: list[list[int]]) -> list[list[int]]:
-    """Return for each target token the units of the source token with the largest weight (T, S).
-
-    Units are numbers of words or tokens. Source tokens without units are left out.
-    """
-    linkable = [index for index, units in enumerate(source_units) if units]
-    if not linkable:
-        return [[] for _ in weights]
-    return [source_units[linkable[best]] for best in weights[:, linkable].argmax(dim=1).tolist()]
-
-
-def links_of(sources: list[list[int]], targets: list[list[int]]) -> str:
-    """Write the links between the units of target tokens and those of their source tokens."""
-    links = {
-        (target, source)
-        for units, linked in zip(targets, sources, strict=False)
-        for target in units
-        for source in linked
-    }
-    return " ".join(f"{source}-{target}" for target, source in sorted(links))
-
-
-def indices_among(name: str, indices: Iterable[int] | None, count: int, things: str) -> list[int]:
-    """Return indices from 0 to `count` - 1; None selects all, negative ones count from the end.
-
-    Raises:
-        ValueError: an index is out of range, or there is none.
-    """
-    indices = range(count) if indices is None else list(indices)
-    wrong = [index for index in indices if not -count <= index < count]
-    if wrong or not indices:
-        raise ValueError(
-            f"{name} must name some of the {count} {things} (0 to {count - 1}, negative from the "
-            f"last), got {wrong or indices}."
-        )
-    return [index % count for index in indices]
-
-
-def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]]:
-    """Return for each token of `text` the numbers of the words whose characters it covers."""
-    word_at: list[int | None] = [None] * len(text)
-    for number, match in enumerate(re.finditer(r"\S+", text)):
-        word_at[match.start() : match.end()] = [number] * len(match.group())
-    return [
-        sorted({word for word in word_at[start:end] if word is not None}) for start, end in offsets
-    ]
-
-
-__all__ = [
-    "VaswaniScores",
-    "VaswaniScoringMixin",
-    "evaluation_mode",
-    "indices_among",
-    "linked_units",
-    "links_of",
-    "sharing_copy",
-    "words_of_tokens",
-]
+__all__ = ["VaswaniScores", "VaswaniScoringMixin", "evaluation_mode", "sharing_copy"]

@@ -203,7 +203,7 @@ def _is_hooked(owns: list[dict[str, Any]]) -> list[bool]:
 
 
 def _values(owns: list[dict[str, Any]], names: list[list[str]]) -> list[Any]:
-    # With `get`, it is no error if another thread deletes an attribute meanwhile.
+    # With `get`, it is no error if another thread deletes an attribute at the same time.
     return [own.get(name) for own, own_names in zip(owns, names, strict=True) for name in own_names]
 
 

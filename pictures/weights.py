@@ -149,7 +149,7 @@ def _forward(model: Any, source: list[int], target: list[int]) -> dict[Kind, tor
     """Return the weights of each kind of attention (L, H, R, C); without a target, the encoder's.
 
     Only eager attention returns weights. A copy that shares all tensors runs it, because other
-    threads may use the model meanwhile.
+    threads may use the model at the same time.
     """
     twin = sharing_copy(model)
     if twin is model:

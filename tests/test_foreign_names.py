@@ -195,6 +195,7 @@ IN_SOURCE = {
         _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks
     """,
     "torch.nn.Module.__getattr__": "_modules",
+    "torch._dynamo.OptimizedModule.__init__": "_orig_mod",
     "accelerate.hooks.add_hook_to_module": "_hf_hook",
     "accelerate.Accelerator.prepare_model": "_original_forward",
     "argparse.ArgumentParser.add_argument_group": "_ArgumentGroup",

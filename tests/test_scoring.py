@@ -431,6 +431,19 @@ def test_a_sharing_copy_holds_no_tensors_of_its_own(tiny_model):
     assert scoring_vaswani.sharing_copy(model) is model
 
 
+@pytest.mark.parametrize("part", ["model.encoder", "model.decoder", "model.decoder.layers.0"])
+def test_attention_is_read_from_parts_that_torch_compile_wrapped(tiny_model, part):
+    model = tiny_model()
+    expected = model.soft_align(SOURCES, TARGETS)
+    parent, _, name = part.rpartition(".")
+    parent = model.get_submodule(parent)
+    parent._modules[name] = torch.compile(parent._modules[name], backend="eager")
+    for _ in range(2):  # the first call compiles
+        for weights, reference in zip(model.soft_align(SOURCES, TARGETS), expected, strict=True):
+            torch.testing.assert_close(weights, reference)
+    assert hasattr(parent._modules[name], "_orig_mod")  # the model keeps its wrapper
+
+
 def test_links_do_not_depend_on_what_shares_a_batch(tiny_model):
     model = tiny_model()
     assert model.align(SOURCES, TARGETS, max_tokens=1) == model.align(SOURCES, TARGETS)
