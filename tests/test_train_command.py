@@ -90,6 +90,18 @@ def test_training_on_parallel_files_writes_a_model_that_auto_classes_load(
     assert (output / "tokenization_vaswani.py").exists()
 
 
+@pytest.mark.parametrize("length", [("--epochs", 2), ("--steps", 7)])
+def test_every_epoch_is_evaluated_once(command, parallel_files, tmp_path, length):
+    output = tmp_path / "run"
+    command(
+        "train", "--train", *parallel_files, "--valid", *parallel_files, *TINY, *length,
+        "--batch-size", 16, "--trainer", "eval_strategy=epoch", "--output", output,
+    )  # fmt: skip
+    results = json.loads((output / "results.json").read_text())
+    evaluated = [entry["step"] for entry in results["log"] if "eval_loss" in entry]
+    assert evaluated == [5, results["steps"]]
+
+
 def test_a_vocabulary_that_does_not_fit_the_data_is_said(command, parallel_files, tmp_path, capsys):
     other = tmp_path / "other.tsv"
     other.write_text("one hundred\tpère mère\n" * 9, encoding="utf-8")

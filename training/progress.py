@@ -128,7 +128,8 @@ class EvaluateAtEnd(TrainerCallback):
         """Request a log and an evaluation after the last update."""
         if state.global_step >= state.max_steps or control.should_training_stop:
             control.should_log = True
-            control.should_evaluate = args.eval_strategy != "no"
+            # With the strategy "epoch", transformers evaluates after the last update anyway.
+            control.should_evaluate = args.eval_strategy == "steps"
 
 
 class StopWithoutProgress(EarlyStoppingCallback):
