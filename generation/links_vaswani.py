@@ -1,7 +1,6 @@
 """Links between source and target words from attention, without a model."""
 
 import re
-from collections.abc import Iterable
 
 import torch
 
@@ -28,22 +27,6 @@ def links_of(sources: list[list[int]], targets: list[list[int]]) -> str:
     return " ".join(f"{source}-{target}" for target, source in sorted(links))
 
 
-def indices_among(name: str, indices: Iterable[int] | None, count: int, things: str) -> list[int]:
-    """Return indices from 0 to `count` - 1; None selects all, negative ones count from the end.
-
-    Raises:
-        ValueError: an index is out of range, or there is none.
-    """
-    indices = range(count) if indices is None else list(indices)
-    wrong = [index for index in indices if not -count <= index < count]
-    if wrong or not indices:
-        raise ValueError(
-            f"{name} must name some of the {count} {things} (0 to {count - 1}, negative from the "
-            f"last), got {wrong or indices}."
-        )
-    return [index % count for index in indices]
-
-
 def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]]:
     """Return for each token of `text` the numbers of the words whose characters it covers."""
     word_at: list[int | None] = [None] * len(text)
@@ -54,4 +37,4 @@ def words_of_tokens(text: str, offsets: list[tuple[int, int]]) -> list[list[int]
     ]
 
 
-__all__ = ["indices_among", "linked_units", "links_of", "words_of_tokens"]
+__all__ = ["linked_units", "links_of", "words_of_tokens"]

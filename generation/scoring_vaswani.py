@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 from .batches_vaswani import batches_by_length
 from .limits_vaswani import check_position_limit
-from .links_vaswani import indices_among, linked_units, links_of, words_of_tokens
+from .links_vaswani import linked_units, links_of, words_of_tokens
 from .rules_vaswani import length_penalty as length_penalty_of
 from .settings_vaswani import check_penalty, first_setting
 
@@ -548,4 +548,26 @@ def _tokens_and_words(
     return encoded["input_ids"], words
 
 
-__all__ = ["VaswaniScores", "VaswaniScoringMixin", "evaluation_mode", "sharing_copy"]
+def indices_among(name: str, indices: Iterable[int] | None, count: int, things: str) -> list[int]:
+    """Return indices from 0 to `count` - 1; None selects all, negative ones count from the end.
+
+    Raises:
+        ValueError: an index is out of range, or there is none.
+    """
+    indices = range(count) if indices is None else list(indices)
+    wrong = [index for index in indices if not -count <= index < count]
+    if wrong or not indices:
+        raise ValueError(
+            f"{name} must name some of the {count} {things} (0 to {count - 1}, negative from the "
+            f"last), got {wrong or indices}."
+        )
+    return [index % count for index in indices]
+
+
+__all__ = [
+    "VaswaniScores",
+    "VaswaniScoringMixin",
+    "evaluation_mode",
+    "indices_among",
+    "sharing_copy",
+]

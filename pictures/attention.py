@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..configuration.extras import needs
-from ..generation.links_vaswani import indices_among
+from ..generation.scoring_vaswani import indices_among
 from .weights import KINDS, AttentionWeights, Kind, Sentence, attention_weights, check_model
 
 if TYPE_CHECKING:

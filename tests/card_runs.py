@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import yaml
 from huggingface_hub import ModelCard
 from transformers.testing_utils import CaptureLogger
@@ -72,28 +73,35 @@ def write_json(path, content):
     return path
 
 
-def bare_model(folder):
-    """Write runs/numbers below a folder: a saved translation model without results."""
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """runs/numbers in the working folder: a saved translation model without results."""
+    monkeypatch.chdir(tmp_path)
     unwanted = shutil.ignore_patterns("expected.*")
-    return shutil.copytree(FROZEN, folder / "runs" / "numbers", ignore=unwanted)
+    return shutil.copytree(FROZEN, Path("runs/numbers"), ignore=unwanted)
 
 
-def add_run(model):
-    """Add the files of a training run to a saved model."""
-    write_json(model / "results.json", {**RUN, "weights_sha256": weights_sha256(model)})
-    (model / "recipe.yaml").write_text("steps: 6538\nwarmup: 800\n")
-    (model / "test.txt").write_text("zwei\n")
-    (model / "learning_curve.png").write_bytes(b"drawn")
-    return model
+@pytest.fixture
+def run(bare):
+    """The same model with the files of a training run."""
+    write_json(bare / "results.json", {**RUN, "weights_sha256": weights_sha256(bare)})
+    (bare / "recipe.yaml").write_text("steps: 6538\nwarmup: 800\n")
+    (bare / "test.txt").write_text("zwei\n")
+    (bare / "learning_curve.png").write_bytes(b"drawn")
+    return bare
 
 
-@contextlib.contextmanager
-def caught_warnings():
-    """Yield a function that returns the warnings of hub_cards so far."""
+@pytest.fixture
+def warnings():
+    """A function that returns the warnings of hub_cards so far."""
     with contextlib.ExitStack() as stack:
         loggers = (cards.logger, card_metadata.logger, saved_model.logger)
         logs = [stack.enter_context(CaptureLogger(logger)) for logger in loggers]
         yield lambda: "".join(log.io.getvalue() for log in logs)
+
+
+# A test file gives these fixtures their names.
+FIXTURES = bare, run, warnings
 
 
 def text_of(folder, **options):

@@ -1,6 +1,5 @@
 """Folders of MarianMTModel with SentencePiece models, for the tests of Marian's conversion."""
 
-import functools
 import io
 import json
 
@@ -43,8 +42,8 @@ def trained(lines, **options):
     return written.getvalue()
 
 
-@functools.cache
-def sentence_pieces():
+@pytest.fixture(scope="module")
+def spms():
     """The SentencePiece models of both sides."""
     return {"source": trained(SOURCE_LINES), "target": trained(TARGET_LINES)}
 
@@ -60,10 +59,9 @@ def pieces(model):
     return [piece for piece in found if piece not in ("<s>", "</s>", "<unk>")]
 
 
-@functools.cache
-def whole_vocabulary():
+@pytest.fixture(scope="module")
+def vocabulary(spms):
     """The vocabulary in Marian's order: end token, unknown token, pieces of both sides."""
-    spms = sentence_pieces()
     names = ["</s>", "<unk>", *CODES]
     names += sorted({*pieces(spms["source"]), *pieces(spms["target"])} - set(names))
     names += [f"▁filler{number}" for number in range(SIZE - 1 - len(names))]
@@ -103,28 +101,35 @@ def their_model(**overrides):
     return model
 
 
-def write_folder(folder, model, with_tokenizer=True):
+@pytest.fixture
+def write(tmp_path, spms, vocabulary):
     """Write a folder of MarianMTModel with the files of its tokenizer."""
-    model.save_pretrained(folder)
-    if with_tokenizer:
-        for side, spm in sentence_pieces().items():
-            (folder / f"{side}.spm").write_bytes(spm)
-        text = json.dumps(whole_vocabulary())
-        (folder / "vocab.json").write_text(text, encoding="utf-8")
-        tokenizer = {"source_lang": "en", "target_lang": "de", "separate_vocabs": False}
-        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    return folder
+
+    def to(model, name="theirs", with_tokenizer=True):
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        if with_tokenizer:
+            for side, spm in spms.items():
+                (folder / f"{side}.spm").write_bytes(spm)
+            (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+            tokenizer = {"source_lang": "en", "target_lang": "de", "separate_vocabs": False}
+            (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        return folder
+
+    return to
 
 
-def collect_warnings(monkeypatch):
-    """Return the list that the converter's warnings are added to."""
+@pytest.fixture
+def warnings_of(monkeypatch):
+    """The list that the converter's warnings are added to."""
     found = []
     for module in (marian, marian_folder, to_marian, converted_pieces):
         monkeypatch.setattr(module.logger, "warning", found.append)
     return found
 
 
-def marian_batch(padded_batch):
+@pytest.fixture
+def batch(padded_batch):
     """Three sentence pairs of different lengths."""
     source, mask = padded_batch([9, 5, 2], seed=1, vocab_size=SIZE - 1)
     target, _ = padded_batch([4, 6, 3], seed=2, vocab_size=SIZE - 1)
@@ -133,6 +138,10 @@ def marian_batch(padded_batch):
         "attention_mask": mask,
         "decoder_input_ids": F.pad(target, (1, 0), value=SIZE - 1),
     }
+
+
+# A test file gives these fixtures their names.
+FIXTURES = spms, vocabulary, write, warnings_of, batch
 
 
 def assert_same(one, other):

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 from card_runs import (
+    FIXTURES,
     FROZEN,
     RUN,
     SCORES,
     SEVERAL_SEEDS,
-    add_run,
     assert_every_score_stands_in_its_file,
-    bare_model,
-    caught_warnings,
     metadata,
     text_of,
     write_json,
@@ -31,25 +29,7 @@ from vaswani.training.circumstances import weights_sha256
 
 from vaswani import VaswaniModel
 
-
-@pytest.fixture
-def bare(tmp_path, monkeypatch):
-    """runs/numbers in the working folder: a saved translation model without results."""
-    monkeypatch.chdir(tmp_path)
-    return bare_model(Path())
-
-
-@pytest.fixture
-def run(bare):
-    """The same model with the files of a training run."""
-    return add_run(bare)
-
-
-@pytest.fixture
-def warnings():
-    """The warnings of hub_cards."""
-    with caught_warnings() as text:
-        yield text
+bare, run, warnings = FIXTURES
 
 
 # Edited cards

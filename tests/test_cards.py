@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 from card_runs import (
+    FIXTURES,
     ROOT,
     RUN,
     SAMPLE,
     SCORES,
     SEVERAL_SEEDS,
     SIGNATURE,
-    add_run,
     assert_every_score_stands_in_its_file,
-    bare_model,
-    caught_warnings,
     metadata,
     python_blocks,
     text_of,
@@ -39,25 +37,7 @@ from vaswani.training.circumstances import weights_sha256
 
 from vaswani import VaswaniTokenizer
 
-
-@pytest.fixture
-def bare(tmp_path, monkeypatch):
-    """runs/numbers in the working folder: a saved translation model without results."""
-    monkeypatch.chdir(tmp_path)
-    return bare_model(Path())
-
-
-@pytest.fixture
-def run(bare):
-    """The same model with the files of a training run."""
-    return add_run(bare)
-
-
-@pytest.fixture
-def warnings():
-    """The warnings of hub_cards."""
-    with caught_warnings() as text:
-        yield text
+bare, run, warnings = FIXTURES
 
 
 # Numbers

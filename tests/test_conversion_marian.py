@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from marian_folders import assert_same, collect_warnings, marian_batch, their_model, write_folder
+from marian_folders import FIXTURES, assert_same, their_model
 from marian_formulas import SIZE
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
 from vaswani.commands.main import main
@@ -13,25 +13,7 @@ from vaswani.conversion.errors import ConversionError
 
 from vaswani import VaswaniForConditionalGeneration
 
-
-@pytest.fixture
-def write(tmp_path):
-    """Write a folder of MarianMTModel with the files of its tokenizer."""
-
-    def to(model, name="theirs", with_tokenizer=True):
-        return write_folder(tmp_path / name, model, with_tokenizer)
-
-    return to
-
-
-@pytest.fixture
-def batch(padded_batch):
-    return marian_batch(padded_batch)
-
-
-@pytest.fixture
-def warnings_of(monkeypatch):
-    return collect_warnings(monkeypatch)
+spms, vocabulary, write, warnings_of, batch = FIXTURES
 
 
 # transformers to us

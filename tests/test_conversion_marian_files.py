@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from marian_folders import (
-    SOURCE_LINES,
-    TARGET_LINES,
-    collect_warnings,
-    marian_batch,
-    sentence_pieces,
-    their_model,
-    whole_vocabulary,
-)
+from marian_folders import FIXTURES, SOURCE_LINES, TARGET_LINES, their_model
 from marian_formulas import OPTIONS, SIZE, marian_logits, marian_weights
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianMTModel
@@ -25,25 +17,7 @@ from vaswani.commands.main import main
 from vaswani.conversion import marian, marian_vocabulary, to_marian
 from vaswani.conversion.errors import ConversionError
 
-
-@pytest.fixture(scope="module")
-def spms():
-    return sentence_pieces()
-
-
-@pytest.fixture(scope="module")
-def vocabulary():
-    return whole_vocabulary()
-
-
-@pytest.fixture
-def batch(padded_batch):
-    return marian_batch(padded_batch)
-
-
-@pytest.fixture
-def warnings_of(monkeypatch):
-    return collect_warnings(monkeypatch)
+spms, vocabulary, write, warnings_of, batch = FIXTURES
 
 
 @pytest.fixture

@@ -8,17 +8,14 @@ import unicodedata
 import numpy as np
 import pytest
 from marian_folders import (
+    FIXTURES,
     SOURCE_LINES,
     TARGET_LINES,
-    collect_warnings,
     model_proto,
     pieces,
-    sentence_pieces,
     sentencepiece,
     their_model,
     trained,
-    whole_vocabulary,
-    write_folder,
 )
 from marian_formulas import SIZE
 from tokenizers import normalizers
@@ -45,29 +42,7 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def spms():
-    return sentence_pieces()
-
-
-@pytest.fixture(scope="module")
-def vocabulary():
-    return whole_vocabulary()
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Write a folder of MarianMTModel with the files of its tokenizer."""
-
-    def to(model, name="theirs", with_tokenizer=True):
-        return write_folder(tmp_path / name, model, with_tokenizer)
-
-    return to
-
-
-@pytest.fixture
-def warnings_of(monkeypatch):
-    return collect_warnings(monkeypatch)
+spms, vocabulary, write, warnings_of, batch = FIXTURES
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import sys
 import peft
 import pytest
 import torch
+import ways_to_change_weights
 from launches import environment
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -49,16 +50,7 @@ from vaswani import (
     split_halves,
 )
 
-SIZES = {
-    "vocab_size": 2000,
-    "d_model": 128,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 256,
-    "decoder_ffn_dim": 256,
-    "attention_bias": True,
-    "dropout": 0.0,
-}
+SIZES = {**ways_to_change_weights.SIZES, "vocab_size": 2000}
 SOURCE = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2], [13, 14, 2, 0, 0]])
 MASK = (SOURCE != 0).long()
 QUERIES = {"target_modules": ["q_proj"]}

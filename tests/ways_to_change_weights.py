@@ -17,6 +17,16 @@ from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniInt8C
 DTYPES = [torch.float32, torch.bfloat16]
 FORMS = [*DTYPES, torch.int8]
 in_all_forms = pytest.mark.parametrize("dtype", FORMS)
+SIZES = {
+    "vocab_size": 300,
+    "d_model": 128,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 256,
+    "decoder_ffn_dim": 256,
+    "attention_bias": True,
+    "dropout": 0.0,
+}
 SOURCE = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 11, 12, 2]])
 # torch's operators and the kernels round differently.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.int8: 0.2}
@@ -27,17 +37,7 @@ packs = pytest.mark.skipif(
 
 def build(dtype=torch.float32, seed=0, **overrides):
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 300,
-        "d_model": 128,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 256,
-        "decoder_ffn_dim": 256,
-        "attention_bias": True,
-        "dropout": 0.0,
-    }
-    model = VaswaniForConditionalGeneration(VaswaniConfig(**{**sizes, **overrides}))
+    model = VaswaniForConditionalGeneration(VaswaniConfig(**{**SIZES, **overrides}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
