@@ -458,7 +458,8 @@ def test_flex_attention_gives_the_eager_logits_under_padding(tiny_model, padded_
 @pytest.mark.parametrize("position_encoding", ["sinusoidal", "learned"])
 def test_inference_compiles_to_one_graph(tiny_model, padded_batch, position_encoding):
     torch.compiler.reset()
-    model = tiny_model(position_encoding=position_encoding, max_position_embeddings=20)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 20}
+    model = tiny_model(position_encoding=position_encoding, **sizes)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for lengths in ([6, 2, 4], [9, 9], [3]):
         source, mask = padded_batch(lengths, seed=1)

@@ -225,7 +225,7 @@ def test_compiled_training_has_the_same_loss_and_gradients(tiny_model, batches, 
 
 
 def test_compiled_calls_may_have_labels_or_not(tiny_model, batches):
-    model = tiny_model(dropout=0.0)
+    model = tiny_model(dropout=0.0, encoder_layers=1, decoder_layers=1)
     compiled = torch.compile(model, backend="eager")
     _, flat = batches()
     assert compiled(**flat).loss.isfinite()
