@@ -61,6 +61,7 @@ def test_the_worth_of_ingredients_comes_from_its_results_file():
         row | {"ingredient": row["ingredient"].replace("second stage", name)}
         for file, name in (
             ("multi30k-muon", ""),
+            ("multi30k-muon-cpu", ""),
             ("multi30k-muon-r-drop", "R-Drop"),
             ("multi30k-muon-risk", "minimum risk training"),
         )
