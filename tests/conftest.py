@@ -36,8 +36,7 @@ _CPU = Path("/proc/cpuinfo")
 if _CPU.exists() and "vnni" not in _CPU.read_text():
     os.environ.setdefault("CT2_USE_MKL", "1")
 
-# Files of tests need not survive a loss of power. Waiting for the disk takes a sixth of the time of
-# tests that train.
+# Files of tests need not survive a loss of power, and waiting for the disk takes time.
 os.fsync = lambda descriptor: None
 
 # For models this small, waking a second thread takes longer than the computation.

@@ -219,12 +219,16 @@ def test_tokens_are_filled_up_where_new_numbers_of_them_cost_time(
     assert len({size for batch in sizes for size in batch}) == 1 if multiple else len(sizes) > 2
 
 
-def test_spare_sentences_change_no_update(tmp_path, monkeypatch, tiny_model):
+@pytest.mark.parametrize(
+    ("bf16", "dtype", "atol"), [(False, torch.float64, 1e-9), (True, torch.float32, 4e-3)]
+)
+def test_spare_sentences_change_no_update(tmp_path, monkeypatch, tiny_model, bf16, dtype, atol):
     trained = []
     for multiple in (128, None):
         monkeypatch.setattr(VaswaniTrainer, "_multiple_of_tokens", lambda _, n=multiple: n)
-        trainer = make_trainer(tmp_path, batching="packed", model=tiny_model(dropout=0.0))
+        model = tiny_model(dtype=dtype, dropout=0.0)
+        trainer = make_trainer(tmp_path, batching="packed", bf16=bf16, model=model)
         trainer.train()
         trained.append(weights(trainer))
     for name, weight in trained[0].items():
-        torch.testing.assert_close(weight, trained[1][name], rtol=0, atol=1e-9)
+        torch.testing.assert_close(weight, trained[1][name], rtol=0, atol=atol)

@@ -339,7 +339,7 @@ def test_a_run_leaves_model_scores_translations_picture_and_logs(recipe, tmp_pat
             assert entry["learning_rate"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("save", "dropout"), [(1, 0), (2, 0.2)])
+@pytest.mark.parametrize(("save", "dropout"), [(1, 0), (2, 0), (2, 0.2)])
 def test_a_killed_run_resumes_and_ends_with_the_same_model(recipe, tmp_path, save, dropout):
     options = ("--recipe", recipe, "--bpe-dropout", dropout, "--r-drop", 10 * dropout)
     train(*options, "--output", tmp_path / "whole")

@@ -20,7 +20,7 @@ TRAIN = ("-m", "vaswani", "train")
 SIZES = ["d_model=32", "encoder_layers=1", "decoder_layers=1", "encoder_attention_heads=4"]
 SIZES += ["decoder_attention_heads=4", "encoder_ffn_dim=64", "decoder_ffn_dim=64"]
 RESTARTS = 10
-KILLS = 2
+KILLS = 3
 MINUTES = 8
 pytestmark = pytest.mark.slow
 

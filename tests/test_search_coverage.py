@@ -346,7 +346,9 @@ def test_a_subclass_with_a_forward_of_its_own_is_run(tiny_model, source, searche
     ],
 )
 def test_a_part_that_torch_compile_wrapped_is_run(tiny_model, source, part, num_beams):
-    model = tiny_model(dtype=torch.float32, encoder_layers=1, decoder_layers=1)
+    # A wrapped layer stands before one that is not.
+    layers = 2 if "layers" in part else 1
+    model = tiny_model(dtype=torch.float32, encoder_layers=layers, decoder_layers=layers)
     call = {**source, "num_beams": num_beams, "max_new_tokens": 3}
     expected = model.generate(**call)
     parent, _, name = part.rpartition(".")
