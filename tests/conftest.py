@@ -54,6 +54,12 @@ def _fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    """Forget what earlier tests compiled, because torch compiles a function eight times at most."""
+    torch.compiler.reset()
+
+
 @pytest.fixture
 def tiny_config():
     """Build a configuration with small sizes. Keyword arguments override single fields."""

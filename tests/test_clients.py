@@ -454,7 +454,6 @@ def test_a_model_is_pickled_after_its_attentions_were_recorded(tiny_model, throu
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_compiled_model_is_copied_and_pickled_as_in_torch(tiny_model, copied):
-    torch.compiler.reset()
     model, call = tiny_model(), {"input_ids": torch.tensor([[5, 2]]), "labels": torch.tensor([[2]])}
     model.compile(backend="eager")
     loss = model(**call).loss

@@ -134,7 +134,6 @@ def gradients_of(model, forward, **batch):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_compiled_training_holds_no_logits_and_has_the_same_gradients(tiny_model, bias):
-    torch.compiler.reset()
     model = tiny_model(vocab_size=1000, dropout=0.0, lm_head_bias=bias).train()
     labels = torch.randint(3, 1000, (8, 30))
     labels[2, 10:] = -100
@@ -157,7 +156,6 @@ def test_compiled_training_holds_no_logits_and_has_the_same_gradients(tiny_model
 
 
 def test_compiled_training_under_autocast_computes_products_in_its_type(tiny_model, monkeypatch):
-    torch.compiler.reset()
     types, loss_and_gradients = [], loss_vaswani._loss_and_gradients
     monkeypatch.setattr(
         loss_vaswani,

@@ -457,7 +457,6 @@ def test_flex_attention_gives_the_eager_logits_under_padding(tiny_model, padded_
 @pytest.mark.slow
 @pytest.mark.parametrize("position_encoding", ["sinusoidal", "learned"])
 def test_inference_compiles_to_one_graph(tiny_model, padded_batch, position_encoding):
-    torch.compiler.reset()
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 20}
     model = tiny_model(position_encoding=position_encoding, **sizes)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -471,7 +470,6 @@ def test_inference_compiles_to_one_graph(tiny_model, padded_batch, position_enco
 
 
 def test_the_plain_loss_and_its_gradient_compile_to_one_graph(tiny_model, padded_batch):
-    torch.compiler.reset()
     model = tiny_model()
     source, mask = padded_batch([6, 2, 4], seed=1)
     labels, label_mask = padded_batch([3, 7, 5], seed=2)

@@ -106,7 +106,6 @@ def test_a_batch_without_tokens_has_no_loss():
 
 @pytest.mark.parametrize("way", ["logits", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_the_same_with_logits_and_compiled(tiny_model, padded_batch, way):
-    torch.compiler.reset()
     model = tiny_model(dropout=0.0).train()
     source, mask = padded_batch([5, 3, 7, 2, 7, 4])  # the passes differ, as with dropout
     batch = {"input_ids": source, "attention_mask": mask, "labels": torch.cat((LABELS, LABELS))}
