@@ -15,11 +15,14 @@ struct finish {
 
 INLINE struct finish prepare_finish(const struct product *by, int64_t start)
 {
-    struct finish finish = {.lower_bound = by->relu ? 0 : -__builtin_inff(), .out = by->out};
+    struct finish finish;
+    finish.lower_bound = by->relu ? 0 : -__builtin_inff();
+    finish.integers = by->sums != NULL;
+    finish.out = by->out;
     finish.width = by->out - start < PANEL ? by->out - start : PANEL;
+    memset(finish.bias, 0, sizeof(finish.bias));
     if (by->bias)
         memcpy(finish.bias, by->bias + start, (size_t)finish.width * sizeof(float));
-    finish.integers = by->sums != NULL;
     for (int i = 0; i < PANEL && by->sums; i++)
         finish.zeros[i] = (by->largest + 1) * by->sums[start + i];
     if (by->scale)
@@ -35,21 +38,32 @@ union sums {
 } __attribute__((aligned(64)));
 
 // Finish sums, and write the outputs. Without `scales` of the rows, sums are not scaled.
+//
+// Vectors are written out, because GCC computes some of these loops one output after the other.
 INLINE void finish_rows(const struct finish *by, const int rows, const union sums *sums,
                         const float *scales, float *output)
 {
+    typedef int32_t int32_lanes __attribute__((vector_size(sizeof(vector))));
+    const floats lower_bound = float_in_all_lanes(by->lower_bound);
     for (int row = 0; row < rows; row++) {
         float filled_up[PANEL]; // the last panel may have fewer outputs
         float *place = by->width == PANEL ? output + row * by->out : filled_up;
-        for (int i = 0; i < PANEL; i++) {
-            const int at = row * PANEL + i;
-            const float sum = by->integers ? (float)(sums->integers[at] - by->zeros[i])
-                                           : sums->floats[at];
+        for (int i = 0; i < PANEL; i += LANES) {
+            floats values = read_floats(sums->floats + row * PANEL + i);
+            const floats bias = read_floats(by->bias + i);
+            if (by->integers) {
+                int32_lanes zeros;
+                memcpy(&zeros, by->zeros + i, sizeof(zeros));
+                values = __builtin_convertvector((int32_lanes)values - zeros, floats);
+            }
             // The explicit operation keeps the order in which torch rounds.
-            const float product =
-                scales ? __builtin_fmaf(sum * by->scale[i], scales[row], by->bias[i])
-                       : sum + by->bias[i];
-            place[i] = product < by->lower_bound ? by->lower_bound : product;
+            if (scales)
+                values = multiply_add(values * read_floats(by->scale + i),
+                                      float_in_all_lanes(scales[row]), bias);
+            else
+                values += bias;
+            values = larger(lower_bound, values); // NaN stays NaN
+            memcpy(place + i, &values, sizeof(values));
         }
         if (place == filled_up)
             memcpy(output + row * by->out, filled_up, (size_t)by->width * sizeof(float));
