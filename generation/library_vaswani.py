@@ -256,8 +256,13 @@ class _Cores:
         self.lock = threading.Lock()
 
     def look(self, threads: int) -> None:
-        """Look at the cores, at most every `_WINDOW` seconds, for kernels in `threads` threads."""
-        if time.monotonic() - self.time < _WINDOW or not self.lock.acquire(blocking=False):
+        """Look at the cores, at most every `_WINDOW` seconds, for kernels in `threads` threads.
+
+        One thread waits for no other.
+        """
+        if threads == 1 or time.monotonic() - self.time < _WINDOW:
+            return
+        if not self.lock.acquire(blocking=False):
             return
         try:
             now, waited = time.monotonic(), _seconds_of_waiting()
@@ -269,7 +274,7 @@ class _Cores:
             self.crowded_windows = self.crowded_windows + 1 if crowded else 0
             if self.crowded_windows == _CROWDED_WINDOWS:
                 self.time = math.inf  # this was the last look
-                if threads > 1 and not _WAIT_SETTINGS & os.environ.keys():
+                if not _WAIT_SETTINGS & os.environ.keys():
                     library().let_threads_sleep(threads)
         finally:
             self.lock.release()

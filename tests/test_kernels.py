@@ -396,6 +396,8 @@ class TestCrowdedCores:
     def test_one_thread_waits_for_no_other(self, pass_time):
         for _ in range(4):
             assert pass_time(0.25, 0.2, threads=1) == []
+        assert pass_time(60, 0) == pass_time(0.25, 0.2) == pass_time(0.25, 0.2) == []
+        assert pass_time(0.25, 0.2) == [2]
 
     @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
     def test_a_setting_of_the_user_is_kept(self, name, pass_time, monkeypatch):
