@@ -96,12 +96,12 @@ memory rate of a copy counts reading and writing.
 _PROFILES = """\
 Our search with the peer's rule. The columns from "layers" to "others" are shares of the time in
 torch's operators and compiled kernels: the layers of encoder and decoder (`run_layers`), the output
-layer (`multiply_states`), the choice of tokens (`log_sums_and_maxima`, `best_candidates`,
-`best_tokens` and `advance_beam`), and checks that no weight has changed since it was packed
-(`have_fingerprints`, and `has_fingerprint` and `same_bytes` in earlier files). The next column is
-the share of the whole time that is spent outside the kernels, in Python above all. Profiles before
-2026-11-29 did not measure it. Our aims are 600 calls of operators a step in batches of 1, and 900
-in batches of 32. A call of a kernel counts as one.
+layer (`multiply_states`), the choice of tokens (`best_candidates`, `best_tokens` and
+`advance_beam`, and `log_sums_and_maxima` in earlier files), and checks that no weight has changed
+since it was packed (`have_fingerprints`, and `has_fingerprint` and `same_bytes` in earlier files).
+The next column is the share of the whole time that is spent outside the kernels, in Python above
+all. Profiles before 2026-11-29 did not measure it. Our aims are 600 calls of operators a step in
+batches of 1, and 900 in batches of 32. A call of a kernel counts as one.
 The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread. The
 profile of the Xeon with one thread, short sentences and native instructions is from the host with
 300 MiB of L3. The other profiles of the Xeon are older than its ratios.

@@ -12,17 +12,6 @@ import torch
 from .library_vaswani import COUNT, FLOAT, NUMBER, POINTER, address, library
 
 
-def log_sums_and_maxima(logits: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the log-sum-exp of each row of logits (R, V), and the maximum of each block."""
-    rows, vocabulary = logits.shape
-    log_sums, maxima = logits.new_empty(rows), logits.new_empty(rows, vocabulary // block)
-    library().log_sums_and_maxima(
-        *(address(logits), rows, vocabulary, block),
-        *(log_sums.data_ptr(), maxima.data_ptr(), torch.get_num_threads()),
-    )
-    return log_sums, maxima
-
-
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Find the best token of each row of logits (R, V), and the first of equal ones: (R,)."""
     tokens = logits.new_empty(len(logits), dtype=torch.long)
@@ -35,41 +24,36 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 def best_candidates(
     logits: torch.Tensor,
     block: int,
-    log_sums: torch.Tensor,
-    maxima: torch.Tensor,
     running: torch.Tensor,
-    places: torch.Tensor | None,
     count: int,
+    open_rows: torch.Tensor | None = None,
+    banned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find the C best next tokens of each sentence, over all its hypotheses.
 
     Args:
-        logits: (R, V).
+        logits: (R, V). Those of banned tokens are changed in place.
         block: entries of the vocabulary that share a maximum.
-        log_sums: (R,) log-sum-exp of the logits.
-        maxima: (R, V / block).
         running: (B, K) log-probabilities of the hypotheses.
-        places: (B * K,) the row of logits of each hypothesis, or -1 if it has none; None means that
-            each has its own row.
         count: C.
+        open_rows: (R,) the hypotheses that have logits, among B * K; None means all.
+        banned: tokens that get -inf; None means none.
 
     Returns:
         Log-probabilities, best first; the hypotheses that they continue; the tokens: (B, C) each.
     """
-    sentences, beams = running.shape
+    (rows, vocabulary), (sentences, beams) = logits.shape, running.shape
+    log_sums, maxima = logits.new_empty(rows), logits.new_empty(rows, vocabulary // block)
+    places = torch.empty(running.shape, dtype=torch.long)
     scores = logits.new_empty(sentences, count)
     hypotheses = logits.new_empty(sentences, count, dtype=torch.long)
     tokens = torch.empty_like(hypotheses)
     library().best_candidates(
-        *(
-            address(logits),
-            logits.shape[1],
-            block,
-            address(log_sums),
-            address(maxima),
-            address(running),
-        ),
-        *(None if places is None else address(places), sentences, beams, count, -torch.inf),
+        *(address(logits), rows, vocabulary, block),
+        *((None, 0) if banned is None else (address(banned), len(banned))),
+        *(address(running), None if open_rows is None else address(open_rows)),
+        *(sentences, beams, count, -torch.inf),
+        *(places.data_ptr(), log_sums.data_ptr(), maxima.data_ptr()),
         *(scores.data_ptr(), hypotheses.data_ptr(), tokens.data_ptr(), torch.get_num_threads()),
     )
     return scores, hypotheses, tokens
@@ -139,5 +123,4 @@ __all__ = [
     "best_candidates",
     "best_tokens",
     "end_sentences",
-    "log_sums_and_maxima",
 ]

@@ -8,7 +8,7 @@ sentence, V entries of the target vocabulary.
 
 import torch
 
-from .choice_vaswani import best_candidates, log_sums_and_maxima
+from .choice_vaswani import best_candidates
 from .library_vaswani import can_compute
 
 _BLOCK = 512  # entries of the vocabulary that share one maximum
@@ -47,35 +47,24 @@ def best_continuations(
     blocks = logits.shape[1] // _BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
-    compiled = count <= _ON_STACK and can_compute(logits, running)
-    if compiled:
-        log_sums, maxima = log_sums_and_maxima(logits, _BLOCK)
-    else:
-        log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
+    if count <= _ON_STACK and can_compute(logits, running):
+        return best_candidates(logits, _BLOCK, running, count, open_rows, banned)
+    log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
     if banned is not None:
         logits[:, banned] = -torch.inf
         changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
         in_changed = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[:, changed]
         maxima[:, changed] = in_changed.amax(dim=2).to(maxima.dtype)
-    if compiled:
-        places = None if open_rows is None else _places(open_rows, running, -1)
-        return best_candidates(logits, _BLOCK, log_sums, maxima, running, places, count)
     # log P(continuation) = logit + offset of its hypothesis
     if open_rows is None:
         open_rows = torch.arange(len(logits), device=logits.device)
     offset = running.new_full((sentences * beams,), -torch.inf)
     offset[open_rows] = running.flatten()[open_rows] - log_sums
-    place = _places(open_rows, running, 0)
+    place = torch.zeros_like(offset, dtype=torch.long)  # rows of logits
+    place[open_rows] = torch.arange(len(open_rows), device=place.device)
     best = maxima[place] + offset[:, None]  # (B * K, blocks)
     best = best.view(sentences, -1).topk(count, sorted=False).indices  # (B, C)
     return _best_in_blocks(logits, offset, place, best, beams)
-
-
-def _places(open_rows: torch.Tensor, running: torch.Tensor, missing: int) -> torch.Tensor:
-    """Return the row of logits of each hypothesis (B * K,), or `missing` if it has none."""
-    places = torch.full((running.numel(),), missing, device=running.device)
-    places[open_rows] = torch.arange(len(open_rows), device=running.device)
-    return places
 
 
 def _best_of_all(

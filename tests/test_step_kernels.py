@@ -1,14 +1,11 @@
 """The choice of tokens and hypotheses, and the inputs of a step, in compiled kernels."""
 
+import math
+
 import pytest
 import torch
 from vaswani.generation import beam_vaswani, continuations_vaswani
-from vaswani.generation.choice_vaswani import (
-    best_candidates,
-    best_tokens,
-    end_sentences,
-    log_sums_and_maxima,
-)
+from vaswani.generation.choice_vaswani import best_candidates, best_tokens, end_sentences
 from vaswani.generation.compiled_vaswani import CompiledEmbedding
 from vaswani.generation.continuations_vaswani import best_continuations
 from vaswani.generation.int8_vaswani import Int8Embedding
@@ -30,48 +27,50 @@ class TestChoice:
     """Log-probabilities, and the best continuations."""
 
     @pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 64, 1003])
-    def test_sums_and_maxima(self, vocabulary, with_threads):
+    def test_scores_are_log_probabilities(self, vocabulary, with_threads):
         logits = 20 * torch.randn(7, vocabulary)
         logits[:, vocabulary // 2 + 1 :: 3] = -torch.inf
-        expected = logits.double().logsumexp(dim=1)
+        expected = logits.double().log_softmax(dim=1).sort(descending=True).values
         found = [
-            with_threads(number, lambda: log_sums_and_maxima(logits, BLOCK)) for number in (1, 2)
+            with_threads(
+                number, lambda: best_candidates(logits, BLOCK, torch.zeros(7, 1), vocabulary)
+            )
+            for number in (1, 2)
         ]
-        for log_sums, maxima in found:
-            torch.testing.assert_close(log_sums.double(), expected, rtol=1e-6, atol=1e-6)
-            blocks = logits[:, : vocabulary // BLOCK * BLOCK].unflatten(1, (-1, BLOCK))
-            finite = blocks.amax(dim=2).clamp(min=-3e38)
-            assert torch.equal(maxima, finite)
-        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][0].double(), expected, rtol=1e-6, atol=2e-5)
+        assert all(map(torch.equal, *found))
 
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     @pytest.mark.parametrize("place", [0, 31, 40, slice(16, 32), slice(None)])
-    def test_the_sum_of_a_row_with_nan_is_nan(self, place):
-        logits = torch.randn(3, 41)
-        logits[1, place] = torch.nan
-        log_sums, _ = log_sums_and_maxima(logits, BLOCK)
-        assert log_sums.isnan().tolist() == [False, True, False]
-
-    @pytest.mark.parametrize("sums", [torch.nan, torch.inf, -torch.inf])
-    def test_the_best_of_a_sentence_is_nan_if_a_sum_is_not_finite(self, sums):
-        logits = torch.randn(6, 64)
-        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
-        log_sums[4] = sums
-        scores, *_ = best_candidates(logits, BLOCK, log_sums, maxima, torch.zeros(2, 3), None, 8)
+    def test_the_best_of_a_sentence_is_nan_if_a_logit_is_nan_or_infinite(self, place, value):
+        logits = torch.randn(6, 41)
+        logits[4, place] = value
+        scores, *_ = best_candidates(logits, BLOCK, torch.zeros(2, 3), 8)
         assert scores[0].isfinite().all()
         assert scores[1, 0].isnan()
+
+    def test_the_best_of_a_sentence_is_nan_if_a_hypothesis_has_no_possible_token(self):
+        logits = torch.randn(6, 41)
+        logits[4] = -torch.inf
+        scores, *_ = best_candidates(logits, BLOCK, torch.zeros(2, 3), 8)
+        assert scores[:, 0].isnan().tolist() == [False, True]
 
     @pytest.mark.parametrize("count", [1, 2, 8, 40])
     @pytest.mark.parametrize("vocabulary", [64, 1003])
     @pytest.mark.parametrize("shuffled", [False, True])
-    def test_the_best_are_those_of_a_sort(self, count, vocabulary, shuffled):
+    @pytest.mark.parametrize("banned", [[], [3], [0, 1, 17, 63]])
+    def test_the_best_are_those_of_a_sort(self, count, vocabulary, shuffled, banned):
         logits, running = torch.randn(12, vocabulary), torch.randn(3, 4)
-        sums = log_sums_and_maxima(logits, BLOCK)
-        rows = torch.randperm(12) if shuffled else None
-        found = best_candidates(logits, BLOCK, *sums, running, rows, count)
-        own = slice(None) if rows is None else rows
-        offsets = running.flatten() - sums[0][own]
-        scores, places = (logits[own] + offsets[:, None]).view(3, -1).topk(count)
-        assert torch.equal(found[0], scores)
+        rows = torch.randperm(12) if shuffled else torch.arange(12)
+        scores = logits.log_softmax(dim=1)
+        scores[:, banned] = -torch.inf
+        scores, places = (
+            (scores + running.flatten()[rows, None])[rows.argsort()].view(3, -1).topk(count)
+        )
+        found = best_candidates(
+            logits, BLOCK, running, count, rows if shuffled else None, torch.tensor(banned).long()
+        )
+        torch.testing.assert_close(found[0], scores)
         assert torch.equal(found[1], places // vocabulary)
         assert torch.equal(found[2], places % vocabulary)
 
@@ -94,26 +93,19 @@ class TestChoice:
         assert torch.equal(best_tokens(logits), logits.argmax(dim=1))
 
     def test_equal_scores_are_found_once_each(self):
-        logits = torch.zeros(2, 64)
-        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
-        running = log_sums[None]
-        scores, hypotheses, tokens = best_candidates(
-            logits, BLOCK, log_sums, maxima, running, None, 8
-        )
+        running = torch.full((1, 2), math.log(64))
+        scores, hypotheses, tokens = best_candidates(torch.zeros(2, 64), BLOCK, running, 8)
         assert torch.equal(scores, torch.zeros(1, 8))
         assert len(set(zip(hypotheses[0].tolist(), tokens[0].tolist(), strict=True))) == 8
 
     def test_hypotheses_without_continuations_have_none(self):
         logits = torch.randn(1, 64)
-        log_sums, maxima = log_sums_and_maxima(logits, BLOCK)
-        rows = torch.tensor([-1, -1, -1, 0])
-        scores, hypotheses, _ = best_candidates(
-            logits, BLOCK, log_sums, maxima, torch.zeros(2, 2), rows, 80
-        )
+        rows = torch.tensor([3])
+        scores, hypotheses, _ = best_candidates(logits, BLOCK, torch.zeros(2, 2), 80, rows)
         assert (scores[0] == -torch.inf).all()
         assert (hypotheses[1, :64] == 1).all()
-        expected = (logits[0] - log_sums).sort(descending=True).values
-        assert torch.equal(scores[1, :64], expected)
+        expected = logits[0].log_softmax(dim=0).sort(descending=True).values
+        torch.testing.assert_close(scores[1, :64], expected)
         assert (scores[1, 64:] == -torch.inf).all()
 
     def test_positions_are_those_where_a_mask_is_zero(self):

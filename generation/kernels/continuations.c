@@ -13,33 +13,41 @@ INLINE float sum_of_exponentials(const float *values, int64_t count, float highe
     return total;
 }
 
-// Compute the log-sum-exp of each row of logits (R, V), and the maximum of each block: (R, V / block).
+// Compute the log-sum-exp of a row of logits (V,), and the maximum of each block: (V / block,).
 //
 // The log-sum-exp of a row with NaN is NaN.
-EXPORT void log_sums_and_maxima(const float *logits, int64_t rows, int64_t vocabulary,
-                                int64_t block, float *log_sums, float *maxima, int threads)
+static float log_sum_and_maxima(const float *values, int64_t vocabulary, int64_t block, float *maxima)
 {
     const int64_t blocks = vocabulary / block;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *values = logits + row * vocabulary;
-        float so_far = LOWEST; // the highest logit of the blocks so far
-        double total = 0;      // sum of e^(logit - so_far)
-        for (int64_t i = 0; i <= blocks; i++) {
-            const int64_t width = i < blocks ? block : vocabulary - blocks * block;
-            const float highest = maximum(values + i * block, width);
-            if (i < blocks)
-                maxima[row * blocks + i] = highest;
-            const float sum = sum_of_exponentials(values + i * block, width, highest);
-            if (highest <= LOWEST && sum == sum)
-                continue; // nothing, or -inf alone; `maximum` overlooks NaN
-            if (highest > so_far) {
-                total *= __builtin_exp((double)so_far - highest);
-                so_far = highest;
-            }
-            total += __builtin_exp((double)highest - so_far) * sum;
+    float so_far = LOWEST; // the highest logit of the blocks so far
+    double total = 0;      // sum of e^(logit - so_far)
+    for (int64_t i = 0; i <= blocks; i++) {
+        const int64_t width = i < blocks ? block : vocabulary - blocks * block;
+        const float highest = maximum(values + i * block, width);
+        if (i < blocks)
+            maxima[i] = highest;
+        const float sum = sum_of_exponentials(values + i * block, width, highest);
+        if (highest <= LOWEST && sum == sum)
+            continue; // nothing, or -inf alone; `maximum` overlooks NaN
+        if (highest > so_far) {
+            total *= __builtin_exp((double)so_far - highest);
+            so_far = highest;
         }
-        log_sums[row] = (float)(so_far + __builtin_log(total));
+        total += __builtin_exp((double)highest - so_far) * sum;
+    }
+    return (float)(so_far + __builtin_log(total));
+}
+
+// Replace the logits of banned tokens by `nothing`, and find the maxima of their blocks again.
+static void ban(const int64_t *banned, int64_t banned_count, float nothing, float *values,
+                int64_t block, int64_t blocks, float *maxima)
+{
+    for (int64_t i = 0; i < banned_count; i++)
+        values[banned[i]] = nothing;
+    for (int64_t i = 0; i < banned_count; i++) {
+        const int64_t own = banned[i] / block;
+        if (own < blocks && (i == 0 || own != banned[i - 1] / block))
+            maxima[own] = maximum(values + own * block, block);
     }
 }
 
@@ -86,18 +94,31 @@ INLINE void insert(float score, int64_t hypothesis, int64_t token, int64_t count
 
 // Find the C best continuations of each sentence, best first: (B, C) each.
 //
-// log_sums: (R,) of the logits. maxima: (R, V / block). running: (B * K) log-probabilities of the
-// hypotheses. places: (B * K) the row of logits of each hypothesis, or -1 if it has none; without
-// places, every hypothesis has its own row. A list that cannot be filled ends with `nothing`, the
-// least of all scores. If a sum is NaN or infinite, the best of its sentence is NaN, as in torch. The C
-// best lie in the C blocks with the best maxima, or after the last whole block.
-EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t block,
-                            const float *log_sums, const float *maxima, const float *running,
-                            const int64_t *places, int64_t sentences, int64_t beams, int64_t count,
-                            float nothing, float *scores, int64_t *hypotheses, int64_t *tokens,
+// logits: (R, V). Those of banned tokens are replaced by `nothing`, the least of all scores. The other
+// tokens keep their probabilities. running: (B * K) log-probabilities of the hypotheses. open_rows: (R,)
+// the hypotheses that have logits; NULL means all. A list that cannot be filled ends with `nothing`. If
+// a log-sum-exp is NaN or infinite, the best of its sentence is NaN, as in torch. The C best lie in the
+// C blocks with the best maxima, or after the last whole block.
+//
+// places, log_sums, maxima: room for (B * K), (R,) and (R, V / block) numbers.
+EXPORT void best_candidates(float *logits, int64_t rows, int64_t vocabulary, int64_t block,
+                            const int64_t *banned, int64_t banned_count, const float *running,
+                            const int64_t *open_rows, int64_t sentences, int64_t beams,
+                            int64_t count, float nothing, int64_t *places, float *log_sums,
+                            float *maxima, float *scores, int64_t *hypotheses, int64_t *tokens,
                             int threads)
 {
     const int64_t blocks = vocabulary / block;
+    for (int64_t hypothesis = 0; hypothesis < sentences * beams; hypothesis++)
+        places[hypothesis] = open_rows ? -1 : hypothesis; // the row of its logits
+    for (int64_t row = 0; row < rows && open_rows; row++)
+        places[open_rows[row]] = row;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        float *values = logits + row * vocabulary, *own = maxima + row * blocks;
+        log_sums[row] = log_sum_and_maxima(values, vocabulary, block, own);
+        ban(banned, banned_count, nothing, values, block, blocks, own);
+    }
 #pragma omp parallel for schedule(static) num_threads(threads) if (sentences > 1)
     for (int64_t sentence = 0; sentence < sentences; sentence++) {
         float best_scores[count];
@@ -112,7 +133,7 @@ EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t blo
         int undefined = 0;
         for (int64_t k = 0; k < beams; k++) {
             const int64_t hypothesis = sentence * beams + k;
-            const int64_t row = places ? places[hypothesis] : hypothesis;
+            const int64_t row = places[hypothesis];
             if (row < 0)
                 continue;
             undefined |= !__builtin_isfinite(log_sums[row]);
@@ -131,7 +152,7 @@ EXPORT void best_candidates(const float *logits, int64_t vocabulary, int64_t blo
         }
         for (int64_t i = 0; i < count && best_of[i] >= 0; i++) {
             const int64_t hypothesis = sentence * beams + best_of[i];
-            const int64_t row = places ? places[hypothesis] : hypothesis;
+            const int64_t row = places[hypothesis];
             const float offset = running[hypothesis] - log_sums[row];
             const int64_t first = best_blocks[i] * block;
             const float *values = logits + row * vocabulary + first;
