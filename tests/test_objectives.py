@@ -571,6 +571,21 @@ def test_data_without_references_and_a_trainer_without_a_tokenizer_are_refused(t
             trainer.train()
 
 
+@pytest.mark.parametrize("objective", [ScheduledSampling(), RDrop()], ids=["sampling", "R-Drop"])
+def test_batches_without_labels_are_refused_before_the_first_update(objective, tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        objective=objective,
+        collate=lambda rows: {"input_ids": torch.tensor([[5, 2]] * len(rows))},
+        max_source_tokens=None,
+    )
+    with pytest.raises(
+        ObjectiveError, match="needs labels, but a batch has only input_ids"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_sampling_without_an_end_token_is_refused_before_the_first_update(tmp_path):
     trainer = make_trainer(tmp_path, objective=MinimumRisk("chrf"), processing_class=Letters())
     trainer.model.config.eos_token_id = None

@@ -70,10 +70,24 @@ class Objective:
         raise NotImplementedError
 
 
+def labels_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """Return the labels of a batch.
+
+    Raises:
+        ObjectiveError: the batch has none.
+    """
+    if "labels" not in inputs:
+        raise ObjectiveError(
+            f"An objective needs labels, but a batch has only {', '.join(inputs)}: add "
+            "labels to the training data."
+        )
+    return inputs["labels"]
+
+
 def sentences_of(inputs: dict[str, Any]) -> int:
     """Count the sentence pairs of a batch, padded or packed."""
     boundaries = inputs.get("decoder_cu_seq_lens_q", inputs.get("cu_seq_lens_q"))
-    return len(inputs["labels"]) if boundaries is None else len(boundaries) - 1
+    return len(labels_of(inputs)) if boundaries is None else len(boundaries) - 1
 
 
 def mean_of(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
@@ -86,4 +100,13 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-__all__ = ["Loss", "Objective", "ObjectiveError", "Update", "mean_of", "name_of", "sentences_of"]
+__all__ = [
+    "Loss",
+    "Objective",
+    "ObjectiveError",
+    "Update",
+    "labels_of",
+    "mean_of",
+    "name_of",
+    "sentences_of",
+]

@@ -25,7 +25,7 @@ from ..corpora.streaming import BUFFER
 from ..modeling.quantization_vaswani import refuse_int8
 from .checkpoints import TRAINER_STATE, flaw_of, has_optimizer, last_complete_checkpoint
 from .muon import muon_of
-from .objective import Loss, Objective, ObjectiveError, Update, name_of, sentences_of
+from .objective import Loss, Objective, ObjectiveError, Update, labels_of, name_of, sentences_of
 from .objectives import objective_of
 from .r_drop import RDrop
 from .saving import SafeSaving
@@ -456,7 +456,7 @@ class VaswaniTrainer(TokenBatchTrainer, SafeSaving):
         tokens: Any = num_items_in_batch
         sentences: Any = self._sentences_in_update
         if tokens is None:
-            tokens = (inputs["labels"] != -100).sum()
+            tokens = (labels_of(inputs) != -100).sum()
         if num_items_in_batch is None or sentences is None:
             sentences = sentences_of(inputs)
         update = Update(self.state.global_step, tokens, sentences, self.state.max_steps)
