@@ -579,9 +579,7 @@ def test_batches_without_labels_are_refused_before_the_first_update(objective, t
         collate=lambda rows: {"input_ids": torch.tensor([[5, 2]] * len(rows))},
         max_source_tokens=None,
     )
-    with pytest.raises(
-        ObjectiveError, match="needs labels, but a batch has only input_ids"
-    ):
+    with pytest.raises(ObjectiveError, match="needs labels, but a batch has only input_ids"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -58,7 +58,7 @@ def against(results, published, errors):
 
 def test_the_worth_of_ingredients_comes_from_its_results_file():
     found = [
-        row | {"ingredient": row["ingredient"].replace("second stage", name)}
+        (row | {"ingredient": row["ingredient"].replace("second stage", name)}, file)
         for file, name in (
             ("multi30k-muon", ""),
             ("multi30k-muon-cpu", ""),
@@ -77,9 +77,29 @@ def test_the_worth_of_ingredients_comes_from_its_results_file():
                 for cell in (f"{row[split]['difference']:+.2f}", str(row[split]["p_value"]))
             ),
             str(row["bootstrap_p_value"]),
+            f"[{trained_on(file)}](../benchmarks/results/{file}.json)",
         ]
-        for row in found
+        for row, file in found
     ]
+
+
+def trained_on(file):
+    """The processor of the runs in a results file."""
+    (gpu,) = {run["hardware"]["gpu"] for run in results_of(file)["runs"]}
+    return "CPU" if gpu is None else gpu.removeprefix("NVIDIA ")
+
+
+def test_minutes_of_packed_and_sorted_trainings_come_from_their_results_file():
+    results = results_of("multi30k-muon")
+    (of_sorted,) = (
+        row["runs"] for row in results["ingredients"] if row["ingredient"] == "packed batches"
+    )
+    medians = (
+        f"{statistics.median(run['training_minutes'] for run in runs):.1f}"
+        for runs in (results["runs"], of_sorted)
+    )
+    assert trained_on("multi30k-muon") == "H200"
+    assert DOCS["results"].says("packed batches took", *medians)
 
 
 @pytest.mark.parametrize(
