@@ -230,18 +230,28 @@ KERNELS = {
 }
 
 
-def test_the_profile_with_kernels_comes_from_its_results_files():
-    page, expected = DOCS["results"], []
-    for size in ("tiny", "base"):
-        spent = results_of(f"training-profile-{size}-xeon")
+def test_profiles_with_kernels_come_from_their_results_files():
+    page, shares, counts = DOCS["results"], [], []
+    for file in ("tiny-xeon", "tiny-xeon-bfloat16", "base-xeon"):
+        spent = results_of(f"training-profile-{file}")
         assert spent["command"] in page.commands()
         profiles = {row["name"]: row for row in spent["profiles"]}
         before, after = profiles["55ba48e"], profiles["packed"]
+        size, precision = file.split("-")[0], after["precision"]
         ms = {operator["name"]: operator["ms"] for operator in after["operators"]}
         parts = (sum(ms.get(name, 0) for name in names) for names in KERNELS.values())
-        calls = (f"{found['calls']:,}" for found in (before, after))
-        expected.append([size, *calls, *(f"{part / after['ms']:.0%}" for part in parts)])
-    assert page.rows("size | operators, 0.1 | operators, packed | loss") == expected
+        if precision == "float32":
+            shares.append([size, *(f"{part / after['ms']:.0%}" for part in parts)])
+        calls = [found["calls"] for found in (before, after)]
+        calls += [
+            operator["calls"]
+            for found in (before, after)
+            for operator in found["operators"]
+            if operator["name"] == "aten::copy_"
+        ]
+        counts.append([size, precision, *(f"{number:,}" for number in calls)])
+    assert page.rows("size | loss | layers") == shares
+    assert page.rows("size | precision | operators, 0.1") == counts
 
 
 def is_product(operator):
