@@ -28,7 +28,7 @@ from vaswani.corpora.mixing import Mixture
 from vaswani.corpora.token_batches import TokenBatchSampler
 from vaswani.training import token_batch_trainer
 from vaswani.training.r_drop import RDrop
-from vaswani.training.sequence_objectives import MinimumRisk
+from vaswani.training.sequence_objectives import MinimumRisk, Reinforce
 from vaswani.training.trainer import VaswaniTrainer
 
 from vaswani import VaswaniConfig, VaswaniForConditionalGeneration, VaswaniTokenizer
@@ -602,8 +602,9 @@ def main(job, output, checkpoint=None):
         changes = {"dropout": 0.0}
     if "packed" in job:
         changes |= {"batching": "packed"}
-    if "risk" in job:
+    if job == "packed risk":
         changes |= {"objective": MinimumRisk(first_letters, 2), "processing_class": Letters()}
+    changes |= copies_of_sources(job)
     trainer = make_trainer(output, **changes)
     assert trainer.accelerator.num_processes == 2
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -634,14 +635,25 @@ def test_two_processes_resumed_in_the_middle_of_a_later_epoch_end_with_the_same_
     assert_bit_for_bit(resumed, whole)
 
 
+def copies_of_sources(job):
+    """Arguments of a trainer whose objective learns from copies of sources, not from samples."""
+    for name, kind in (("copies by risk", MinimumRisk), ("copies by reinforce", Reinforce)):
+        if name in job:
+            objective = kind(first_letters, 2, likelihood=0.3)
+            objective._samples = lambda model, sources: [[ids, ids[-3:]] for ids in sources]
+            return {"objective": objective, "processing_class": Letters()}
+    return {}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("batching", ["sorted", "packed"])
-def test_two_processes_train_like_one_that_accumulates_two_batches(tmp_path, batching):
-    forked(2, __file__, f"{batching} without dropout", tmp_path / "two")
+@pytest.mark.parametrize(
+    "job", ["sorted", "packed", "packed copies by risk", "sorted copies by reinforce"]
+)
+def test_two_processes_train_like_one_that_accumulates_two_batches(tmp_path, job):
+    forked(2, __file__, f"{job} without dropout", tmp_path / "two")
     two = load_file(tmp_path / "two" / "model.safetensors")
-    one = make_trainer(
-        tmp_path / "one", dropout=0.0, gradient_accumulation_steps=2, batching=batching
-    )
+    changes = {"batching": job.split()[0], **copies_of_sources(job)}
+    one = make_trainer(tmp_path / "one", dropout=0.0, gradient_accumulation_steps=2, **changes)
     one.train()
     one.save_model()
     one = load_file(tmp_path / "one" / "model.safetensors")
