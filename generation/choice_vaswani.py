@@ -44,7 +44,7 @@ def best_candidates(
     """
     (rows, vocabulary), (sentences, beams) = logits.shape, running.shape
     log_sums, maxima = logits.new_empty(rows), logits.new_empty(rows, vocabulary // block)
-    places = torch.empty(running.shape, dtype=torch.long)
+    places = logits.new_empty(running.shape, dtype=torch.long)
     scores = logits.new_empty(sentences, count)
     hypotheses = logits.new_empty(sentences, count, dtype=torch.long)
     tokens = torch.empty_like(hypotheses)
