@@ -66,8 +66,8 @@ def test_the_worth_of_ingredients_comes_from_its_results_file():
             ("multi30k-muon-risk", "minimum risk training"),
         )
         for row in results_of(file)["ingredients"]
-        if len(row["seeds"]) == 5
     ]
+    assert all(len(row["seeds"]) == 5 for row, _ in found)
     assert DOCS["results"].rows("ingredient |") == [
         [
             row["ingredient"],
@@ -100,6 +100,19 @@ def test_minutes_of_packed_and_sorted_trainings_come_from_their_results_file():
     )
     assert trained_on("multi30k-muon") == "H200"
     assert DOCS["results"].says("packed batches took", *medians)
+
+
+def test_bpe_dropout_costs_score():
+    (row,) = (
+        row
+        for row in results_of("multi30k-muon-cpu")["ingredients"]
+        if row["ingredient"] == "BPE-dropout"
+    )
+    for split in ("valid", "test"):
+        assert row[split]["difference"] < 0
+        assert row[split]["p_value"] < 0.05
+    for page in ("results", "train"):
+        assert DOCS[page].says("BPE-dropout", "costs BLEU")
 
 
 @pytest.mark.parametrize(
