@@ -87,7 +87,7 @@ def labels_of(inputs: dict[str, Any]) -> torch.Tensor:
 def sentences_of(inputs: dict[str, Any]) -> int:
     """Count the sentence pairs of a batch, padded or packed."""
     boundaries = inputs.get("decoder_cu_seq_lens_q", inputs.get("cu_seq_lens_q"))
-    return len(labels_of(inputs)) if boundaries is None else len(boundaries) - 1
+    return len(inputs["labels"]) if boundaries is None else len(boundaries) - 1
 
 
 def mean_of(total: torch.Tensor, number: torch.Tensor | int) -> torch.Tensor:
