@@ -12,12 +12,14 @@ import torch
 from base_model import Text, batched
 from engines import OURS, PEERS_RULE, TorchEngine, Workshop
 from torch.profiler import ProfilerActivity, profile, record_function
+from vaswani.generation import steps_vaswani
 from vaswani.generation.incremental_vaswani import IncrementalDecoder
 from vaswani.generation.library_vaswani import kernel_signatures, library
 from worker import synchronize
 
 _STEPS = 20  # of a profile
 _RUNS = 5  # runs in which the time outside the kernels is measured
+_ONE_BY_ONE = mock.patch.object(steps_vaswani, "MOST_STEPS", 0)  # steps, each in its own kernels
 
 Row = dict[str, Any]
 
@@ -33,9 +35,9 @@ def measure_profile(
     """Return what our search with the peer's rule calls in each setting.
 
     A row has the shares of the ten slowest operators in the time of all operators, and the calls of
-    all operators in a step. With compiled kernels, it also has the share of the whole time that the
-    search spends outside them, in Python above all. Precisions that this machine lacks have no
-    rows.
+    all operators in a step, of steps that are taken one by one. With compiled kernels, it also has
+    the share of the whole time that the search spends outside them, in Python above all. Precisions
+    that this machine lacks have no rows.
 
     Args:
         workshop, text: of the model.
@@ -73,7 +75,7 @@ def _profile(engine: TorchEngine, sources: list[list[int]], beams: int, forced: 
     gc.disable()  # a collection would count as time of the operator that it interrupts
     try:
         outside = None if on_gpu else _share_outside_kernels(run)
-        with _wrapped_kernels(_recorded), profile(activities=activities) as recorded:
+        with _ONE_BY_ONE, _wrapped_kernels(_recorded), profile(activities=activities) as recorded:
             run()
             synchronize()
     finally:
@@ -178,7 +180,7 @@ def _counted_steps() -> Iterator[list[int]]:
         counts.append(tokens.numel() if open_rows is None else len(open_rows))
         return step(decoder, tokens, parents, open_rows)
 
-    with mock.patch.object(IncrementalDecoder, "step", counted):
+    with _ONE_BY_ONE, mock.patch.object(IncrementalDecoder, "step", counted):
         yield counts
 
 

@@ -124,16 +124,7 @@ class Beam:
         self.running = torch.empty_like(self.finished)
         parents, tokens = (self.rows.new_empty(sentences, beams) for _ in range(2))
         open_rows = self.rows.new_empty(sentences * beams)
-        end_tokens = settings.end_array
-        rules = StepRules(
-            *(ctypes.addressof(end_tokens), len(end_tokens), length, settings.penalty(length)),
-            *(settings.to_beat, settings.early_stopping is True, RULED_OUT),
-        )
-        penalties = None if self.penalties is None else address(self.penalties)
-        state = BeamState(
-            *(sentences, beams, address(self.limits), penalties),
-            *map(address, (self.finished, self.endings, self.done)),
-        )
+        rules, state = self.described(length, settings)
         best = map(address, (candidates.scores, candidates.parents, candidates.tokens))
         found = Chosen(*map(address, (self.running, parents, tokens, open_rows)))
         are_numbers = library().advance_beam(
@@ -144,6 +135,20 @@ class Beam:
             raise ValueError(NO_SCORES)
         self.leaving = found.done
         return parents, tokens, open_rows[: found.rows] if settings.exact else None
+
+    def described(self, length: int, settings: SearchSettings) -> tuple[StepRules, BeamState]:
+        """Describe the step after which hypotheses have `length` tokens, and the search so far."""
+        ends, penalties = settings.end_array, self.penalties
+        rules = StepRules(
+            *(ctypes.addressof(ends), len(ends), length, settings.penalty(length)),
+            *(settings.to_beat, settings.early_stopping is True, RULED_OUT),
+        )
+        state = BeamState(
+            *(*self.finished.shape, address(self.limits)),
+            None if penalties is None else address(penalties),
+            *map(address, (self.finished, self.endings, self.done)),
+        )
+        return rules, state
 
     def _add_endings(
         self, candidates: Candidates, ends: torch.Tensor, length: int, settings: SearchSettings

@@ -117,17 +117,14 @@ class TargetCache:
             parents: (B, K) the hypothesis of the previous step that each new one extends.
             padding: (B, T), True at padding of the prompt.
         """
-        sentences, beams = shape
+        beams = shape[1]
         if self.past is None:
-            self.past = self.keys.new_full((sentences, beams, self.room), -torch.inf)
-            self.past[:, :, : self.used] = 0
+            self.past = self._past_of_prompt(shape)
             if padding is not None:
                 self.past[:, :, : self.used].masked_fill_(padding[:, None], -torch.inf)
         elif parents is not None:
             if self.used + beams <= self.room and self.can_compile and can_compute(self.past):
-                free = self.earlier_past
-                if free is None or free.shape != self.past.shape:
-                    free = torch.empty_like(self.past)
+                free = self._other_past(self.past)
                 self.earlier_past = self.past
                 self.past = descend(self.past, parents, self.used, free)
                 return
@@ -135,6 +132,35 @@ class TargetCache:
         self.make_room(beams)
         end = self.used + beams
         self.past[:, :, self.used : end].diagonal(dim1=1, dim2=2).zero_()
+
+    def pasts(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Make room for a step, and return the past of hypotheses (B, K) and memory for the next.
+
+        Both are (B, K, N). None means that all hypotheses see the same.
+        """
+        if self.past is None and shape[1] > 1:
+            self.past = self._past_of_prompt(shape)
+        self.make_room(shape[1])
+        return None if self.past is None else (self.past, self._other_past(self.past))
+
+    def advance(
+        self, steps: int, beams: int, pasts: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        """Note that a kernel took steps of K hypotheses, and swapped `pasts` in each step."""
+        self.used += steps * beams
+        if pasts is not None:
+            self.past, self.earlier_past = reversed(pasts) if steps % 2 else pasts
+
+    def _past_of_prompt(self, shape: torch.Size) -> torch.Tensor:
+        """Return the mask of hypotheses (B, K) that see the prompt alone: (B, K, N)."""
+        past = self.keys.new_full((*shape, self.room), -torch.inf)
+        past[:, :, : self.used] = 0
+        return past
+
+    def _other_past(self, past: torch.Tensor) -> torch.Tensor:
+        """Return memory for a mask of the shape of `past`."""
+        free = self.earlier_past
+        return torch.empty_like(past) if free is None or free.shape != past.shape else free
 
     def keep(self, sentences: list[int]) -> None:
         """Drop all sentences but these, given by their numbers."""

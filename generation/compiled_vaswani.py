@@ -102,19 +102,42 @@ class CompiledLayers:
         batch.used, batch.past, batch.encodes = used, self.past.listed(number), encodes
         if self.source.lists:
             batch.source = self.source.listed(number)
-        longest = max(self.past.longest, self.source.longest)
-        place = keys.data_ptr(), keys.stride(), values.data_ptr(), values.stride()
-        if place != self.place_of_past:
-            self.place_of_past = place
-            for layer, own_keys, own_values in zip(self.layers, keys, values, strict=True):
-                layer.past.point_to(own_keys, own_values)
-        self._make_room(rows, longest, values.shape[4])
+        self._point_to(keys, values)
+        self._make_room(rows, max(self.past.longest, self.source.longest), values.shape[4])
         CORES.look(self.threads)
         library().run_layers(
             *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
             *(states.data_ptr(), ctypes.byref(self.memory), self.threads),
         )
         return states
+
+    def batch_of_steps(
+        self, shape: torch.Size, keys: torch.Tensor, values: torch.Tensor, used: int
+    ) -> Batch:
+        """Describe all hypotheses (B, K) for a kernel of several steps, which lists their past.
+
+        Args:
+            shape: (B, K).
+            keys: (L, B, H, N, d_k).
+            values: (L, B, H, N, d_v).
+            used: positions of the past that are taken.
+        """
+        number, (positions, d_k) = shape.numel(), keys.shape[3:]
+        width = self.layers[0].past_qkv.inputs
+        batch = Batch(number, shape[1], width, self.heads, d_k, values.shape[4], used=used)
+        if self.source.lists:
+            batch.source = self.source.listed(number)
+        self._point_to(keys, values)
+        self._make_room(number, max(positions, self.source.longest), values.shape[4])
+        return batch
+
+    def _point_to(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Tell the layers where the keys and values of the past are."""
+        place = keys.data_ptr(), keys.stride(), values.data_ptr(), values.stride()
+        if place != self.place_of_past:
+            self.place_of_past = place
+            for layer, own_keys, own_values in zip(self.layers, keys, values, strict=True):
+                layer.past.point_to(own_keys, own_values)
 
     def _make_room(self, rows: int, longest: int, d_v: int) -> None:
         """Make room in the memory of a step."""
@@ -166,11 +189,15 @@ class CompiledLinear:
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Multiply states (R, in): (R, out) in float32, until the next call."""
         rows = len(states)
+        self.make_room(rows)
+        return multiply(states.float(), self.product, self.outputs[:rows], self.memory)
+
+    def make_room(self, rows: int) -> None:
+        """Make room for the outputs of R rows."""
         if len(self.outputs) < rows:
             self.outputs = empty((rows, self.product.outputs))
             self.rounded = Rounded.make_room(rows, self.product.inputs)
             self.memory = Rounded(*(part.data_ptr() for part in self.rounded))
-        return multiply(states.float(), self.product, self.outputs[:rows], self.memory)
 
 
 class CompiledEmbedding:

@@ -11,7 +11,7 @@ import torch
 from .choice_vaswani import best_candidates
 from .library_vaswani import can_compute
 
-_BLOCK = 512  # entries of the vocabulary that share one maximum
+BLOCK = 512  # entries of the vocabulary that share one maximum
 _IN_CACHE = 2**18  # logits that fit the cache of a CPU core
 _ON_STACK = 2**14  # candidates of a sentence for which a kernel has room
 
@@ -44,16 +44,16 @@ def best_continuations(
     if not len(logits):
         nothing = torch.zeros(sentences, count, dtype=torch.long, device=logits.device)
         return running.new_full(nothing.shape, -torch.inf), nothing, nothing
-    blocks = logits.shape[1] // _BLOCK
+    blocks = logits.shape[1] // BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
-    if count <= _ON_STACK and can_compute(logits, running):
-        return best_candidates(logits, _BLOCK, running, count, open_rows, banned)
+    if has_kernel(logits.shape[1], beams, count) and can_compute(logits, running):
+        return best_candidates(logits, BLOCK, running, count, open_rows, banned)
     log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
     if banned is not None:
         logits[:, banned] = -torch.inf
-        changed = (banned[banned < blocks * _BLOCK] // _BLOCK).unique()
-        in_changed = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))[:, changed]
+        changed = (banned[banned < blocks * BLOCK] // BLOCK).unique()
+        in_changed = logits[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))[:, changed]
         maxima[:, changed] = in_changed.amax(dim=2).to(maxima.dtype)
     # log P(continuation) = logit + offset of its hypothesis
     if open_rows is None:
@@ -65,6 +65,11 @@ def best_continuations(
     best = maxima[place] + offset[:, None]  # (B * K, blocks)
     best = best.view(sentences, -1).topk(count, sorted=False).indices  # (B, C)
     return _best_in_blocks(logits, offset, place, best, beams)
+
+
+def has_kernel(vocabulary: int, beams: int, count: int) -> bool:
+    """Tell whether the compiled kernel can find C candidates among K hypotheses of V tokens."""
+    return beams * (vocabulary // BLOCK) >= 2 * count and count <= _ON_STACK
 
 
 def _best_of_all(
@@ -96,21 +101,21 @@ def _best_in_blocks(
     """
     sentences, count = best.shape
     vocabulary = logits.shape[1]
-    blocks = vocabulary // _BLOCK
+    blocks = vocabulary // BLOCK
     hypothesis, block = best // blocks, best % blocks
     row = hypothesis + beams * torch.arange(sentences, device=best.device)[:, None]
-    inside = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
+    inside = logits[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK))
     inside = inside[place[row], block] + offset[row][:, :, None]  # (B, C, block)
-    rest = logits[:, blocks * _BLOCK :][place] + offset[:, None]
+    rest = logits[:, blocks * BLOCK :][place] + offset[:, None]
     scores = torch.cat((inside.flatten(1), rest.view(sentences, -1)), dim=1)
     scores, chosen = scores.topk(count)
     # A chosen score comes from one of the C blocks, or from the tokens after the last whole block.
-    after = chosen - count * _BLOCK
+    after = chosen - count * BLOCK
     in_rest, width = after >= 0, max(1, rest.shape[1])
-    nth = (chosen // _BLOCK).masked_fill_(in_rest, 0)
+    nth = (chosen // BLOCK).masked_fill_(in_rest, 0)
     hypotheses = torch.where(in_rest, after // width, hypothesis.gather(1, nth))
-    first = torch.where(in_rest, blocks * _BLOCK, block.gather(1, nth) * _BLOCK)
-    return scores, hypotheses, first + torch.where(in_rest, after % width, chosen % _BLOCK)
+    first = torch.where(in_rest, blocks * BLOCK, block.gather(1, nth) * BLOCK)
+    return scores, hypotheses, first + torch.where(in_rest, after % width, chosen % BLOCK)
 
 
 def _log_sums_and_maxima(
@@ -128,7 +133,7 @@ def _log_sums_and_maxima(
         probabilities = scratch[: len(values)]
         if values.dtype != dtype:
             values = probabilities.copy_(values)
-        torch.amax(values[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)), 2, out=maxima[part])
+        torch.amax(values[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)), 2, out=maxima[part])
         highest = values.amax(dim=1)
         # The largest probability is 1 / sum(exp(values - highest)), and PyTorch computes
         # probabilities in fewer passes than this sum.
@@ -137,4 +142,4 @@ def _log_sums_and_maxima(
     return log_sums, maxima
 
 
-__all__ = ["best_continuations"]
+__all__ = ["BLOCK", "best_continuations", "has_kernel"]

@@ -164,14 +164,7 @@ class IncrementalDecoder:
 
     def _embed(self, tokens: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Embed the tokens (B, K) of some rows at their next positions (3.4, 3.5): (R, D)."""
-        end = self.position + 1
-        if self.padding is not None and end > len(self.positions):
-            end -= int(self.padding.sum(dim=1).min())  # padding has no position
-        if end > len(self.positions):
-            if not isinstance(self.decoder.embed_positions, nn.Embedding):
-                # Sinusoids have no last position, so compute some in advance.
-                end = max(2 * end, _FIRST_POSITIONS)
-            self.positions = self.decoder.embed_positions(0, end, tokens.device).to(self.positions)
+        self.encode_position()
         position: Any = self.position
         if self.embedding is not None:
             states = self.embedding(tokens, rows, self.positions[position])
@@ -183,6 +176,19 @@ class IncrementalDecoder:
         tokens = tokens.flatten() if rows is None else tokens.flatten()[rows]
         embeddings = self.decoder.look_up(tokens) * self.decoder.embed_scale
         return embeddings + self.positions[position]
+
+    def encode_position(self) -> None:
+        """Encode the next position in `positions` if it is not there, and some in advance."""
+        end = self.position + 1
+        if self.padding is not None and end > len(self.positions):
+            end -= int(self.padding.sum(dim=1).min())  # padding has no position
+        if end > len(self.positions):
+            encode = self.decoder.embed_positions
+            ahead = max(2 * end, _FIRST_POSITIONS)
+            if isinstance(encode, nn.Embedding):  # sinusoids have no last position
+                ahead = min(ahead, encode.num_embeddings - getattr(encode, "offset", 0))
+            encoded = encode(0, max(end, ahead), self.positions.device)
+            self.positions = encoded.to(self.positions)
 
     def _decode(
         self,

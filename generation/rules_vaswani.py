@@ -67,6 +67,11 @@ class SearchSettings:
         return (ctypes.c_int64 * len(self.eos_token_ids))(*self.eos_token_ids)
 
     @property
+    def candidates(self) -> int:
+        """How many candidates of a sentence have K open hypotheses among them (C)."""
+        return max(2, 1 + len(self.eos_token_ids)) * self.num_beams
+
+    @property
     def to_beat(self) -> int:
         """The place of the finished hypothesis that an open one must beat, among the best K."""
         return (self.num_return_sequences if self.exact else self.num_beams) - 1

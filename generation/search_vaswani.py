@@ -1,14 +1,13 @@
 """Greedy and beam search over a decoder, as the paper decodes (section 6.1).
 
 The searches return what transformers' searches return with the same settings. They are faster for
-two reasons. Finished sentences leave the batch. Each step reads the logits once, and never writes
-them as probabilities.
+three reasons. Finished sentences leave the batch. Each step reads the logits once, and never writes
+them as probabilities. On a CPU, one kernel takes several steps (`steps_vaswani.py`).
 
 Shapes: B sentences still searched, K hypotheses of each (the beam), R hypotheses with logits,
 T tokens, C candidates of a step, n sentences returned for each, V entries of the target vocabulary.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -20,6 +19,7 @@ from .choice_vaswani import best_tokens, end_sentences
 from .continuations_vaswani import best_continuations
 from .library_vaswani import can_compute
 from .rules_vaswani import SearchSettings, TokenRules, length_penalty
+from .steps_vaswani import several_greedy_steps, several_steps
 
 _AT_ONCE = 3 * 2**21  # logits that a CPU computes at once: 25 MB in float32
 
@@ -87,7 +87,9 @@ def greedy_search(
     done = torch.zeros_like(rows, dtype=torch.bool)
     steps = []
     states = decoder.read(prompt)
-    for length in itertools.count(1):
+    length = 0  # tokens of each sentence
+    while True:
+        length += 1
         chosen = []
         for part in _portions(len(states), decoder.vocabulary, states.device):
             logits = decoder.logits(states[part])
@@ -107,6 +109,15 @@ def greedy_search(
         else:
             done = done | settings.ends(tokens, limits, length)
             leaving = int(done.sum())
+        if not sample and _continue(leaving, len(done), decoder.vocabulary):
+            further, are_done = several_greedy_steps(
+                decoder, tokens, limits, done, length, settings, rules
+            )
+            steps += [(rows, *step) for step in zip(further[1:], are_done[:-1], strict=True)]
+            if len(further) > 1:
+                length += len(further) - 1
+                tokens, done = further[-1], are_done[-1]
+                leaving = int(done.sum())
         if (kept := _sentences_to_keep(done, leaving)) is not None:
             if not len(kept):
                 break
@@ -127,11 +138,16 @@ def _portions(sentences: int, logits_each: int, device: torch.device) -> list[sl
     system would clear such blocks again in each step. Portions are smaller, and fit the last cache
     of most CPUs.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or _fit_at_once(sentences, logits_each):
         return [slice(0, sentences)]
     portions = math.ceil(sentences / max(1, _AT_ONCE // logits_each))
     size = math.ceil(sentences / portions)
     return [slice(first, first + size) for first in range(0, sentences, size)]
+
+
+def _fit_at_once(sentences: int, logits_each: int) -> bool:
+    """Tell whether a CPU computes the logits of all sentences at once."""
+    return sentences <= max(1, _AT_ONCE // logits_each)
 
 
 def _sampled(logits: torch.Tensor, warpers: list[Callable]) -> torch.Tensor:
@@ -183,10 +199,18 @@ def beam_search(
     result_scores, result_endings = beam.finished.clone(), beam.endings.clone()
     steps = []
     open_rows = None  # (R,) hypotheses that have states; None means all
-    for length in itertools.count(1):
-        candidates = _candidates(decoder, states, beam, length, settings, rules, open_rows)
-        parents, tokens, open_rows = beam.advance(candidates, length, settings)
-        steps.append((beam.rows, parents, tokens))
+    length = 0  # tokens of the hypotheses
+    while True:
+        candidates = _candidates(decoder, states, beam, length + 1, settings, rules, open_rows)
+        chosen = beam.advance(candidates, length + 1, settings)
+        choices = [chosen[:2]]
+        open_rows = chosen[2]
+        if _continue(beam.leaving, len(beam.done), settings.num_beams * decoder.vocabulary):
+            further, open_rows = several_steps(decoder, beam, chosen, length + 1, settings, rules)
+            choices += further
+        steps += [(beam.rows, *choice) for choice in choices]
+        length += len(choices)
+        parents, tokens = choices[-1]
         if (kept := _sentences_to_keep(beam.done, beam.leaving)) is not None:
             result_scores[beam.rows], result_endings[beam.rows] = beam.finished, beam.endings
             if not len(kept):
@@ -215,7 +239,7 @@ def _candidates(
     open_rows: torch.Tensor | None,
 ) -> Candidates:
     """Find the candidates of a step: enough for K open hypotheses, even if many candidates end."""
-    count = max(2, 1 + len(settings.eos_token_ids)) * settings.num_beams
+    count = settings.candidates
     forced = None  # (B,) sentences that must end now
     if rules.forced_last is not None and bool((at_limit := beam.limits == length).any()):
         forced = at_limit
@@ -274,11 +298,21 @@ def _sentences_to_keep(done: torch.Tensor, leaving: int) -> torch.Tensor | None:
     Dropping sentences moves others in the cache, so wait until an eighth of them is done. The last
     sentences take the places of those that are dropped, so that few are moved.
     """
-    if leaving == 0 or 8 * leaving < len(done):
+    if not _leave(leaving, len(done)):
         return None
     places = torch.arange(len(done) - leaving, device=done.device)
     moved = (~done[len(places) :]).nonzero()[:, 0] + len(places)
     return places.masked_scatter(done[: len(places)], moved)
+
+
+def _continue(done: int, sentences: int, logits_each: int) -> bool:
+    """Tell whether all sentences stay, and their logits are computed at once."""
+    return not _leave(done, sentences) and _fit_at_once(sentences, logits_each)
+
+
+def _leave(done: int, sentences: int) -> bool:
+    """Tell whether enough sentences are done to drop them."""
+    return done > 0 and 8 * done >= sentences
 
 
 def _rows_after_leaving(rows: torch.Tensor, kept: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -27,7 +27,7 @@ from vaswani import (
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The layers of each call of `run_layers`: the encoder's first, then those of the steps."""
+    """The number of layers in each run: that of the encoder first, then those of the steps."""
     kernels, counts = library(), []
     run_layers = kernels.run_layers
 
@@ -35,12 +35,22 @@ def runs(monkeypatch):
         counts.append(count)
         return run_layers(layers, count, *others)
 
+    def several(run):
+        def counted_steps(reader, *others):
+            taken = run(reader, *others)
+            counts.extend([reader._obj.layers_count] * taken)
+            return taken
+
+        return counted_steps
+
     monkeypatch.setattr(kernels, "run_layers", counted)
+    for name in ("run_beam_steps", "run_greedy_steps"):
+        monkeypatch.setattr(kernels, name, several(getattr(kernels, name)))
     return counts
 
 
 def without_kernels(monkeypatch):
-    for name in ("beam", "compiled", "continuations", "incremental", "search"):
+    for name in ("beam", "compiled", "continuations", "incremental", "search", "steps"):
         monkeypatch.setattr(
             f"vaswani.generation.{name}_vaswani.can_compute", lambda *tensors: False
         )

@@ -10,20 +10,20 @@ from vaswani.generation import (
     fingerprints_vaswani,
     library_vaswani,
     products_vaswani,
+    steps_vaswani,
     structures_vaswani,
 )
 from vaswani.modeling import training_kernels_vaswani, training_products_vaswani
 
 KERNELS = Path(library_vaswani.__file__).with_name("kernels")
 STRUCTURES = {
-    "attention.h cache": structures_vaswani.Cache,
-    "attention.h positions": structures_vaswani.Listed,
-    "attention.h batch": structures_vaswani.Batch,
     "fingerprints.c fingerprint": fingerprints_vaswani.Fingerprint,
-    "inputs.c embedding": structures_vaswani.Embedding,
-    "layers.c norm": structures_vaswani.Norm,
-    "layers.c layer": structures_vaswani.Layer,
-    "layers.c memory": structures_vaswani.Memory,
+    "layers.h cache": structures_vaswani.Cache,
+    "layers.h positions": structures_vaswani.Listed,
+    "layers.h batch": structures_vaswani.Batch,
+    "layers.h norm": structures_vaswani.Norm,
+    "layers.h layer": structures_vaswani.Layer,
+    "layers.h memory": structures_vaswani.Memory,
     "matrices.c side": training_products_vaswani._Side,
     "matrices.c products_of_matrices": training_products_vaswani._Products,
     "packed.c sides": training_kernels_vaswani._Sides,
@@ -31,10 +31,13 @@ STRUCTURES = {
     "products.h rounded": products_vaswani.Rounded,
     "random.h dropout": training_kernels_vaswani._Dropout,
     "residual.c residual_norm": training_kernels_vaswani._Norm,
-    "search.c candidates": choice_vaswani.CandidateList,
-    "search.c rules": choice_vaswani.StepRules,
-    "search.c beam": choice_vaswani.BeamState,
-    "search.c chosen": choice_vaswani.Chosen,
+    "search.h embedding": structures_vaswani.Embedding,
+    "search.h candidates": choice_vaswani.CandidateList,
+    "search.h rules": choice_vaswani.StepRules,
+    "search.h beam": choice_vaswani.BeamState,
+    "search.h chosen": choice_vaswani.Chosen,
+    "steps.c reader": steps_vaswani._ReaderState,
+    "steps.c choice": steps_vaswani._Choice,
 }
 SCALARS = {
     "float": ctypes.c_float,
@@ -75,6 +78,7 @@ def test_a_structure_has_the_fields_of_its_c_file(key):
 def test_every_structure_is_compared():
     modules = {
         *(choice_vaswani, fingerprints_vaswani, products_vaswani, structures_vaswani),
+        steps_vaswani,
         *(training_kernels_vaswani, training_products_vaswani),
     }
     found = {

@@ -256,14 +256,15 @@ def test_an_open_call_has_replaced_no_attribute(call, dtype, monkeypatch):
     model = build(dtype)
     model.generate(SOURCE, max_new_tokens=2, **call)
     before, seen = attributes(model), []
-    step = incremental_vaswani.IncrementalDecoder.step
+    for name in ("read", "step"):
+        method = getattr(incremental_vaswani.IncrementalDecoder, name)
 
-    def watched(*arguments, **options):
-        seen.append(attributes(model) == before)
-        return step(*arguments, **options)
+        def watched(*arguments, method=method, **options):
+            seen.append(attributes(model) == before)
+            return method(*arguments, **options)
 
-    monkeypatch.setattr(incremental_vaswani.IncrementalDecoder, "step", watched)
-    model.generate(SOURCE, max_new_tokens=3, **call)
+        monkeypatch.setattr(incremental_vaswani.IncrementalDecoder, name, watched)
+    model.generate(SOURCE, max_new_tokens=40, **call)
     assert len(seen) > 1
     assert all(seen)
     assert attributes(model) == before

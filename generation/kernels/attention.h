@@ -5,6 +5,7 @@
 
 #pragma once
 #include "instructions.h"
+#include "layers.h"
 
 #include <omp.h>
 
@@ -139,29 +140,6 @@ INLINE void attend_together(const float *queries, int64_t tokens, int64_t stride
         }
     }
 }
-
-// Keys and values (B, H, N, d), each sentence and head at strides that count values.
-struct cache {
-    float *keys, *values;
-    int64_t key_sentence, key_head, value_sentence, value_head;
-    float scaling; // 1 / sqrt(d_k)
-};
-
-// Positions that hypotheses see: the first `counts` of places (lists, longest).
-// `hypotheses_per_list` hypotheses share a list.
-struct positions {
-    const int32_t *places, *counts;
-    int64_t longest, hypotheses_per_list;
-};
-
-// The hypotheses of a step, or the tokens of an encoder's sentences.
-struct batch {
-    int64_t rows, beams, width, heads, d_k, d_v; // R, K, D, H
-    const int64_t *hypotheses;                   // (R,) their numbers among B * K, or NULL for all
-    int64_t used;                                // positions of the past that are taken
-    struct positions past, source;
-    int32_t encodes; // rows are tokens of an encoder, and those of a sentence share a list
-};
 
 INLINE int64_t number_of(const struct batch *batch, int64_t row)
 {

@@ -4,6 +4,7 @@
 // candidates of a sentence.
 
 #include "instructions.h"
+#include "search.h"
 
 INLINE float sum_of_exponentials(const float *values, int64_t count, float highest)
 {

@@ -3,13 +3,7 @@
 // Shapes: R rows of states, B sentences, K hypotheses of each, D = d_model, N positions of a cache.
 
 #include "instructions.h"
-
-struct embedding {
-    int64_t entries, width; // of the vocabulary, and D
-    const void *table;      // (entries, D) float, or int8 with scales
-    const float *scales;    // (entries,) or NULL
-    float factor;           // sqrt(D) (3.4)
-};
+#include "search.h"
 
 // Embed the tokens (B * K,) of some hypotheses (R,), or of all, at one position: states (R, D).
 //

@@ -7,12 +7,7 @@
 
 #include "attention.h"
 #include "instructions.h"
-#include "products.h"
-
-struct norm {
-    const float *weight, *bias; // (D,)
-    float epsilon;
-};
+#include "layers.h"
 
 // Add an update (R, D), if there is one, to states, and normalise each row: output (R, D).
 static void normalize_sum(const struct norm *by, const float *states, const float *update,
@@ -42,23 +37,6 @@ static void add(float *states, const float *update, int64_t count)
     for (int64_t i = 0; i < count; i++)
         states[i] += update[i];
 }
-
-struct layer {
-    struct product past_qkv, past_output, source_query, source_output, fc1, fc2;
-    struct norm past_norm, source_norm, final_norm;
-    struct cache past, source; // without keys of a source, there is no attention to it
-    int32_t norm_first;
-};
-
-// Scratch memory of a step with R rows.
-struct memory {
-    struct rounded rounded;
-    float *normed;  // (R, D)
-    float *inner;   // (R, largest number of outputs)
-    float *heads;   // (R, H d_v)
-    float *update;  // (R, D)
-    float *scores;  // (threads, longest list, LANES)
-};
 
 // The states that a sub-layer reads.
 static const float *sublayer_input(const struct layer *layer, const struct norm *norm,

@@ -32,3 +32,7 @@ void multiply(const struct product *by, const float *states, int64_t rows,
 // Do the same for weights that are digits of floats.
 void multiply_digits(const struct product *by, const float *states, int64_t rows,
                      const struct rounded *memory, float *output);
+
+// Multiply rows of states (R, in) in that many threads.
+void multiply_states(const struct product *by, const float *states, int64_t rows,
+                     const struct rounded *memory, float *output, int threads);

@@ -3,45 +3,9 @@
 // Shapes: B sentences, K hypotheses of each, C candidates of a sentence.
 
 #include "instructions.h"
+#include "search.h"
 
 #include <math.h>
-
-// Continuations of hypotheses: (B, C) each, best first.
-struct candidates {
-    const float *scores;
-    const int64_t *parents, *tokens;
-    int64_t count; // C
-};
-
-struct rules {
-    const int64_t *ends;     // (ends_count,) tokens that end a sentence
-    int64_t ends_count;
-    int64_t length;          // tokens of the hypotheses after this step
-    float penalty;           // of this length
-    int32_t to_beat;         // the place of the finished hypothesis that open ones must beat
-    int32_t stops_when_full; // stop at K finished hypotheses
-    float ruled_out;         // is added to the score of a candidate that ends
-};
-
-struct ending {
-    int64_t length, parent, token;
-};
-
-struct beam {
-    int64_t sentences, hypotheses; // B, K
-    const int64_t *limits;         // (B,)
-    const float *penalties;        // (B,) at the limits, or NULL for `penalty`
-    float *finished;               // (B, K) penalised scores, best first
-    struct ending *endings;        // (B, K)
-    char *done;                    // (B,)
-};
-
-struct chosen {
-    float *running;            // (B, K) best first
-    int64_t *parents, *tokens; // (B, K)
-    int64_t *open_rows;        // (R,) those that can still win, among B * K
-    int64_t rows, done;        // R, and the number of sentences that are done
-};
 
 // Find the place of a score in a list (K,), best first, and make room for it. Equal scores keep their
 // order. Without a place, the result is K.
