@@ -1,7 +1,7 @@
 """Several steps of a search in one kernel, between two changes of the batch (section 6.1).
 
-In small batches, Python takes a tenth of the time of a step. The kernels compute what
-`search_vaswani.py` computes step by step, bit for bit, until sentences leave the batch.
+Python between the kernels takes time in each step, which shows in small batches. The kernels of
+this file compute what `search_vaswani.py` computes step by step, bit for bit.
 
 Shapes: B sentences, K hypotheses of each (the beam), R of them with states, C candidates of a
 sentence, D = d_model, N positions of the cache, T steps, V entries of the target vocabulary.
@@ -142,14 +142,14 @@ def several_steps(
     shape, candidates = beam.running.shape, settings.candidates
     if (
         not _covers(decoder)
-        or not has_kernel(decoder.vocabulary, shape[1], candidates)
+        or not has_kernel(decoder.logits.product.outputs, shape[1], candidates)
         or not can_compute(beam.running, beam.finished)
         or (most := _steps_without_rules(beam.limits, length, rules)) < 1
     ):
         return [], chosen[2]
     reader = _Reader(decoder, shape)
     most, rows = min(most, reader.most), shape.numel()
-    floats = (1, decoder.vocabulary // BLOCK)  # of each row
+    floats = (1, decoder.logits.product.outputs // BLOCK)  # of each row
     log_sums, maxima = (torch.empty(rows, count, **FLOATS) for count in floats)
     scores = torch.empty(shape[0], candidates, **FLOATS)
     best = torch.empty(2, *scores.shape, **_LONG)
@@ -227,15 +227,20 @@ def _steps_without_rules(limits: torch.Tensor, length: int, rules: TokenRules) -
 
 def _covers(decoder: Any) -> bool:
     """Tell whether the kernels compute the steps of a decoder."""
-    return (
-        isinstance(decoder, IncrementalDecoder)
-        and decoder.compiled is not None
-        and decoder.embedding is not None
-        and isinstance(decoder.logits, CompiledLinear)
-        # These kernels know no LayerNorm after the last layer, which models with pre-norm have.
-        and type(decoder.norm) is nn.Identity
-        and can_compute(decoder.positions)
-    )
+    if (
+        not isinstance(decoder, IncrementalDecoder)
+        or not isinstance(decoder.logits, CompiledLinear)
+        or decoder.compiled is None
+        or decoder.embedding is None
+    ):
+        return False
+    widths = {
+        *(decoder.embedding.structure.width, decoder.compiled.layers[0].past_qkv.inputs),
+        *(decoder.logits.product.inputs, decoder.positions.shape[1]),
+    }
+    # The kernels know no LayerNorm after the last layer, which models with pre-norm have.
+    is_last = type(decoder.norm) is nn.Identity
+    return is_last and len(widths) == 1 and can_compute(decoder.positions)
 
 
 __all__ = ["MOST_STEPS", "several_greedy_steps", "several_steps"]

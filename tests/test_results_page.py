@@ -45,14 +45,17 @@ def test_the_scores_of_a_cpu_come_from_their_results_file():
     assert seeds == others
     score = f"{results['test']['mean']:.2f} ± {results['test']['standard_deviation']:.2f} BLEU"
     p_value = f"p = {results['published']['p_value']}"
-    (of_bpe,) = (
-        row["runs"] for row in results["ingredients"] if row["ingredient"] == "BPE-dropout"
-    )
-    pair = of_bpe[:2]
-    assert not any(run["resumed"] for run in pair)
-    longest = f"{max(run['training_minutes'] for run in pair):.0f} minutes side by side"
-    assert DOCS["results"].says("two trainings", "BPE-dropout took", longest)
     assert DOCS["results"].says(f"same {len(seeds)} seeds", "without a GPU", score, p_value)
+
+
+def test_the_minutes_of_a_training_come_from_their_results_file():
+    results = results_of("multi30k-muon-alone")
+    assert results["command"] in DOCS["results"].commands()
+    (run,) = results["runs"]
+    assert run["hardware"]["threads"] == run["hardware"]["cores"] == 2
+    assert not run["resumed"]
+    assert run["training_minutes"] <= 40
+    assert DOCS["results"].says("Seed 1", "took", f"{run['training_minutes']:.0f} minutes")
 
 
 def against(results, published, errors):

@@ -118,6 +118,23 @@ def test_other_models_answer_as_with_single_steps(kind, beams, monkeypatch, take
 
 
 @pytest.mark.parametrize("beams", [1, 4])
+def test_an_output_layer_may_be_larger_than_the_embedding(beams, monkeypatch, taken):
+    model = model_with(tie_word_embeddings=False)
+    larger = torch.nn.Linear(32, 9000 + 4096, bias=False)
+    with torch.no_grad():
+        larger.weight.fill_(0)
+        larger.weight[:9000] = model.lm_head.weight
+    model.lm_head = larger
+    found = translate(model, num_beams=beams, max_new_tokens=LONG)
+    assert sum(taken) > LONG // 2
+
+    def run():
+        return translate(model, num_beams=beams, max_new_tokens=LONG)
+
+    assert all(map(torch.equal, found, one_by_one(monkeypatch, run)))
+
+
+@pytest.mark.parametrize("beams", [1, 4])
 def test_a_token_without_an_entry_is_left_to_torch(beams, monkeypatch, taken):
     model = model_with()
     expected = translate(model, num_beams=beams, max_new_tokens=LONG)
