@@ -101,11 +101,11 @@ layer (`multiply_states`), the choice of tokens (`best_candidates`, `best_tokens
 since it was packed (`have_fingerprints`, and `has_fingerprint` and `same_bytes` in earlier files).
 The next column is the share of the whole time that is spent outside the kernels, in Python above
 all. Profiles before 2026-11-29 did not measure it. Our aims are 600 calls of operators a step in
-batches of 1, and 900 in batches of 32. A call of a kernel counts as one. Steps are taken one by
-one, except in the column "outside kernels". Without a profile, one kernel takes several steps.
+batches of 1, and 900 in batches of 32. A call of a kernel counts as one. Shares and calls are those
+of steps that are taken one by one. All profiles are older than the kernels of several steps.
 The profiles of the EPYC with AVX2 are older than its ratios of beam search with one thread. The
-profile of the Xeon with one thread, short sentences and native instructions is from the host with
-300 MiB of L3. The other profiles of the Xeon are older than its ratios.
+profiles of the Xeons are older than their ratios. The profile with one thread, short sentences and
+native instructions is from the host with 300 MiB of L3.
 """
 _WITHOUT_KERNELS = """
 Without the kernels (`VASWANI_KERNELS=0`), these operators of torch are the slowest. The numbers of

@@ -44,11 +44,11 @@ def best_continuations(
     if not len(logits):
         nothing = torch.zeros(sentences, count, dtype=torch.long, device=logits.device)
         return running.new_full(nothing.shape, -torch.inf), nothing, nothing
+    if has_kernel(logits.shape[1], beams, count) and can_compute(logits, running):
+        return best_candidates(logits, BLOCK, running, count, open_rows, banned)
     blocks = logits.shape[1] // BLOCK
     if beams * blocks < 2 * count:
         return _best_of_all(logits, running, count, open_rows, banned)
-    if has_kernel(logits.shape[1], beams, count) and can_compute(logits, running):
-        return best_candidates(logits, BLOCK, running, count, open_rows, banned)
     log_sums, maxima = _log_sums_and_maxima(logits, blocks, running.dtype)
     if banned is not None:
         logits[:, banned] = -torch.inf

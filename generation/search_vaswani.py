@@ -19,7 +19,7 @@ from .choice_vaswani import best_tokens, end_sentences
 from .continuations_vaswani import best_continuations
 from .library_vaswani import can_compute
 from .rules_vaswani import SearchSettings, TokenRules, length_penalty
-from .steps_vaswani import several_greedy_steps, several_steps
+from .steps_vaswani import several_beam_steps, several_greedy_steps
 
 _AT_ONCE = 3 * 2**21  # logits that a CPU computes at once: 25 MB in float32
 
@@ -206,7 +206,9 @@ def beam_search(
         choices = [chosen[:2]]
         open_rows = chosen[2]
         if _continue(beam.leaving, len(beam.done), settings.num_beams * decoder.vocabulary):
-            further, open_rows = several_steps(decoder, beam, chosen, length + 1, settings, rules)
+            further, open_rows = several_beam_steps(
+                decoder, beam, chosen, length + 1, settings, rules
+            )
             choices += further
         steps += [(beam.rows, *choice) for choice in choices]
         length += len(choices)

@@ -115,7 +115,7 @@ class _Reader:
         return steps
 
 
-def several_steps(
+def several_beam_steps(
     decoder: Any,
     beam: Beam,
     chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
@@ -243,4 +243,4 @@ def _covers(decoder: Any) -> bool:
     return is_last and len(widths) == 1 and can_compute(decoder.positions)
 
 
-__all__ = ["MOST_STEPS", "several_greedy_steps", "several_steps"]
+__all__ = ["MOST_STEPS", "several_beam_steps", "several_greedy_steps"]

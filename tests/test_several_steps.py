@@ -15,7 +15,7 @@ LONG = 40  # tokens; more than the kernel takes at once, and than the first room
 def taken(monkeypatch):
     """The number of steps of each call of a kernel."""
     counts = []
-    for name in ("several_steps", "several_greedy_steps"):
+    for name in ("several_beam_steps", "several_greedy_steps"):
         several = getattr(search_vaswani, name)
 
         def counted(*arguments, several=several):
@@ -42,27 +42,21 @@ def ends_of(model, **call):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("early_stopping", ["never", False, True])
 @pytest.mark.parametrize("beams", [1, 2, 4])
-def test_answers_are_those_of_single_steps(beams, early_stopping, threads, monkeypatch, taken):
+def test_answers_are_those_of_single_steps(
+    beams, early_stopping, threads, monkeypatch, taken, with_threads
+):
     model = model_with()
     call = {"num_beams": beams, "early_stopping": early_stopping, "max_new_tokens": LONG}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for ends in (None, ends_of(model, num_beams=beams)):
-            taken.clear()
-            tokens, scores = translate(model, **call, eos_token_id=ends)
-            assert sum(taken) > 3
-            steps = [count for count in taken if count]
-            assert max(steps) <= steps_vaswani.MOST_STEPS
+    for ends in (None, ends_of(model, num_beams=beams)):
 
-            def single(ends=ends):
-                return translate(model, **call, eos_token_id=ends)
+        def run(ends=ends):
+            return with_threads(threads, lambda: translate(model, **call, eos_token_id=ends))
 
-            expected, expected_scores = one_by_one(monkeypatch, single)
-            assert torch.equal(tokens, expected)
-            assert torch.equal(scores, expected_scores)
-    finally:
-        torch.set_num_threads(before)
+        taken.clear()
+        found = run()
+        assert sum(taken) > 3
+        assert max(taken) <= steps_vaswani.MOST_STEPS
+        assert all(map(torch.equal, found, one_by_one(monkeypatch, run)))
 
 
 @pytest.mark.parametrize("beams", [1, 3])
