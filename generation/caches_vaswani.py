@@ -21,16 +21,17 @@ _SPARE_ROOM = 4  # times as much as is needed, on a CPU
 class SourceCache:
     """Keys and values of the source, once per sentence, not once per hypothesis.
 
-    `layers` has keys (B * H, d_k, S) and values (B * H, S, d_v) by layer. `mask` is (B, H, 1, S),
-    0 at real tokens and -inf at padding, or (B, H, 1, 1) without padding. A sentence of padding
-    only has a mask of 0 and values of 0.
+    `keys` are (L, B, H, S, d_k), and `values` (L, B, H, S, d_v). `mask` is (B, H, 1, S), 0 at real
+    tokens and -inf at padding, or (B, H, 1, 1) without padding. A sentence of padding only has a
+    mask of 0 and values of 0.
 
     Args:
         layers: layers of the decoder, at least one.
         source: (B, S, D) the encoder's output.
         mask: (B, S), nonzero at real tokens; None means no padding.
         like: a tensor with the dtype of the cache.
-        project: multiplies states by linear layers.
+        heads: H.
+        fill: fills the cache, given the source, its real tokens (B, S), keys and values.
     """
 
     def __init__(
@@ -39,40 +40,44 @@ class SourceCache:
         source: torch.Tensor,
         mask: torch.Tensor | None,
         like: torch.Tensor,
-        project: Callable[..., list[torch.Tensor]],
+        heads: int,
+        fill: Callable[..., None],
     ) -> None:
-        padding = nothing = None  # (B, 1, 1, S), (B, 1, 1, 1)
-        if mask is not None and not mask.all():
-            padding = (mask == 0)[:, None, None]
-            nothing = padding.all(dim=3, keepdim=True)
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for layer in layers:
-            keys, values = (
-                empty(states.shape, like.dtype, states.device).copy_(states)
-                for states in _keys_and_values(layer.encoder_attn, source, project)
-            )  # (B, H, S, d_k or d_v)
-            self.layers.append((keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)))
-            if nothing is not None:
-                values.masked_fill_(nothing, 0)  # as from SDPA, if there is no token to attend to
-        self.heads = len(self.layers[0][0]) // len(source)
-        self.mask = like.new_zeros(len(source), self.heads, 1, 1)
-        if padding is not None and nothing is not None:
-            self.mask = self.mask.masked_fill(padding & ~nothing, -torch.inf)
+        sentences, tokens = source.shape[:2]
+        attention = layers[0].encoder_attn
+        shape = len(layers), sentences, heads, tokens
+        self.keys, self.values = (
+            empty((*shape, width), like.dtype, source.device)
+            for width in (attention.d_k, attention.d_v)
+        )
+        real = like.new_ones(sentences, tokens).bool() if mask is None else mask != 0
+        fill(source, real, self.keys, self.values)
+        self.mask = like.new_zeros(sentences, heads, 1, 1)
+        if not real.all():
+            nothing = ~real.any(dim=1)  # (B,)
+            if nothing.any():  # zeros, as from SDPA, if there is no token to attend to
+                self.values.masked_fill_(nothing[:, None, None, None], 0)
+            unseen = ~real & ~nothing[:, None]
+            self.mask = self.mask.masked_fill(unseen[:, None, None], -torch.inf)
+
+    @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys (B * H, d_k, S) and values (B * H, S, d_v) by layer."""
+        keys, values = self.keys.flatten(1, 2).transpose(2, 3), self.values.flatten(1, 2)
+        return list(zip(keys, values, strict=True))
 
     def keep(self, sentences: list[int]) -> None:
         """Drop all sentences but these, given by their numbers."""
-        for index, states in enumerate(self.layers):
-            keys, values = (
-                move_to_front(part.unflatten(0, (-1, self.heads)), sentences).flatten(0, 1)
-                for part in states
-            )
-            self.layers[index] = keys, values
+        self.keys, self.values = (
+            move_to_front(cache.transpose(0, 1), sentences).transpose(0, 1)
+            for cache in (self.keys, self.values)
+        )
         self.mask = move_to_front(self.mask, sentences)
 
     @property
     def seen(self) -> torch.Tensor:
         """The mask of the source tokens (B, S), 0 or -inf."""
-        return self.mask[:, 0, 0].expand(-1, self.layers[0][1].shape[1])
+        return self.mask[:, 0, 0].expand(-1, self.keys.shape[3])
 
 
 class TargetCache:
@@ -227,24 +232,6 @@ def move_to_front(rows: torch.Tensor, sentences: list[int]) -> torch.Tensor:
         if place != sentence:
             rows[place].copy_(rows[sentence])
     return rows[: len(sentences)]
-
-
-def _keys_and_values(
-    attention: Any, source: torch.Tensor, project: Callable[..., list[torch.Tensor]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Project the encoder's output: keys and values (B, H, S, d_k or d_v).
-
-    Args:
-        attention: a layer's attention to the source.
-        source: (B, S, D).
-        project: multiplies states by linear layers.
-    """
-    rows, by_sentence = source.flatten(0, 1), source.shape[:2]
-    keys, values = (
-        part.unflatten(0, by_sentence) for part in project(rows, attention.k_proj, attention.v_proj)
-    )
-    split = attention._split_heads
-    return split(keys, attention.d_k), split(values, attention.d_v)
 
 
 __all__ = ["SourceCache", "TargetCache", "move_to_front"]

@@ -11,7 +11,7 @@ cache, L layers, H heads, D = d_model.
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .products_vaswani import Product, Rounded, multiply
 from .snapshots_vaswani import Snapshot, prepared_once
 from .structures_vaswani import Batch, Embedding, Layer, Memory, Norm, Positions
 
-_ROWS_OF_ENCODER = 512  # states that are computed at once, so that they stay in the cache
+_ROWS_AT_ONCE = 512  # tokens of the source that are computed at once
 
 
 class CompiledLayers:
@@ -53,19 +53,50 @@ class CompiledLayers:
         # Each call has its own structures, because they also point to its caches.
         return cls(type(structures).from_buffer_copy(structures), weights, heads)
 
-    def read_source(self, source: list[tuple[torch.Tensor, torch.Tensor]], mask: Any) -> None:
-        """Take keys (B * H, d_k, S) and values (B * H, S, d_v) of the source, by layer.
+    def reads(self, states: torch.Tensor) -> bool:
+        """Tell whether `read_source` can read states (B, S, D)."""
+        return can_compute(states) and states.shape[2] == self.layers[0].source_kv.inputs
+
+    def read_source(
+        self, states: torch.Tensor, real: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Compute the keys and values of the source for all layers. Padding gets zeros.
 
         Args:
-            source: keys and values.
+            states: (B, S, D) the encoder's output, in float32.
+            real: (B, S), True at tokens that are not padding.
+            keys: (L, B, H, S, d_k), which are filled.
+            values: (L, B, H, S, d_v), which are filled.
+        """
+        tokens, width = states.shape[1:]
+        for part, rows in _parts(real):
+            own = states[part].flatten(0, 1)[rows]
+            batch = Batch(len(rows), tokens, width, self.heads, keys.shape[4], values.shape[4])
+            batch.hypotheses = rows.data_ptr()
+            self._point_to_source(keys[:, part], values[:, part])
+            self._make_room(len(rows), 1, values.shape[4])
+            CORES.look(self.threads)
+            library().read_source(
+                *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
+                *(real[part].numel(), own.data_ptr(), ctypes.byref(self.memory), self.threads),
+            )
+
+    def attend_to_source(
+        self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """Take the keys and values of the source.
+
+        Args:
+            keys: (L, B, H, S, d_k).
+            values: (L, B, H, S, d_v).
             mask: (B, S), 0 at the tokens that are seen.
         """
         self.source.see(mask.contiguous())
-        for layer, (keys, values) in zip(self.layers, source, strict=True):
-            by_sentence = len(mask), self.heads
-            layer.source.point_to(
-                keys.transpose(1, 2).unflatten(0, by_sentence), values.unflatten(0, by_sentence)
-            )
+        self._point_to_source(keys, values)
+
+    def _point_to_source(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for layer, own_keys, own_values in zip(self.layers, keys, values, strict=True):
+            layer.source.point_to(own_keys, own_values)
 
     def run(
         self,
@@ -304,26 +335,42 @@ class CompiledEncoder(nn.Module):
         self, layers: CompiledLayers, states: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Run the layers on states (B, S, D), in place, with a mask (B, S) that is 0 at padding."""
-        sentences, tokens = states.shape[:2]
-        at_once = max(1, min(sentences, _ROWS_OF_ENCODER // tokens))
         attention = self.encoder.layers[0].self_attn
         # All layers use the same memory for keys and values, one after the other.
-        by_head = at_once, layers.heads, tokens
+        by_head = _sentences_at_once(states.shape), layers.heads, states.shape[1]
         keys, values = (
             states.new_empty(*by_head, d).expand(len(layers.layers), *by_head, d)
             for d in (attention.d_k, attention.d_v)
         )
-        mask = states.new_ones(sentences, tokens) if mask is None else mask
-        unseen = (mask == 0).to(states.dtype).contiguous()
-        for first in range(0, sentences, at_once):
-            part = slice(first, first + at_once)
+        real = states.new_ones(states.shape[:2]).bool() if mask is None else mask != 0
+        unseen = (~real).to(states.dtype).contiguous()
+        for part, numbers in _parts(real):
             rows, shape = states[part].flatten(0, 1), states[part].shape[:2]
-            real = mask[part].flatten().nonzero()[:, 0]
             computed = layers.run(
-                rows[real], shape, real, keys, values, unseen[part], used=0, encodes=True
+                rows[numbers], shape, numbers, keys, values, unseen[part], used=0, encodes=True
             )
-            rows.zero_().index_copy_(0, real, computed)
+            rows.zero_().index_copy_(0, numbers, computed)
         return states
+
+
+def _sentences_at_once(shape: torch.Size) -> int:
+    """Return how many sentences (B, S) are computed at once, so that they stay in the cache."""
+    return max(1, min(shape[0], _ROWS_AT_ONCE // max(1, shape[1])))
+
+
+def _parts(real: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Divide a batch into sentences that are computed at once.
+
+    Args:
+        real: (B, S), True at tokens that are not padding.
+
+    Yields:
+        The sentences of a part, and the numbers of the part's real tokens among all its tokens.
+    """
+    at_once = _sentences_at_once(real.shape)
+    for first in range(0, len(real), at_once):
+        part = slice(first, first + at_once)
+        yield part, real[part].flatten().nonzero()[:, 0]
 
 
 def _can_compile(linear: Any) -> bool:
@@ -379,7 +426,11 @@ def _products_of(layer: Any) -> dict[str, tuple]:
         "fc2": (layer.fc2,),
     }
     if source is not None:
-        products |= {"source_query": (source.q_proj,), "source_output": (source.out_proj,)}
+        products |= {
+            "source_query": (source.q_proj,),
+            "source_kv": (source.k_proj, source.v_proj),
+            "source_output": (source.out_proj,),
+        }
     return products
 
 
@@ -444,7 +495,11 @@ def _fits(structure: Layer, layer: Any, first: Any, heads: int) -> bool:
     }
     norms = [layer.self_attn_layer_norm, layer.final_layer_norm]
     if _source_attention(layer) is not None:
-        expected |= {"source_query": (width, heads * d_k), "source_output": (heads * d_v, width)}
+        expected |= {
+            "source_query": (width, heads * d_k),
+            "source_kv": (width, heads * (d_k + d_v)),
+            "source_output": (heads * d_v, width),
+        }
         norms.append(layer.encoder_attn_layer_norm)
     products = {name: getattr(structure, name) for name in expected}
     sizes = {name: (product.inputs, product.outputs) for name, product in products.items()}

@@ -147,13 +147,13 @@ class VaswaniGenerationMixin(GenerationMixin):
                 module is not encoder
                 or self.device.type != "cpu"
                 or not covers_attention(self.config._attn_implementation)
-                or not all(map(self._is_as_written, stack_modules(module)))
+                or not self._are_as_written(stack_modules(module))
             ):
                 return None
             return CompiledEncoder(module, copied)
 
         def can_copy(module: Any) -> bool:
-            return module is not excluded and self._is_as_written(module)
+            return module is not excluded and self._are_as_written([module])
 
         return prepared_copy(self, can_copy, compile_encoder)
 
@@ -432,19 +432,20 @@ class VaswaniGenerationMixin(GenerationMixin):
             and len(set(getattr(self, "hf_device_map", {}).values())) <= 1
             and covers_attention(self.config._attn_implementation)
             and not torch.nn.modules.module._has_any_global_hook()
-            and all(self._is_as_written(module) and not module.training for module in modules)
-            and not self.training
+            and self._are_as_written(modules)
+            and not any(module.training for module in (network, *modules))
             and all(map(hooks_are_passive, (network, self.lm_head, *modules_in(decoder))))
             and weights_are_dense(network)
         )
 
-    def _is_as_written(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module of the network runs the methods of its class and nothing else."""
+    def _are_as_written(self, modules: list[torch.nn.Module]) -> bool:
+        """Tell whether modules of the network run the methods of their classes and nothing else."""
+        classes = set(map(type, modules))
         return (
-            type(module) in self._network_classes
-            and not class_replaced(type(module))
-            and not method_replaced(module)
-            and hooks_are_passive(module)
+            classes <= set(self._network_classes)
+            and not any(map(class_replaced, classes))
+            and not any(map(method_replaced, modules))
+            and all(map(hooks_are_passive, modules))
         )
 
     def _incremental_decoder(self, model_kwargs: dict[str, Any], beams: int) -> IncrementalDecoder:

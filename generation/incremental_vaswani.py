@@ -56,17 +56,21 @@ class IncrementalDecoder:
         if weight.device.type == "cpu":
             dtype = torch.promote_types(dtype, torch.float32)
         self.no_mask = weight.new_zeros((1, 1, 1), dtype=dtype)
+        layers = self.decoder.layers
+        self.heads = _own_heads(layers[0].self_attn) if len(layers) else 0  # H
+        self.compiled: CompiledLayers | None = None
+        if self.can_compile:
+            self.compiled = CompiledLayers.prepare(layers, self.heads)
         self.source: SourceCache | None = None
-        if source is not None and len(self.decoder.layers):
-            layers = self.decoder.layers
-            self.source = SourceCache(layers, source, source_mask, self.no_mask, self._project)
+        if source is not None and len(layers):
+            mask, fill = source_mask, self._read_source
+            self.source = SourceCache(layers, source, mask, self.no_mask, self.heads, fill)
         self.padding = None  # (B, T), True at padding of the prompt
         if prompt_mask is not None and not prompt_mask.all():
             self.padding = prompt_mask == 0
         self.prefix_mask = None if prefix_mask is None else prefix_mask != 0
         self.target: TargetCache
         self.torch_layers: TorchLayers | None = None  # made when the kernels do not run the layers
-        self.compiled: CompiledLayers | None = None
         self.embedding: CompiledEmbedding | None = None
         self.position = 0  # position of the next token in the sentence, padding included
 
@@ -74,12 +78,23 @@ class IncrementalDecoder:
         """Prepare a linear layer, for the compiled kernels if they support it."""
         return (self.can_compile and CompiledLinear.prepare(linear)) or prepare(linear)
 
-    def _project(self, states: torch.Tensor, *linears: nn.Linear) -> list[torch.Tensor]:
-        """Multiply states (R, D) by linear layers, in one product if the kernels support that."""
-        joined = self.can_compile and CompiledLinear.prepare(*linears)
-        if joined:
-            return list(joined(states).split([len(linear.weight) for linear in linears], dim=1))
-        return [self._prepared(linear)(states) for linear in linears]
+    def _read_source(
+        self, source: torch.Tensor, real: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Fill keys (L, B, H, S, d_k) and values (L, B, H, S, d_v) of the source (B, S, D).
+
+        `real` is (B, S), True at tokens that are not padding.
+        """
+        compiled = self.compiled if source.shape[:2] == real.shape else None
+        if compiled is not None and compiled.reads(floats := source.float().contiguous()):
+            compiled.read_source(floats, real, keys, values)
+            return
+        rows, by_sentence = source.flatten(0, 1), source.shape[:2]
+        for layer, *caches in zip(self.decoder.layers, keys, values, strict=True):
+            linears = layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
+            for linear, cache in zip(linears, caches, strict=True):
+                by_head = self._prepared(linear)(rows).view(*by_sentence, self.heads, -1)
+                cache.copy_(by_head.transpose(1, 2))
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T); return states (B, D) that predict the next token."""
@@ -99,15 +114,12 @@ class IncrementalDecoder:
 
     def _start_cache(self, sentences: int) -> None:
         layers = self.decoder.layers
-        heads = d_k = d_v = 0
+        d_k = d_v = 0
         if len(layers):
-            attention = layers[0].self_attn
-            d_k, d_v = attention.d_k, attention.d_v
-            heads = self.source.heads if self.source is not None else _own_heads(attention)
-        shape = len(layers), sentences, heads
+            d_k, d_v = layers[0].self_attn.d_k, layers[0].self_attn.d_v
+        shape = len(layers), sentences, self.heads
         self.target = TargetCache(shape, (d_k, d_v), self.no_mask, self.can_compile)
         if self.can_compile:
-            self.compiled = CompiledLayers.prepare(layers, heads)
             self._show_source()
             if self.padding is None and self.decoder.dtype == torch.float32:
                 embedding, factor = self.decoder.embed_tokens, self.decoder.embed_scale
@@ -116,7 +128,8 @@ class IncrementalDecoder:
     def _show_source(self) -> None:
         """Tell the compiled layers where the keys and values of the source are."""
         if self.compiled is not None and self.source is not None:
-            self.compiled.read_source(self.source.layers, self.source.seen)
+            source = self.source
+            self.compiled.attend_to_source(source.keys, source.values, source.seen)
 
     def _mask_of_prompt(self, length: int) -> torch.Tensor:
         """Return the mask of a prompt: (T, T) or (B, 1, T, T), 0 if seen and -inf if not."""

@@ -202,6 +202,7 @@ class TorchLayers:
             if target.past is not None:
                 mask = target.past[:, None, :, :end].expand(-1, heads, -1, -1).flatten(0, 1)
         mask = self.no_mask if mask is None else mask
+        of_source = [] if source is None else source.layers
         # By layer: the places of new keys and values, (B, K, H, d), and those of the whole past.
         new_keys = target.keys[:, :, :, target.used : end].transpose(2, 3).unbind()
         new_values = target.values[:, :, :, target.used : end].transpose(2, 3).unbind()
@@ -219,10 +220,9 @@ class TorchLayers:
             return output if rows is None else output[rows]
 
         def attend_source(index: int, query: torch.Tensor) -> torch.Tensor:
-            assert source is not None
             query = _spread(query, shape, rows).view(*shape, heads, -1)
             scaling = self.layers[index].source.scaling
-            output = attend(query, _Attended(*source.layers[index], source_mask, scaling))
+            output = attend(query, _Attended(*of_source[index], source_mask, scaling))
             return output if rows is None else output[rows]
 
         for index, layer in enumerate(self.layers):

@@ -73,7 +73,10 @@ class Batch(ctypes.Structure):
 class Layer(ctypes.Structure):
     """A layer of the decoder, or of the encoder, which has no source."""
 
-    PRODUCTS = ("past_qkv", "past_output", "source_query", "source_output", "fc1", "fc2")
+    PRODUCTS = (
+        *("past_qkv", "past_output", "source_query", "source_kv", "source_output"),
+        *("fc1", "fc2"),
+    )
     NORMS = ("past_norm", "source_norm", "final_norm")
     _fields_ = (
         *((name, Product) for name in PRODUCTS),

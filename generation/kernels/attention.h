@@ -169,8 +169,9 @@ INLINE int64_t tokens_of_block(const struct batch *batch, int64_t row)
 
 // Store new keys and values at position `used` + the hypothesis' number in its sentence.
 //
-// A row of `inner` (R, H d_k + H d_k + H d_v) has its queries, then its keys, then its values.
-static void store(const struct batch *batch, const float *inner, const struct cache *cache)
+// rows: each has its keys (H d_k,), then its values (H d_v,). They are `stride` apart.
+static void store(const struct batch *batch, const float *rows, int64_t stride,
+                  const struct cache *cache)
 {
     const int64_t d_k = batch->d_k, d_v = batch->d_v, heads = batch->heads;
 #pragma omp for schedule(static)
@@ -178,8 +179,7 @@ static void store(const struct batch *batch, const float *inner, const struct ca
         const int64_t hypothesis = number_of(batch, row);
         const int64_t sentence = hypothesis / batch->beams;
         const int64_t place = batch->used + hypothesis % batch->beams;
-        const float *new_keys = inner + row * heads * (2 * d_k + d_v) + heads * d_k;
-        const float *new_values = new_keys + heads * d_k;
+        const float *new_keys = rows + row * stride, *new_values = new_keys + heads * d_k;
         float *keys = cache->keys + sentence * cache->key_sentence + place * d_k;
         float *values = cache->values + sentence * cache->value_sentence + place * d_v;
         for (int64_t head = 0; head < heads; head++) {
@@ -187,6 +187,29 @@ static void store(const struct batch *batch, const float *inner, const struct ca
                    (size_t)d_k * sizeof(float));
             memcpy(values + head * cache->value_head, new_values + head * d_v,
                    (size_t)d_v * sizeof(float));
+        }
+    }
+}
+
+// Store zeros for the hypotheses that have no row, from the first to the last one of a batch.
+//
+// hypotheses: the number of hypotheses in the batch.
+static void store_zeros(const struct batch *batch, int64_t hypotheses, const struct cache *cache)
+{
+    const int64_t d_k = batch->d_k, d_v = batch->d_v;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row <= batch->rows; row++) {
+        int64_t hypothesis = row ? number_of(batch, row - 1) + 1 : 0;
+        const int64_t end = row < batch->rows ? number_of(batch, row) : hypotheses;
+        for (; hypothesis < end; hypothesis++) {
+            const int64_t sentence = hypothesis / batch->beams;
+            const int64_t place = batch->used + hypothesis % batch->beams;
+            float *keys = cache->keys + sentence * cache->key_sentence + place * d_k;
+            float *values = cache->values + sentence * cache->value_sentence + place * d_v;
+            for (int64_t head = 0; head < batch->heads; head++) {
+                memset(keys + head * cache->key_head, 0, (size_t)d_k * sizeof(float));
+                memset(values + head * cache->value_head, 0, (size_t)d_v * sizeof(float));
+            }
         }
     }
 }

@@ -59,6 +59,23 @@ static void add_update(const struct layer *layer, const struct norm *norm,
         normalize_sum(norm, states, memory->update, batch->rows, batch->width, states);
 }
 
+// Store the keys and values of a source for all layers, and zeros at padding.
+//
+// The hypotheses of the batch are the tokens of sentences. Those of padding have no row.
+//
+// states: the encoder's output (R, D).
+// tokens: the number of tokens, padding included.
+EXPORT void read_source(const struct layer *layers, int count, const struct batch *batch,
+                        int64_t tokens, const float *states, struct memory *memory, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    for (const struct layer *layer = layers; layer < layers + count; layer++) {
+        multiply(&layer->source_kv, states, batch->rows, &memory->rounded, memory->inner);
+        store(batch, memory->inner, layer->source_kv.out, &layer->source);
+        store_zeros(batch, tokens, &layer->source);
+    }
+}
+
 // Run the layers on states (R, D), in place, and store their keys and values.
 //
 // An encoder is a decoder without a source, whose hypotheses are the tokens of a sentence. All of
@@ -71,7 +88,7 @@ EXPORT void run_layers(const struct layer *layers, int count, const struct batch
     for (const struct layer *layer = layers; layer < layers + count; layer++) {
         const float *inputs = sublayer_input(layer, &layer->past_norm, batch, states, memory);
         multiply(&layer->past_qkv, inputs, rows, &memory->rounded, memory->inner);
-        store(batch, memory->inner, &layer->past);
+        store(batch, memory->inner + queries, layer->past_qkv.out, &layer->past);
         attend(batch, memory->inner, layer->past_qkv.out, &layer->past, &batch->past,
                memory->scores, memory->heads);
         multiply(&layer->past_output, memory->heads, rows, &memory->rounded, memory->update);

@@ -35,7 +35,7 @@ struct norm {
 };
 
 struct layer {
-    struct product past_qkv, past_output, source_query, source_output, fc1, fc2;
+    struct product past_qkv, past_output, source_query, source_kv, source_output, fc1, fc2;
     struct norm past_norm, source_norm, final_norm;
     struct cache past, source; // without keys of a source, there is no attention to it
     int32_t norm_first;
