@@ -420,6 +420,9 @@ def broken(hypotheses, references):
     [
         (broken, "The reward broken failed with KeyError: 'absent'"),
         (lambda hypotheses, references: [math.nan] * len(hypotheses), "it must be finite"),
+        (lambda hypotheses, references: [-1e39] * len(hypotheses), "finite in float32"),
+        (lambda hypotheses, references: {0: 1, 1: 2}, "TypeError: it returned a dict"),
+        (lambda hypotheses, references: "12", "TypeError: it returned a str"),
         (lambda hypotheses, references: [1.0], "returned 1 numbers for 2 hypotheses"),
         (lambda hypotheses, references: None, "failed with TypeError"),
         (lambda hypotheses, references: [1 / len(one) for one in hypotheses], "ZeroDivisionError"),
@@ -430,6 +433,24 @@ def test_a_reward_that_fails_ends_the_run_before_the_first_update(tmp_path, rewa
     with pytest.raises(ObjectiveError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_a_reward_that_fails_later_names_the_update(tmp_path):
+    calls = []
+
+    def later(hypotheses, references):
+        calls.append(1)
+        return [math.inf if len(calls) > 2 else 0.5] * len(hypotheses)
+
+    trainer = make_trainer(tmp_path, objective=MinimumRisk(later, 2), processing_class=Letters())
+    with pytest.raises(ObjectiveError, match="Update 2: The reward later is inf"):
+        trainer.train()
+
+
+def test_spare_sentences_of_a_collator_have_no_reference(tiny_model):
+    objective = prepared(MinimumRisk(first_letters, 2))
+    with pytest.raises(ObjectiveError, match="set its pad_to_multiple_of to None"):
+        objective(tiny_model(), packed(collator(ROWS), pad_to_multiple_of=16), UPDATE)
 
 
 def test_a_reward_runs_without_gradients_on_copies_of_the_lists():

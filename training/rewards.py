@@ -1,12 +1,11 @@
 """Rewards of translations: the quality of each hypothesis, measured with its reference."""
 
 import functools
-import math
 import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
@@ -20,6 +19,8 @@ from .objective import ObjectiveError, name_of
 
 # A function that takes hypotheses and references and returns a number per pair. Higher is better.
 Reward = Callable[[list[str], list[str]], list[float]]
+
+_LARGEST = torch.finfo(torch.float32).max  # of a reward, because losses are in float32
 
 
 def sentence_bleu(
@@ -176,6 +177,8 @@ def checked_rewards(reward: Reward, hypotheses: list[str], references: list[str]
     try:
         with torch.no_grad():  # the reward may be a network, and may change the lists
             found = reward(list(hypotheses), list(references))
+            if isinstance(found, str | bytes | Mapping | Set):
+                raise TypeError(f"it returned a {type(found).__name__}")
             # `item` reads arrays and tensors of shape (N,) and (N, 1) alike. A generator runs here.
             values = [float(value.item() if hasattr(value, "item") else value) for value in found]
     except ObjectiveError:  # from a worker process, which names the reward
@@ -190,10 +193,10 @@ def checked_rewards(reward: Reward, hypotheses: list[str], references: list[str]
             f"The reward {name} returned {len(values)} numbers for {len(hypotheses)} hypotheses."
         )
     for value, hypothesis, reference in zip(values, hypotheses, references, strict=True):
-        if not math.isfinite(value):
+        if not abs(value) <= _LARGEST:  # which NaN is not either
             raise ObjectiveError(
                 f"The reward {name} is {value} for the hypothesis {hypothesis!r} and the reference "
-                f"{reference!r}: it must be finite."
+                f"{reference!r}: it must be finite in float32."
             )
     return values
 

@@ -170,7 +170,10 @@ class SequenceObjective(Objective):
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], update: Update) -> torch.Tensor:
         """Compute the share of a batch in the mean loss of its update."""
-        candidates = self._candidates(model, *_sentences(inputs))
+        try:
+            candidates = self._candidates(model, *_sentences(inputs))
+        except ObjectiveError as error:
+            raise ObjectiveError(f"Update {update.number + 1}: {error}") from error
         loss = mean_of(self.sentence_losses(candidates).sum(), update.sentences)
         if candidates.likelihood is None:
             return loss
@@ -373,7 +376,11 @@ def _sentences(inputs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.T
     )
     references = [target[target != -100] for target in targets]
     if not all(map(len, references)):
-        raise ObjectiveError("A row of the training data has no reference: its labels are empty.")
+        spare = " Or the collator adds such rows: set its pad_to_multiple_of to None."
+        raise ObjectiveError(
+            "A row of the training data has no reference: its labels are empty, or all are -100."
+            + (spare if "cu_seq_lens_q" in inputs else "")
+        )
     if any(-100 in target[: len(found)] for target, found in zip(targets, references, strict=True)):
         raise ObjectiveError(
             "A row of the training data has a label of -100 before the end of its reference. "
