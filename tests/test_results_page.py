@@ -136,6 +136,8 @@ def test_a_second_stage_gains_nothing_significant_over_its_control(file, name):
     assert results["command"] in DOCS["results"].commands()
     test = results["test"]
     assert DOCS["results"].says(f"{test['mean']:.2f}", f"± {test['standard_deviation']:.2f}")
+    control = statistics.mean(row["test"]["without"])
+    assert DOCS["results"].says(name, "without it", f"a mean of {control:.2f} BLEU")
     for page in ("results", "train"):
         assert DOCS[page].says(name, "nothing significant")
 
