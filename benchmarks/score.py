@@ -20,6 +20,9 @@ on half of the cores, and finishes both sooner.
 trained models are decoded again. For the others, the recipe runs again without the ingredient, or
 with it. A second stage, such as R-Drop, is compared with as many further updates without it.
 
+RECIPE may also be the path of another recipe. Its files are found from the project's folder, and
+its seeds are compared with the score of `--published`.
+
 Where a score counts exact matches, the seeds also vote. The ensemble's output is the most frequent
 output. In a tie, the output of the first such seed wins.
 
@@ -94,7 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    add("recipe", choices=names, help="one of examples/recipes/")
+    add("recipe", metavar="RECIPE", help=f"a YAML file, or one of {', '.join(names)}")
     add(
         "--seeds",
         type=int,
@@ -111,9 +114,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='also measure these ingredients, such as "BPE-dropout"; without names, all of them',
     )
     add("--json", type=Path, metavar="FILE", help="write all numbers here")
+    add("--published", type=float, metavar="SCORE", help="published score of the test set")
     add("--keep-scores", action="store_true", help="take scores of the recipe from FILE")
     add("--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="default: runs/")
     args = parser.parse_args(argv)
+    if not recipe_file(args.recipe).is_file():
+        parser.error(f"RECIPE: {args.recipe!r} is neither a file nor one of {', '.join(names)}")
     if len(set(args.seeds)) < len(args.seeds):
         parser.error(f"--seeds: give each seed once, got {' '.join(map(str, args.seeds))}")
     if args.keep_scores and args.json is None:
@@ -167,14 +173,20 @@ def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dic
         yield from pool.map(lambda output: train(recipes[output], output, threads), recipes)
 
 
+def recipe_file(name: str) -> Path:
+    """Return the file of a recipe, given by its name in examples/recipes/ or by its path."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+
+
 def recipe_of(name: str) -> dict[str, Any]:
-    """Read one of examples/recipes/."""
-    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8"))
+    """Read a recipe."""
+    return yaml.safe_load(recipe_file(name).read_text(encoding="utf-8"))
 
 
 def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, Any]]:
     """Return the recipe of each seed by output folder, with a `model` of the same seed if any."""
-    recipes = {folder / f"{name}-seed{seed}": {**recipe_of(name), "seed": seed} for seed in seeds}
+    stem = recipe_file(name).stem
+    recipes = {folder / f"{stem}-seed{seed}": {**recipe_of(name), "seed": seed} for seed in seeds}
     for recipe in recipes.values():
         if "model" in recipe:
             first = folder / f"{Path(recipe['model']).name}-seed{recipe['seed']}"
@@ -521,8 +533,10 @@ def main(argv: list[str] | None = None) -> None:
             "seeds": figures,
         }
         print(f"{split}: {score} {report[split]['mean']} (of {figures})")
-    if args.recipe in PUBLISHED and len(runs) > 1:
-        published, source = PUBLISHED[args.recipe]
+    published, source = PUBLISHED.get(args.recipe, (None, ""))
+    if args.published is not None:
+        published, source = args.published, "the command line"
+    if published is not None and len(runs) > 1:
         report["published"] = {"score": published, "source": source}
         report["published"] |= against_published(report["test"]["seeds"], published)
         print(f"published: {published}, p = {report['published']['p_value']}")

@@ -115,6 +115,21 @@ def test_a_seed_counts_once(capsys):
     assert "give each seed once, got 1 2 1" in capsys.readouterr().err
 
 
+def test_a_recipe_may_be_any_file(tmp_path, capsys):
+    file = tmp_path / "own.yaml"
+    file.write_text("steps: 7\n")
+    args = score.parse_args([str(file), "--published", "30.5"])
+    assert (args.recipe, args.published) == (str(file), 30.5)
+    assert score.runs_of(args.recipe, [3], tmp_path) == {
+        tmp_path / "own-seed3": {"steps": 7, "seed": 3}
+    }
+    for wrong in ("absent.yaml", "multi30k"):
+        with pytest.raises(SystemExit):
+            score.parse_args([wrong])
+        message = f"'{wrong}' is neither a file nor one of g2p-eng_us, iwslt14"
+        assert message in capsys.readouterr().err
+
+
 def test_scores_are_kept_from_a_file_only(capsys):
     with pytest.raises(SystemExit):
         score.parse_args(["multi30k-muon", "--keep-scores"])
