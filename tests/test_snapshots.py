@@ -110,7 +110,8 @@ def test_a_scripted_activation_is_left_to_torch():
 @compiled
 def test_modules_that_the_layers_do_not_read_do_not_prepare_them_again(monkeypatch):
     model = model_with()
-    layer_of(model).encoder_attn.v_proj.history = []
+    layer_of(model).unread = torch.nn.Linear(2, 2)
+    layer_of(model).unread.history = []
     before = answer(model)
     calls = []
     monkeypatch.setattr(compiled_vaswani, "_describe", lambda *_: calls.append("describe"))
