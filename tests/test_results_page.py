@@ -24,11 +24,15 @@ def test_scores_come_from_results_files():
         assert (several if len(runs) > 1 else f"{mean}, one seed") in row
         assert f"{runs[0]['parameters'] / 1e6:.2f}M parameters" in row
         assert re.search(rf"\b{runs[0]['steps']:,} (further )?updates", row)
+        gpu = runs[0]["hardware"]["gpu"]
         # A resumed run counts only the minutes since it was resumed.
-        if whole := [run for run in runs if not run["resumed"]]:
+        whole = [run for run in runs if not run["resumed"]]
+        if gpu is None:
+            assert "updates without a GPU" in row
+        elif whole:
             assert {run["hardware"]["threads"] for run in whole} == {1}
             longest = max(run["training_minutes"] for run in whole)
-            assert f"{longest:.0f} min on an {runs[0]['hardware']['gpu']}" in row
+            assert f"{longest:.0f} min on an {gpu}" in row
         assert f"`{runs[0]['test']['signature']}`" in page.words
         if errors:
             assert f"majority vote of the seeds **{100 - results['ensemble']['test']:.2f}**" in row
@@ -46,6 +50,25 @@ def test_the_scores_of_a_cpu_come_from_their_results_file():
     score = f"{results['test']['mean']:.2f} ± {results['test']['standard_deviation']:.2f} BLEU"
     p_value = f"p = {results['published']['p_value']}"
     assert DOCS["results"].says(f"same {len(seeds)} seeds", "without a GPU", score, p_value)
+
+
+def test_the_earlier_errors_of_a_gpu_come_from_their_results_file():
+    results = results_of("g2p-eng_us")
+    assert results["command"] in DOCS["results"].commands()
+    mean = f"{100 - results['test']['mean']:.2f} ± {results['test']['standard_deviation']:.2f}"
+    vote = f"{100 - results['ensemble']['test']:.2f}"
+    (commit,) = {run["commit"] for run in results["runs"]}
+    assert commit.endswith("-dirty")
+    p_value = f"p = {results['published']['p_value']}"
+    assert DOCS["results"].says("g2p-eng_us", "not committed", mean, p_value, vote)
+
+
+def test_the_aim_for_letters_to_phones_is_missed_as_the_page_says():
+    results = results_of("g2p-eng_us-cpu")
+    assert 100 - results["ensemble"]["test"] > 40
+    assert results["published"]["p_value"] > 0.05
+    aim, missed = "The aim of g2p-eng_us was a word error rate of 40.0", "Neither the majority vote"
+    assert DOCS["results"].says(aim, missed, "does not differ significantly")
 
 
 def test_the_minutes_of_a_training_come_from_their_results_file():
