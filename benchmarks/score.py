@@ -20,8 +20,8 @@ on half of the cores, and finishes both sooner.
 trained models are decoded again. For the others, the recipe runs again without the ingredient, or
 with it. A second stage, such as R-Drop, is compared with as many further updates without it.
 
-RECIPE may also be the path of another recipe. Its files are found from the project's folder, and
-its seeds are compared with the score of `--published`.
+RECIPE may also be the path of another recipe. The paths in it begin at the project's folder.
+`--published` is the score that its seeds are compared with.
 
 Where a score counts exact matches, the seeds also vote. The ensemble's output is the most frequent
 output. In a tie, the output of the first such seed wins.
@@ -175,7 +175,20 @@ def train_all(recipes: dict[Path, dict[str, Any]], at_once: int) -> Iterator[dic
 
 def recipe_file(name: str) -> Path:
     """Return the file of a recipe, given by its name in examples/recipes/ or by its path."""
-    return Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    known = RECIPES / f"{name}.yaml"
+    return known if known.is_file() else Path(name)
+
+
+def recipe_of_model(name: str, recipe: dict[str, Any]) -> str | None:
+    """Return the recipe of the model that a recipe continues from, which is in the same folder.
+
+    Return None without a model, or if it has no recipe. Such a model is used as it is.
+    """
+    model = Path(recipe["model"]).name if "model" in recipe else None
+    file = recipe_file(name).with_name(f"{model}.yaml")
+    if model is None or not file.is_file():
+        return None
+    return model if recipe_file(model) == file else str(file)
 
 
 def recipe_of(name: str) -> dict[str, Any]:
@@ -188,7 +201,7 @@ def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, A
     stem = recipe_file(name).stem
     recipes = {folder / f"{stem}-seed{seed}": {**recipe_of(name), "seed": seed} for seed in seeds}
     for recipe in recipes.values():
-        if "model" in recipe:
+        if recipe_of_model(name, recipe):
             first = folder / f"{Path(recipe['model']).name}-seed{recipe['seed']}"
             recipe["model"] = os.path.relpath(first, ROOT)
     return recipes
@@ -369,7 +382,7 @@ class Ingredients:
         whole = self.scored(self.recipes, own)
         penalties = [name for name in names if name in PENALTIES]
         no_penalty = self.decoded(**NO_PENALTY) if penalties else {}
-        if averaging(self.recipe) in names:
+        if "average" in self.recipe and averaging(self.recipe) in names:
             # Both sides are decoded on this machine. The runs may come from another one.
             self.add(averaging(self.recipe), self.decoded(), self.decoded(last_checkpoint=True))
         for name in penalties:
@@ -488,7 +501,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"{args.recipe} has several test sets: results.json of a run has their scores.")
     score = recipe.get("score", "bleu")
     earlier = earlier_report(args.json, args.recipe, recipe)
-    known = [averaging(recipe), *PENALTIES, *variants(recipe)]
+    known = [averaging(recipe)] if "average" in recipe else []
+    known += [*PENALTIES, *variants(recipe)]
     names = [] if args.ingredients is None else args.ingredients or known
     for name in names:
         if name not in known:
@@ -506,8 +520,7 @@ def main(argv: list[str] | None = None) -> None:
     kept = {run["seed"] for run in runs if args.keep_scores}
     if lacks_bootstrap(rows, names, args.seeds):
         kept -= {args.seeds[0]}
-    if "model" in recipe:
-        first = Path(recipe["model"]).name
+    if first := recipe_of_model(args.recipe, recipe):
         seeds = [seed for seed in args.seeds if seed not in kept or names]
         for run in train_all(runs_of(first, seeds, args.runs), args.at_once):
             print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)

@@ -4,9 +4,6 @@ Shapes: B sentences, K hypotheses of each (the beam), S source tokens, N positio
 layers, H heads.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.nn import functional as F  # noqa: N812
 
@@ -26,33 +23,14 @@ class SourceCache:
     mask of 0 and values of 0.
 
     Args:
-        layers: layers of the decoder, at least one.
-        source: (B, S, D) the encoder's output.
-        mask: (B, S), nonzero at real tokens; None means no padding.
-        like: a tensor with the dtype of the cache.
-        heads: H.
-        fill: fills the cache, given the source, its real tokens (B, S), keys and values.
+        keys: (L, B, H, S, d_k).
+        values: (L, B, H, S, d_v).
+        real: (B, S), True at tokens that are not padding.
     """
 
-    def __init__(
-        self,
-        layers: Any,
-        source: torch.Tensor,
-        mask: torch.Tensor | None,
-        like: torch.Tensor,
-        heads: int,
-        fill: Callable[..., None],
-    ) -> None:
-        sentences, tokens = source.shape[:2]
-        attention = layers[0].encoder_attn
-        shape = len(layers), sentences, heads, tokens
-        self.keys, self.values = (
-            empty((*shape, width), like.dtype, source.device)
-            for width in (attention.d_k, attention.d_v)
-        )
-        real = like.new_ones(sentences, tokens).bool() if mask is None else mask != 0
-        fill(source, real, self.keys, self.values)
-        self.mask = like.new_zeros(sentences, heads, 1, 1)
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, real: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.mask = keys.new_zeros(*keys.shape[1:3], 1, 1)
         if not real.all():
             nothing = ~real.any(dim=1)  # (B,)
             if nothing.any():  # zeros, as from SDPA, if there is no token to attend to

@@ -57,29 +57,32 @@ class CompiledLayers:
         """Tell whether `read_source` can read states (B, S, D)."""
         return can_compute(states) and states.shape[2] == self.layers[0].source_kv.inputs
 
-    def read_source(
-        self, states: torch.Tensor, real: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Compute the keys and values of the source for all layers. Padding gets zeros.
+    def read_source(self, states: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+        """Project the source: keys (L, B, H, S, d_k) and values (L, B, H, S, d_v) of all layers.
+
+        Padding gets zeros.
 
         Args:
             states: (B, S, D) the encoder's output, in float32.
             real: (B, S), True at tokens that are not padding.
-            keys: (L, B, H, S, d_k), which are filled.
-            values: (L, B, H, S, d_v), which are filled.
         """
-        tokens, width = states.shape[1:]
+        sentences, tokens, width = states.shape
+        d_k = self.layers[0].source_query.outputs // self.heads
+        d_v = self.layers[0].source_output.inputs // self.heads
+        shape = len(self.layers), sentences, self.heads, tokens
+        keys, values = empty((*shape, d_k)), empty((*shape, d_v))
         for part, rows in _parts(real):
             own = states[part].flatten(0, 1)[rows]
-            batch = Batch(len(rows), tokens, width, self.heads, keys.shape[4], values.shape[4])
+            batch = Batch(len(rows), tokens, width, self.heads, d_k, d_v)
             batch.hypotheses = rows.data_ptr()
             self._point_to_source(keys[:, part], values[:, part])
-            self._make_room(len(rows), 1, values.shape[4])
+            self._make_room(len(rows), 1, d_v)
             CORES.look(self.threads)
             library().read_source(
                 *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
                 *(real[part].numel(), own.data_ptr(), ctypes.byref(self.memory), self.threads),
             )
+        return [keys, values]
 
     def attend_to_source(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor

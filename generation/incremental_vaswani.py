@@ -16,6 +16,7 @@ from .compiled_vaswani import CompiledEmbedding, CompiledLayers, CompiledLinear
 from .layers_vaswani import TorchLayers, copied_norm
 from .library_vaswani import COMPUTED, can_compute
 from .linear_vaswani import prepare
+from .memory_vaswani import empty
 
 _FIRST_POSITIONS = 64  # number of positions that are encoded at first
 
@@ -63,8 +64,9 @@ class IncrementalDecoder:
             self.compiled = CompiledLayers.prepare(layers, self.heads)
         self.source: SourceCache | None = None
         if source is not None and len(layers):
-            mask, fill = source_mask, self._read_source
-            self.source = SourceCache(layers, source, mask, self.no_mask, self.heads, fill)
+            real = source.new_ones(source.shape[:2]) if source_mask is None else source_mask
+            self.source = SourceCache(*self._read_source(source, real != 0), real != 0)
+            self.heads = self.source.keys.shape[2]
         self.padding = None  # (B, T), True at padding of the prompt
         if prompt_mask is not None and not prompt_mask.all():
             self.padding = prompt_mask == 0
@@ -78,23 +80,25 @@ class IncrementalDecoder:
         """Prepare a linear layer, for the compiled kernels if they support it."""
         return (self.can_compile and CompiledLinear.prepare(linear)) or prepare(linear)
 
-    def _read_source(
-        self, source: torch.Tensor, real: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Fill keys (L, B, H, S, d_k) and values (L, B, H, S, d_v) of the source (B, S, D).
+    def _read_source(self, source: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+        """Project the source (B, S, D): keys (L, B, H, S, d_k) and values (L, B, H, S, d_v).
 
         `real` is (B, S), True at tokens that are not padding.
         """
         compiled = self.compiled if source.shape[:2] == real.shape else None
         if compiled is not None and compiled.reads(floats := source.float().contiguous()):
-            compiled.read_source(floats, real, keys, values)
-            return
-        rows, by_sentence = source.flatten(0, 1), source.shape[:2]
-        for layer, *caches in zip(self.decoder.layers, keys, values, strict=True):
-            linears = layer.encoder_attn.k_proj, layer.encoder_attn.v_proj
-            for linear, cache in zip(linears, caches, strict=True):
-                by_head = self._prepared(linear)(rows).view(*by_sentence, self.heads, -1)
-                cache.copy_(by_head.transpose(1, 2))
+            return compiled.read_source(floats, real)
+        rows, caches = source.flatten(0, 1), []
+        attentions = [layer.encoder_attn for layer in self.decoder.layers]
+        for name, width in (("k_proj", attentions[0].d_k), ("v_proj", attentions[0].d_v)):
+            for number, attention in enumerate(attentions):
+                states = self._prepared(getattr(attention, name))(rows).unflatten(1, (-1, width))
+                by_head = states.unflatten(0, source.shape[:2]).transpose(1, 2)  # (B, H, S, d)
+                if number == 0:
+                    shape = len(attentions), *by_head.shape
+                    caches.append(empty(shape, self.no_mask.dtype, states.device))
+                caches[-1][number].copy_(by_head)
+        return caches
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T); return states (B, D) that predict the next token."""
@@ -247,7 +251,9 @@ class IncrementalDecoder:
 def _own_heads(attention: Any) -> int:
     """Return the number of heads that this process computes."""
     linear = attention.k_proj
-    outputs: int = linear.out_features  # quantized layers have weights of other shapes, or none
+    # Quantized layers have weights of other shapes, or none. A module that wraps a layer may not
+    # tell the number of its outputs.
+    outputs: int = getattr(linear, "out_features", attention.num_heads * attention.d_k)
     weight: Any = getattr(linear, "weight", None)
     if hasattr(weight, "to_local"):
         outputs = len(weight.to_local())

@@ -123,6 +123,12 @@ def test_a_recipe_may_be_any_file(tmp_path, capsys):
     assert score.runs_of(args.recipe, [3], tmp_path) == {
         tmp_path / "own-seed3": {"steps": 7, "seed": 3}
     }
+    assert score.recipe_of_model(str(file), {"model": "runs/base"}) is None
+    file.with_name("base.yaml").touch()
+    assert score.recipe_of_model(str(file), {"model": "runs/base"}) == str(tmp_path / "base.yaml")
+    assert score.recipe_of_model(str(file), {}) is None
+    second = "multi30k-muon-r-drop"
+    assert score.recipe_of_model(second, score.recipe_of(second)) == "multi30k-muon"
     for wrong in ("absent.yaml", "multi30k"):
         with pytest.raises(SystemExit):
             score.parse_args([wrong])

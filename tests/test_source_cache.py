@@ -91,6 +91,26 @@ def test_sentences_that_stay_keep_their_keys_and_values(tmp_path):
         assert values.shape == (2 * 4, 5, 12)
 
 
+@pytest.mark.parametrize("change", ["wrapped", "pruned"])
+def test_heads_are_counted_by_the_outputs_of_a_projection(change, tmp_path):
+    model = model_of("float32", tmp_path)
+    for layer in model.model.decoder.layers:
+        attentions = layer.self_attn, layer.encoder_attn
+        if change == "wrapped":
+            layer.self_attn.k_proj = torch.nn.Sequential(layer.self_attn.k_proj)
+            continue
+        for attention in attentions:  # 3 of 4 heads stay
+            for name, outputs in (("q_proj", 24), ("k_proj", 24), ("v_proj", 36)):
+                linear = getattr(attention, name)
+                linear.weight = torch.nn.Parameter(linear.weight[:outputs])
+            attention.out_proj.weight = torch.nn.Parameter(attention.out_proj.weight[:, :36])
+    source = torch.randint(4, 700, (3, 5), generator=torch.Generator().manual_seed(0))
+    call = {"num_beams": 2, "max_new_tokens": 6, "return_dict_in_generate": True}
+    found = model.generate(source, **call)
+    expected = model.generate(source, **call, output_scores=True)  # by transformers' search
+    assert torch.equal(found.sequences, expected.sequences)
+
+
 @compiled
 @torch.inference_mode()
 def test_encoder_outputs_of_another_width_are_refused(tmp_path):

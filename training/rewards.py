@@ -20,7 +20,7 @@ from .objective import ObjectiveError, name_of
 # A function that takes hypotheses and references and returns a number per pair. Higher is better.
 Reward = Callable[[list[str], list[str]], list[float]]
 
-_LARGEST = torch.finfo(torch.float32).max  # of a reward, because losses are in float32
+_LARGEST = torch.finfo(torch.float32).max  # losses are in float32, so rewards must be too
 
 
 def sentence_bleu(
@@ -193,7 +193,7 @@ def checked_rewards(reward: Reward, hypotheses: list[str], references: list[str]
             f"The reward {name} returned {len(values)} numbers for {len(hypotheses)} hypotheses."
         )
     for value, hypothesis, reference in zip(values, hypotheses, references, strict=True):
-        if not abs(value) <= _LARGEST:  # which NaN is not either
+        if not abs(value) <= _LARGEST:  # comparisons with NaN are false
             raise ObjectiveError(
                 f"The reward {name} is {value} for the hypothesis {hypothesis!r} and the reference "
                 f"{reference!r}: it must be finite in float32."

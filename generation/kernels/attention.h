@@ -169,7 +169,7 @@ INLINE int64_t tokens_of_block(const struct batch *batch, int64_t row)
 
 // Store new keys and values at position `used` + the hypothesis' number in its sentence.
 //
-// rows: each has its keys (H d_k,), then its values (H d_v,). They are `stride` apart.
+// rows: the keys (H d_k,) and then the values (H d_v,) of each row, `stride` apart.
 static void store(const struct batch *batch, const float *rows, int64_t stride,
                   const struct cache *cache)
 {
@@ -191,9 +191,9 @@ static void store(const struct batch *batch, const float *rows, int64_t stride,
     }
 }
 
-// Store zeros for the hypotheses that have no row, from the first to the last one of a batch.
+// Store zeros for the hypotheses of a batch that have no row.
 //
-// hypotheses: the number of hypotheses in the batch.
+// hypotheses: the number of all hypotheses in the batch.
 static void store_zeros(const struct batch *batch, int64_t hypotheses, const struct cache *cache)
 {
     const int64_t d_k = batch->d_k, d_v = batch->d_v;

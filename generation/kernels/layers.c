@@ -61,7 +61,7 @@ static void add_update(const struct layer *layer, const struct norm *norm,
 
 // Store the keys and values of a source for all layers, and zeros at padding.
 //
-// The hypotheses of the batch are the tokens of sentences. Those of padding have no row.
+// The hypotheses of the batch are the tokens of sentences. Padding has no row.
 //
 // states: the encoder's output (R, D).
 // tokens: the number of tokens, padding included.
