@@ -57,7 +57,9 @@ class CompiledLayers:
         """Tell whether `read_source` can read states (B, S, D)."""
         return can_compute(states) and states.shape[2] == self.layers[0].source_kv.inputs
 
-    def read_source(self, states: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+    def read_source(
+        self, states: torch.Tensor, real: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the source: keys (L, B, H, S, d_k) and values (L, B, H, S, d_v) of all layers.
 
         Padding gets zeros.
@@ -82,7 +84,7 @@ class CompiledLayers:
                 *(ctypes.byref(self.layers), len(self.layers), ctypes.byref(batch)),
                 *(real[part].numel(), own.data_ptr(), ctypes.byref(self.memory), self.threads),
             )
-        return [keys, values]
+        return keys, values
 
     def attend_to_source(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor

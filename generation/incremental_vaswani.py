@@ -80,7 +80,9 @@ class IncrementalDecoder:
         """Prepare a linear layer, for the compiled kernels if they support it."""
         return (self.can_compile and CompiledLinear.prepare(linear)) or prepare(linear)
 
-    def _read_source(self, source: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+    def _read_source(
+        self, source: torch.Tensor, real: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project the source (B, S, D): keys (L, B, H, S, d_k) and values (L, B, H, S, d_v).
 
         `real` is (B, S), True at tokens that are not padding.
@@ -98,7 +100,8 @@ class IncrementalDecoder:
                     shape = len(attentions), *by_head.shape
                     caches.append(empty(shape, self.no_mask.dtype, states.device))
                 caches[-1][number].copy_(by_head)
-        return caches
+        keys, values = caches
+        return keys, values
 
     def read(self, prefix: torch.Tensor) -> torch.Tensor:
         """Read the first target tokens (B, T); return states (B, D) that predict the next token."""
