@@ -179,16 +179,13 @@ def recipe_file(name: str) -> Path:
     return known if known.is_file() else Path(name)
 
 
-def recipe_of_model(name: str, recipe: dict[str, Any]) -> str | None:
+def recipe_of_model(name: str, recipe: dict[str, Any]) -> Path | None:
     """Return the recipe of the model that a recipe continues from, which is in the same folder.
 
-    Return None without a model, or if it has no recipe. Such a model is used as it is.
+    Return None without a model, or if the model has no recipe and is used as it is.
     """
-    model = Path(recipe["model"]).name if "model" in recipe else None
-    file = recipe_file(name).with_name(f"{model}.yaml")
-    if model is None or not file.is_file():
-        return None
-    return model if recipe_file(model) == file else str(file)
+    file = recipe_file(name).with_name(f"{Path(recipe.get('model', '')).name}.yaml")
+    return file if "model" in recipe and file.is_file() else None
 
 
 def recipe_of(name: str) -> dict[str, Any]:
@@ -197,7 +194,10 @@ def recipe_of(name: str) -> dict[str, Any]:
 
 
 def runs_of(name: str, seeds: list[int], folder: Path) -> dict[Path, dict[str, Any]]:
-    """Return the recipe of each seed by output folder, with a `model` of the same seed if any."""
+    """Return the recipe of each seed by output folder.
+
+    A `model` that has a recipe of its own is replaced by that of the same seed.
+    """
     stem = recipe_file(name).stem
     recipes = {folder / f"{stem}-seed{seed}": {**recipe_of(name), "seed": seed} for seed in seeds}
     for recipe in recipes.values():
@@ -290,7 +290,7 @@ def variants(recipe: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def averaging(recipe: dict[str, Any]) -> str:
     """Name the ingredient of averaged checkpoints."""
-    return f"average of the last {recipe['average']}"
+    return f"average of the last {recipe.get('average', 1)}"
 
 
 class Ingredients:
@@ -382,7 +382,7 @@ class Ingredients:
         whole = self.scored(self.recipes, own)
         penalties = [name for name in names if name in PENALTIES]
         no_penalty = self.decoded(**NO_PENALTY) if penalties else {}
-        if "average" in self.recipe and averaging(self.recipe) in names:
+        if averaging(self.recipe) in names:
             # Both sides are decoded on this machine. The runs may come from another one.
             self.add(averaging(self.recipe), self.decoded(), self.decoded(last_checkpoint=True))
         for name in penalties:
@@ -522,8 +522,8 @@ def main(argv: list[str] | None = None) -> None:
         kept -= {args.seeds[0]}
     if first := recipe_of_model(args.recipe, recipe):
         seeds = [seed for seed in args.seeds if seed not in kept or names]
-        for run in train_all(runs_of(first, seeds, args.runs), args.at_once):
-            print(f"{first}: {score} {main_score(recipe, run['test'])}", flush=True)
+        for run in train_all(runs_of(str(first), seeds, args.runs), args.at_once):
+            print(f"{first.stem}: {score} {main_score(recipe, run['test'])}", flush=True)
     recipes = runs_of(args.recipe, args.seeds, args.runs)
     ingredients = None
     if names:

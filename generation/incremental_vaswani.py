@@ -64,9 +64,10 @@ class IncrementalDecoder:
             self.compiled = CompiledLayers.prepare(layers, self.heads)
         self.source: SourceCache | None = None
         if source is not None and len(layers):
-            real = source.new_ones(source.shape[:2]) if source_mask is None else source_mask
-            self.source = SourceCache(*self._read_source(source, real != 0), real != 0)
-            self.heads = self.source.keys.shape[2]
+            given = source.new_ones(source.shape[:2]) if source_mask is None else source_mask
+            real = given != 0
+            self.source = SourceCache(*self._read_source(source, real), real)
+            self.heads = self.source.keys.shape[2]  # heads may have been pruned
         self.padding = None  # (B, T), True at padding of the prompt
         if prompt_mask is not None and not prompt_mask.all():
             self.padding = prompt_mask == 0
